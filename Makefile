@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+#   make         libsinkattn.a: the C core, the CPU backend and, where nvcc is found, the CUDA half
+#   make demo    fine-tune a small gpt-oss on real text       make test    the C suite, then pytest
+#   make lint    every style check                            make clean   remove what was built
+#   make test-c | test-sanitize | fuzz FUZZ_SECONDS=60
+#
+# demo, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
+# installed. NVCC= leaves the CUDA half out. Builds that differ in flags go to BUILD folders of their own.
+
+BUILD ?= build/native
+TORCH ?= torch==2.13.0
+FUZZ_SECONDS ?= 60
+SANITIZE ?=
+WERROR ?= -Werror
+OPTIMIZE ?= -O3
+PYTHON ?=
+ifeq ($(origin NVCC),undefined)
+NVCC := $(shell command -v nvcc)
+endif
+
+.DEFAULT_GOAL := lib
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+
+# ---- C ----
+
+WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(WERROR)
+C_FLAGS := -std=c11 $(OPTIMIZE) -fPIC -fvisibility=hidden -Icsrc -Icsrc/include $(CFLAGS)
+ifneq ($(SANITIZE),)
+C_FLAGS += -g -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=$(SANITIZE)
+endif
+LINK_LIBS := -lm
+SOURCES := $(sort $(wildcard csrc/core/*.c csrc/cpu/*.c))
+
+ifneq ($(NVCC),)
+SOURCES += $(sort $(wildcard csrc/cuda/*.c csrc/cuda/*.cu))
+C_FLAGS += -DSA_WITH_CUDA
+CUDA_FLAGS := -std=c++17 -O3 -Icsrc -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
+    -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80
+# nvcc may be a wrapper, far from its toolkit: it says itself where its libraries are.
+CUDA_LIBRARIES := $(shell $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | sed -n 's/^\#\$$ LIBRARIES= *//p' | tr -d '"' | tr ' ' '\n' | grep -v stubs)
+LINK_LIBS += $(CUDA_LIBRARIES) -lcudart_static -ldl -lpthread -lrt
+endif
+
+ARCHIVE := $(BUILD)/libsinkattn.a
+OBJECTS := $(SOURCES:%=$(BUILD)/%.o)
+C_TESTS := $(sort $(wildcard tests/c/*.c))
+C_TEST_OBJECTS := $(C_TESTS:%=$(BUILD)/%.o)
+
+ifneq ($(findstring x86_64,$(shell $(CC) -dumpmachine)),)
+AVX2_FLAGS := -mavx2 -mfma -mf16c
+AVX512_FLAGS := $(AVX2_FLAGS) -mavx512f -mavx512bw -mavx512dq -mavx512vl
+$(BUILD)/csrc/cpu/cpu_avx2.c.o: ROW_FLAGS := $(AVX2_FLAGS)
+$(BUILD)/csrc/cpu/cpu_avx512.c.o: ROW_FLAGS := $(AVX512_FLAGS)
+$(BUILD)/csrc/cpu/cpu_avx512_bf16.c.o: ROW_FLAGS := $(AVX512_FLAGS) -mavx512bf16
+endif
+$(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
+
+.PHONY: lib ext test test-c test-sanitize test-py fuzz demo lint format clean FORCE
+
+lib: $(ARCHIVE) $(BUILD)/link_libs
+
+# Flags are a prerequisite of every object, so that switching NVCC or SANITIZE never mixes two kinds. -Werror changes no object.
+$(BUILD)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(CC) $(filter-out -Werror,$(WARNINGS)) $(C_FLAGS) $(NVCC) $(CUDA_FLAGS) $(LINK_LIBS)' | cmp -s - $@ || \
+	    echo '$(CC) $(filter-out -Werror,$(WARNINGS)) $(C_FLAGS) $(NVCC) $(CUDA_FLAGS) $(LINK_LIBS)' > $@
+
+# What a program that links the archive needs beside it; setup.py reads it.
+$(BUILD)/link_libs: $(BUILD)/flags
+	@echo '$(LINK_LIBS)' > $@
+
+$(BUILD)/%.c.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(C_FLAGS) $(WARNINGS) $(ROW_FLAGS) -MMD -MP -c $< -o $@
+
+$(BUILD)/%.cu.o: %.cu $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(NVCC) $(CUDA_FLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+$(ARCHIVE): $(OBJECTS)
+	@rm -f $@
+	$(AR) rcs $@ $^
+
+-include $(OBJECTS:.o=.d) $(C_TEST_OBJECTS:.o=.d)
+
+$(BUILD)/test_c: $(C_TEST_OBJECTS) $(ARCHIVE)
+	$(CC) $(C_FLAGS) $^ -o $@ $(LINK_LIBS) -lpthread
+
+test-c: $(BUILD)/test_c
+	$(BUILD)/test_c
+
+test-sanitize:
+	$(MAKE) test-c BUILD=build/asan NVCC= OPTIMIZE=-O1 SANITIZE=address,undefined
+	$(MAKE) test-c BUILD=build/tsan NVCC= OPTIMIZE=-O1 SANITIZE=thread
+
+# ---- fuzzing: one binary a file; new inputs are kept in the build folder, the corpus in git is only read ----
+
+FUZZ_CC ?= $(firstword $(shell command -v clang clang-14 clang-15 clang-16 clang-17 clang-18))
+FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/*.c))
+
+ifeq ($(BUILD),build/fuzz)
+$(BUILD)/fuzz_%: tests/fuzz/%.c $(ARCHIVE)
+	$(CC) $(C_FLAGS) $(WARNINGS) -fsanitize=fuzzer $< $(ARCHIVE) -o $@ $(LINK_LIBS) -lpthread
+
+run-%: $(BUILD)/fuzz_%
+	@mkdir -p $(BUILD)/corpus/$*
+	$< -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 -artifact_prefix=$(BUILD)/ $(BUILD)/corpus/$* $(wildcard tests/fuzz/corpus)
+endif
+
+fuzz:
+	@test -n '$(FUZZ_CC)' || { echo 'make fuzz needs clang with libFuzzer; none is on PATH'; exit 1; }
+	@test -n '$(FUZZERS)' || { echo 'make fuzz found no tests/fuzz/*.c'; exit 1; }
+	$(MAKE) $(FUZZERS:%=run-%) BUILD=build/fuzz NVCC= CC=$(FUZZ_CC) OPTIMIZE=-O1 SANITIZE=address,undefined,fuzzer-no-link
+
+# ---- Python ----
+
+ifeq ($(PYTHON),)
+PY := .venv/bin/python
+installed = .venv/installed-$(1)
+else
+PY := $(PYTHON)
+installed =
+endif
+
+# torch comes first and alone: the extension is compiled against it.
+.venv/installed-torch:
+	python3 -m venv .venv
+	$(PY) -m pip install --quiet 'setuptools>=77' wheel ninja
+	$(PY) -m pip install --quiet '$(TORCH)'
+	@touch $@
+
+.venv/installed-%: .venv/installed-torch pyproject.toml setup.py
+	$(PY) -m pip install --quiet --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# The editable install compiles the extension once; this keeps it in step with the sources, the interpreter and its torch.
+ext:
+	$(PY) setup.py --quiet build_ext --inplace
+
+test: test-c test-py
+
+test-py: $(call installed,test)
+	$(MAKE) ext
+	$(PY) -m pytest
+
+demo: $(call installed,demo)
+	$(MAKE) ext
+	$(PY) examples/finetune_gpt_oss.py
+
+# ---- style ----
+
+C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c)
+TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
+
+lint: $(call installed,lint)
+	$(TOOLS)ruff check .
+	$(TOOLS)ruff format --check .
+	$(TOOLS)mypy --strict sinkattn
+	$(TOOLS)clang-format --dry-run -Werror $(C_FILES)
+	$(TOOLS)clang-tidy --quiet $(filter csrc/core/%.c csrc/cpu/%.c,$(SOURCES)) -- -std=c11 -Icsrc -Icsrc/include \
+	    $(AVX512_FLAGS) $(if $(AVX512_FLAGS),-mavx512bf16)
+	$(PY) tools/check_includes.py
+
+format: $(call installed,lint)
+	$(TOOLS)ruff format .
+	$(TOOLS)clang-format -i $(C_FILES)
+
+clean:
+	rm -rf build dist *.egg-info sinkattn/_C*.so

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the files of the core, and the backends above it, know of each other. The backends' entry points are declared from
+ * variants.def, so that the core links against them without including them.
+ */
+#ifndef SA_CORE_H
+#define SA_CORE_H
+
+#include "sinkattn.h"
+
+/* status.c */
+sinkattn_status sa_ok(void);
+sinkattn_status sa_status(sinkattn_code code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+const char *sa_dtype_name(sinkattn_dtype dtype);
+
+/* validate.c: null, dtype, shape, stride, alignment, range, in this order. */
+sinkattn_status sa_validate_problem(const sinkattn_problem *problem);
+sinkattn_status sa_validate_fwd(const sinkattn_fwd_args *args);
+sinkattn_status sa_validate_bwd(const sinkattn_bwd_args *args);
+sinkattn_status sa_validate_decode(const sinkattn_decode_args *args);
+
+/* Lengths in host memory, whole: read by the CPU backend before it starts, so that it raises where a GPU kernel clamps. */
+sinkattn_status sa_validate_cu_seqlens(const sinkattn_fwd_args *args);
+sinkattn_status sa_validate_cache(const sinkattn_decode_args *args);
+
+/* plan.c: that a plan was made for this problem, and runs on this machine. */
+sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
+/* cpu_dispatch.c: the highest sinkattn_cpu_level of this CPU, whatever the environment says. */
+int32_t sa_cpu_level(void);
+
+/* variants.c: a row of variants.def. args is the op's argument struct. */
+typedef sinkattn_status (*sa_launcher)(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);
+typedef int64_t (*sa_workspace)(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
+typedef struct sa_variant {
+    sinkattn_variant_info info;
+    sa_launcher run;
+    sa_workspace workspace_bytes;
+} sa_variant;
+
+const sa_variant *sa_variant_at(int32_t i);
+
+#define SA_BIT(dtype) (1u << (dtype))
+
+#endif

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * From (sequence, row, head) to element offsets, in int64, for dense, packed and paged tensors. Lengths that come from memory are
+ * clamped here, so that whatever they hold no offset leaves the caller's tensors. Host and device.
+ */
+#ifndef SA_LAYOUT_H
+#define SA_LAYOUT_H
+
+#include "mask.h"
+
+/* Where one sequence lies. Dense: row_begin 0 and batch selects; packed: batch 0 and row_begin selects. */
+typedef struct sa_sequence {
+    int64_t batch;
+    int64_t q_begin, q_len;
+    int64_t k_begin, k_len;
+} sa_sequence;
+
+SA_HD sa_range sa_packed_rows(const int32_t *cu_seqlens, int64_t b, int64_t total) {
+    sa_range rows;
+    rows.begin = sa_clamp(cu_seqlens[b], 0, total);
+    rows.end = sa_clamp(cu_seqlens[b + 1], rows.begin, total);
+    return rows;
+}
+
+SA_HD sa_sequence sa_sequence_at(const sinkattn_fwd_args *args, int64_t b) {
+    const sinkattn_problem *problem = &args->problem;
+    sa_sequence sequence = {b, 0, problem->q_len, 0, problem->k_len};
+    if (problem->packed) {
+        const sa_range q = sa_packed_rows(args->cu_seqlens_q, b, problem->q_len);
+        const sa_range k = sa_packed_rows(args->cu_seqlens_k, b, problem->k_len);
+        sequence.batch = 0;
+        sequence.q_begin = q.begin;
+        sequence.q_len = q.end - q.begin;
+        sequence.k_begin = k.begin;
+        sequence.k_len = k.end - k.begin;
+    }
+    return sequence;
+}
+
+SA_HD int64_t sa_offset(const sinkattn_tensor *tensor, int64_t batch, int64_t row, int64_t head) {
+    return batch * tensor->batch_stride + row * tensor->row_stride + head * tensor->head_stride;
+}
+
+/* Row statistics (lse, dlse): [batch, num_q_heads, q_len], packed [num_q_heads, total_q]. */
+SA_HD int64_t sa_row_index(const sinkattn_problem *problem, const sa_sequence *sequence, int64_t head, int64_t i) {
+    return (sequence->batch * problem->num_q_heads + head) * problem->q_len + sequence->q_begin + i;
+}
+
+SA_HD int64_t sa_cache_len(const sinkattn_decode_args *args, int64_t b) {
+    const int64_t capacity = args->fwd.problem.k_len;
+    return args->cache_seqlens ? sa_clamp(args->cache_seqlens[b], 0, capacity) : capacity;
+}
+
+/* Offset of a cached key of sequence b, -1 where its page is unmapped. */
+SA_HD int64_t sa_cache_offset(const sinkattn_decode_args *args, const sinkattn_tensor *cache, int64_t b, int64_t key, int64_t head) {
+    if (!args->block_table) return sa_offset(cache, b, key, head);
+    const int64_t page_size = args->fwd.problem.page_size;
+    const int64_t page = args->block_table[b * args->block_table_stride + key / page_size];
+    return page < 0 || page >= args->fwd.problem.num_pages ? -1 : sa_offset(cache, page, key % page_size, head);
+}
+
+#endif

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Number formats, and the identities of the softmax with a sink. Host and device.
+ *
+ * LSE = log(sum_j exp(S_ij) + exp(s)) in natural-log units, sink included. The online softmax of a row is a pivot m, the sum l of
+ * exp(S - m), and o = sum exp(S - m) v; it starts from the sink alone, (m, l, o) = (s, 1, 0), so nothing is added at the end and
+ * s = -inf is bit for bit no sink: (-inf, 0, 0). A NaN in s enters l and stays.
+ */
+#ifndef SA_NUMERICS_H
+#define SA_NUMERICS_H
+
+#include <math.h>
+#include <string.h>
+
+#include "mask.h"
+
+SA_HD float sa_bf16_to_float(uint16_t bits) {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &wide, sizeof x);
+    return x;
+}
+
+/* Round to nearest even; NaN stays NaN. */
+SA_HD uint16_t sa_float_to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return (uint16_t)((bits >> 16) | 0x0040u);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+SA_HD float sa_fp16_to_float(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = (half >> 10) & 0x1fu, fraction = half & 0x3ffu;
+    uint32_t bits;
+    float x;
+    if (exponent == 0x1fu) {
+        bits = sign | 0x7f800000u | (fraction << 13);
+    } else if (exponent) {
+        bits = sign | ((exponent + 112u) << 23) | (fraction << 13);
+    } else { /* subnormal: fraction * 2^-24 is exact in fp32 */
+        x = (float)fraction * 0x1p-24f;
+        return sign ? -x : x;
+    }
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Round to nearest even, overflow to infinity; NaN stays NaN. */
+SA_HD uint16_t sa_float_to_fp16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+    if (bits >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+    if (bits >= 0x38800000u) return (uint16_t)(sign | ((bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13));
+    float magnitude; /* below 2^-14: adding 0.5 leaves the value's multiples of 2^-24, rounded, in the low bits */
+    memcpy(&magnitude, &bits, sizeof magnitude);
+    magnitude += 0.5f;
+    memcpy(&bits, &magnitude, sizeof bits);
+    return (uint16_t)(sign | (bits - 0x3f000000u));
+}
+
+SA_HD int64_t sa_dtype_bytes(sinkattn_dtype dtype) { return dtype == SINKATTN_FP64 ? 8 : dtype == SINKATTN_FP32 ? 4 : 2; }
+
+SA_HD double sa_load(const void *data, sinkattn_dtype dtype, int64_t index) {
+    if (dtype == SINKATTN_FP64) return ((const double *)data)[index];
+    if (dtype == SINKATTN_FP32) return ((const float *)data)[index];
+    const uint16_t bits = ((const uint16_t *)data)[index];
+    return dtype == SINKATTN_BF16 ? sa_bf16_to_float(bits) : sa_fp16_to_float(bits);
+}
+
+SA_HD void sa_store(void *data, sinkattn_dtype dtype, int64_t index, double x) {
+    if (dtype == SINKATTN_FP64)
+        ((double *)data)[index] = x;
+    else if (dtype == SINKATTN_FP32)
+        ((float *)data)[index] = (float)x;
+    else
+        ((uint16_t *)data)[index] = dtype == SINKATTN_BF16 ? sa_float_to_bf16((float)x) : sa_float_to_fp16((float)x);
+}
+
+/* s_aux of a head; -inf, the neutral sink, when there is none. */
+SA_HD double sa_s_aux(const sinkattn_fwd_args *args, int64_t head) {
+    return args->s_aux ? sa_load(args->s_aux, args->problem.s_aux_dtype, head) : -(double)INFINITY;
+}
+
+SA_HD double sa_softmax_scale(const sinkattn_problem *problem) {
+    return problem->softmax_scale != 0.0 ? problem->softmax_scale : 1.0 / sqrt((double)problem->head_dim);
+}
+
+/* l of a softmax that has seen the sink and no key. */
+SA_HD double sa_sink_sum(double s) { return s == -(double)INFINITY ? 0.0 : s == s ? 1.0 : s; }
+
+/* exp(x - pivot) where both may be the same infinity: 0 for a missing term (-inf), 1 for the pivot itself. */
+SA_HD double sa_exp_minus(double x, double pivot) {
+    if (x == -(double)INFINITY) return 0.0;
+    return x == pivot ? 1.0 : exp(x - pivot);
+}
+
+SA_HD double sa_lse(double pivot, double sum) { return sum == 0.0 ? -(double)INFINITY : pivot + log(sum); }
+
+#endif

@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Which kernel, how many work items, how much workspace: decided from sizes and device facts alone.
+ *
+ * Decode in numbers: a (sequence, kv head, query tile) is one item unless its keys are split. B* = ceil(workers / kv_heads) is the
+ * batch at which unsplit items fill the machine; below it, P = workers / (batch * kv_heads) parts do, as long as there are key tiles.
+ */
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "core.h"
+#include "mask.h"
+
+#define SA_MAX_WORKERS 65536
+
+static const char *const op_names[] = {"fwd", "bwd", "decode"};
+
+static bool serves(const sinkattn_variant_info *info, const sinkattn_problem *p) {
+    return info->op == p->op && (info->dtypes & SA_BIT(p->dtype)) && p->head_dim <= info->max_head_dim;
+}
+
+/* The index of the last row that serves, -1 for a miss. */
+static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *device) {
+    int32_t best = -1;
+    const sa_variant *row;
+    for (int32_t i = 0; (row = sa_variant_at(i)); i++)
+        if (serves(&row->info, p) && row->info.backend == device->backend && row->info.arch <= device->arch) best = i;
+    return best;
+}
+
+static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *device) {
+    char compiled[400] = "";
+    size_t used = 0;
+    const sa_variant *row;
+    for (int32_t i = 0; (row = sa_variant_at(i)); i++) {
+        if (row->info.op != p->op || row->info.backend != device->backend || used >= sizeof compiled) continue;
+        used += (size_t)snprintf(compiled + used, sizeof compiled - used, "%s%s (", used ? ", " : "", row->info.name);
+        for (sinkattn_dtype d = SINKATTN_BF16; d <= SINKATTN_FP64; d++)
+            if ((row->info.dtypes & SA_BIT(d)) && used < sizeof compiled)
+                used += (size_t)snprintf(compiled + used, sizeof compiled - used, "%s ", sa_dtype_name(d));
+        if (used < sizeof compiled)
+            used += (size_t)snprintf(compiled + used, sizeof compiled - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
+    }
+    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 " on %s arch %" PRId32 "; compiled: %s", op_names[p->op],
+                     sa_dtype_name(p->dtype), p->head_dim, device->backend == SINKATTN_CPU ? "cpu" : "cuda", device->arch,
+                     used ? compiled : "none");
+}
+
+/* Query tiles over all sequences and kv heads; the heads of a group share a tile, so a tile's rows are (token, head) pairs. Packed
+ * lengths are not known here: each sequence may end in a partial tile. */
+static int64_t num_query_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (!info->tile_q) return p->num_kv_heads * p->batch;
+    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
+    if (!p->packed) return p->num_kv_heads * p->batch * sa_ceil_div(rows, info->tile_q);
+    return p->batch ? p->num_kv_heads * (rows / info->tile_q + p->batch) : 0;
+}
+
+/* Key tiles that the rows of one sequence can touch, however many of its keys are in use. */
+static int64_t num_key_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (!info->tile_k || p->q_len == 0) return 1;
+    const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
+    int64_t sink_end;
+    const sa_range keys = sa_rows_band(&band, (sa_range){0, p->q_len}, &sink_end);
+    const int64_t touched = sa_ceil_div(keys.end - keys.begin, info->tile_k) + 1 + sa_ceil_div(sink_end, info->tile_k);
+    return sa_max(1, sa_min(touched, sa_ceil_div(p->k_len, info->tile_k)));
+}
+
+/* A CPU takes one part too many rather than leave a worker idle; a GPU would wait for a second wave. */
+static int64_t choose_splits(const sinkattn_problem *p, const sinkattn_device *device, int64_t items, int64_t tiles) {
+    if (p->invariant || items == 0) return 1;
+    if (p->num_splits > 0) return sa_min(p->num_splits, tiles);
+    const int64_t wanted = device->backend == SINKATTN_CPU ? sa_ceil_div(device->workers, items) : device->workers / items;
+    return sa_clamp(wanted, 1, tiles);
+}
+
+/* Each part of each row leaves head_dim + 2 floats behind, head_dim being at most 512. */
+static bool partials_fit(const sinkattn_problem *p, int64_t splits) {
+    int64_t floats;
+    return p->op != SINKATTN_DECODE || (!__builtin_mul_overflow(p->batch * p->num_q_heads * p->q_len, splits, &floats) && floats < INT64_C(1) << 48);
+}
+
+static void explain(const sinkattn_problem *p, const sinkattn_device *device, const sinkattn_variant_info *info, int64_t tiles,
+                    sinkattn_plan *plan) {
+    const int written = snprintf(plan->reason, sizeof plan->reason, "%s is the best row for %s, head_dim %" PRId64 " at arch %" PRId32,
+                                 info->name, sa_dtype_name(p->dtype), p->head_dim, device->arch);
+    if (p->op != SINKATTN_DECODE || written < 0 || (size_t)written >= sizeof plan->reason) return;
+    const char *why = p->invariant ? "invariant" : p->num_splits > 0 ? "as asked" : "to fill the workers";
+    snprintf(plan->reason + written, sizeof plan->reason - (size_t)written,
+             "; %" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64 ", P = %" PRId64, plan->num_splits, tiles, why,
+             sa_ceil_div(device->workers, p->num_kv_heads), device->workers / sa_max(1, p->batch * p->num_kv_heads));
+}
+
+static sinkattn_status check_device(const sinkattn_device *device) {
+    if (device->backend != SINKATTN_CPU && device->backend != SINKATTN_CUDA)
+        return sa_status(SINKATTN_INVALID, "device.backend is %d; it must be cpu (0) or cuda (1)", (int)device->backend);
+    if (device->workers < 1 || device->workers > SA_MAX_WORKERS)
+        return sa_status(SINKATTN_INVALID, "device.workers is %" PRId32 "; it must be from 1 to %d", device->workers, SA_MAX_WORKERS);
+    return sa_ok();
+}
+
+sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkattn_device *device, sinkattn_plan *plan) {
+    if (!device) return sa_status(SINKATTN_INVALID, "device is NULL; it must be given");
+    if (!plan) return sa_status(SINKATTN_INVALID, "plan is NULL; it must be given");
+    sinkattn_status status = sa_validate_problem(problem);
+    if (status.code == SINKATTN_OK) status = check_device(device);
+    if (status.code != SINKATTN_OK) return status;
+
+    const int32_t variant = best_variant(problem, device);
+    if (variant < 0) return miss(problem, device);
+    const sa_variant *row = sa_variant_at(variant);
+    const int64_t items = num_query_tiles(problem, &row->info);
+    const int64_t tiles = problem->op == SINKATTN_DECODE ? num_key_tiles(problem, &row->info) : 1;
+    const int64_t splits = problem->op == SINKATTN_DECODE ? choose_splits(problem, device, items, tiles) : 1;
+    if (!partials_fit(problem, splits))
+        return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must leave a workspace countable in int64", splits);
+
+    *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .num_items = items * splits};
+    plan->workers = (int32_t)sa_clamp(plan->num_items, 1, device->workers);
+    plan->workspace_bytes = row->workspace_bytes(problem, plan);
+    explain(problem, device, &row->info, tiles, plan);
+    return sa_ok();
+}
+
+sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    if (!plan) return sa_status(SINKATTN_INVALID, "plan is NULL; it must be given");
+    const sa_variant *row = sa_variant_at(plan->variant);
+    if (!row) return sa_status(SINKATTN_INVALID, "plan.variant is %" PRId32 "; it must name a compiled kernel", plan->variant);
+    if (!serves(&row->info, problem))
+        return sa_status(SINKATTN_INVALID, "plan.variant is %s; it must serve %s of %s with head_dim %" PRId64, row->info.name,
+                         op_names[problem->op], sa_dtype_name(problem->dtype), problem->head_dim);
+    if (row->info.backend == SINKATTN_CPU && row->info.arch > sa_cpu_level())
+        return sa_status(SINKATTN_UNSUPPORTED, "plan.variant is %s; this CPU must have level %" PRId32 ", it has %" PRId32, row->info.name,
+                         row->info.arch, sa_cpu_level());
+    if (plan->workers < 1 || plan->workers > SA_MAX_WORKERS)
+        return sa_status(SINKATTN_INVALID, "plan.workers is %" PRId32 "; it must be from 1 to %d", plan->workers, SA_MAX_WORKERS);
+    const int64_t most = problem->op == SINKATTN_DECODE ? num_key_tiles(problem, &row->info) : 1;
+    if (plan->num_splits < 1 || plan->num_splits > most || !partials_fit(problem, plan->num_splits))
+        return sa_status(SINKATTN_INVALID, "plan.num_splits is %" PRId64 "; it must be from 1 to %" PRId64, plan->num_splits, most);
+    const int64_t items = num_query_tiles(problem, &row->info) * plan->num_splits;
+    if (plan->num_items != items)
+        return sa_status(SINKATTN_INVALID, "plan.num_items is %" PRId64 "; it must be %" PRId64 ", as planned for this problem", plan->num_items,
+                         items);
+    return sa_ok();
+}

@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "core.h"
+
+sinkattn_status sa_ok(void) { return (sinkattn_status){.code = SINKATTN_OK}; }
+
+sinkattn_status sa_status(sinkattn_code code, const char *format, ...) {
+    sinkattn_status status = {.code = code};
+    va_list values;
+    va_start(values, format);
+    vsnprintf(status.message, sizeof status.message, format, values);
+    va_end(values);
+    return status;
+}
+
+const char *sa_dtype_name(sinkattn_dtype dtype) {
+    switch (dtype) {
+    case SINKATTN_NO_DTYPE: return "none";
+    case SINKATTN_BF16: return "bf16";
+    case SINKATTN_FP16: return "fp16";
+    case SINKATTN_FP32: return "fp32";
+    case SINKATTN_FP64: return "fp64";
+    }
+    return "unknown";
+}

@@ -1,0 +1,191 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * sinkattn: attention with learned sinks. The public C API.
+ *
+ * Use: fill a sinkattn_problem (sizes only), let sinkattn_make_plan choose a kernel and say how much workspace it needs, fill the
+ * argument struct of the operation, run it. The library allocates nothing, keeps nothing between calls, never prints, never exits.
+ * Every struct is a POD meant for designated initialisers: a field left out is zero, and zero means off, absent or default.
+ *
+ * Rows are queries, [.., num_q_heads, head_dim]; keys and values have num_kv_heads heads, query head h reads
+ * kv head h / (num_q_heads / num_kv_heads). All sizes and strides count elements and are int64; sizes in bytes end in _bytes.
+ */
+#ifndef SINKATTN_H
+#define SINKATTN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SINKATTN_VERSION "0.1.0"
+
+/* ---- status ------------------------------------------------------------------------------------------------------------------- */
+
+typedef enum sinkattn_code {
+    SINKATTN_OK = 0,
+    SINKATTN_INVALID = 1,     /* an argument breaks a rule of this interface */
+    SINKATTN_UNSUPPORTED = 2, /* a legal request that no compiled kernel serves */
+    SINKATTN_DEVICE = 3       /* the device or its driver failed */
+} sinkattn_code;
+
+typedef struct sinkattn_status {
+    sinkattn_code code;
+    char message[508]; /* one sentence: the argument, the value got, the rule; empty when code is SINKATTN_OK */
+} sinkattn_status;
+
+/* ---- sizes -------------------------------------------------------------------------------------------------------------------- */
+
+typedef enum sinkattn_dtype {
+    SINKATTN_NO_DTYPE = 0,
+    SINKATTN_BF16 = 1,
+    SINKATTN_FP16 = 2,
+    SINKATTN_FP32 = 3,
+    SINKATTN_FP64 = 4
+} sinkattn_dtype;
+
+typedef enum sinkattn_op { SINKATTN_FWD = 0, SINKATTN_BWD = 1, SINKATTN_DECODE = 2 } sinkattn_op;
+
+/* Row i stands at position p = i + (k_len - q_len) and sees key j when
+ *     (!has_right || j <= p + right)  and  (!has_left || j >= p - left || j < num_sink_tokens).
+ * {0} sees everything, {.has_right = true} is causal, {.has_left = true, .left = 127, .has_right = true} a causal window of 128. */
+typedef struct sinkattn_mask {
+    bool has_left, has_right;
+    int64_t left, right; /* both count from the row itself, which is inside */
+    int64_t num_sink_tokens;
+} sinkattn_mask;
+
+typedef struct sinkattn_problem {
+    sinkattn_op op;
+    sinkattn_dtype dtype;       /* of q, k, v, out and their gradients */
+    sinkattn_dtype s_aux_dtype; /* of s_aux and its gradient; SINKATTN_NO_DTYPE: no sink */
+    bool packed;                /* sequences lie end to end, bounded by cu_seqlens */
+    int64_t batch;              /* sequences */
+    int64_t num_q_heads, num_kv_heads, head_dim;
+    int64_t q_len, k_len;               /* rows of q and k a sequence; packed: rows of the whole tensor; decode: k_len is the cache's capacity */
+    int64_t max_seqlen_q, max_seqlen_k; /* packed: longest sequence, a scheduling hint; 0: not known */
+    int64_t page_size, num_pages;       /* decode from a paged cache; page_size 0: the cache is contiguous */
+    double softmax_scale;               /* 0: head_dim ** -0.5 */
+    sinkattn_mask mask;
+    int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice */
+    bool invariant;     /* decode: the bits of the prefill row, whatever the batch */
+} sinkattn_problem;
+
+/* ---- devices, variants, plans ------------------------------------------------------------------------------------------------- */
+
+typedef enum sinkattn_backend { SINKATTN_CPU = 0, SINKATTN_CUDA = 1 } sinkattn_backend;
+
+typedef enum sinkattn_cpu_level {
+    SINKATTN_CPU_ORACLE = 0, /* double precision, three loops; serves fp64 */
+    SINKATTN_CPU_SCALAR = 1,
+    SINKATTN_CPU_AVX2 = 2,
+    SINKATTN_CPU_AVX512 = 3,
+    SINKATTN_CPU_AVX512_BF16 = 4
+} sinkattn_cpu_level;
+
+typedef struct sinkattn_device {
+    sinkattn_backend backend;
+    int32_t arch;    /* CPU: the highest sinkattn_cpu_level usable; CUDA: 10 * major + minor of the compute capability */
+    int32_t workers; /* CPU: threads; CUDA: multiprocessors */
+    int64_t shared_bytes; /* CUDA: shared memory a block may use */
+    char name[64];
+} sinkattn_device;
+
+/* What this machine's CPU can do. SINKATTN_CPU_LEVEL = oracle | scalar | avx2 | avx512 | avx512_bf16 in the environment lowers the
+ * level; a name that is unknown, or above what the CPU has, is an error. */
+sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device);
+
+/* A CUDA device by ordinal; SINKATTN_UNSUPPORTED when built without nvcc, SINKATTN_DEVICE when no driver or device answers. */
+sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device);
+
+/* One compiled kernel. */
+typedef struct sinkattn_variant_info {
+    const char *name;
+    sinkattn_op op;
+    sinkattn_backend backend;
+    int32_t arch;          /* the least sinkattn_device.arch that runs it */
+    uint32_t dtypes;       /* bit 1 << sinkattn_dtype for each dtype served */
+    int64_t max_head_dim;  /* head_dim is a multiple of 8 up to this */
+    int64_t tile_q, tile_k; /* rows and keys a tile; 0: untiled */
+} sinkattn_variant_info;
+
+/* The i-th compiled kernel, NULL past the last. */
+const sinkattn_variant_info *sinkattn_variant(int32_t i);
+
+typedef struct sinkattn_plan {
+    int32_t variant; /* index for sinkattn_variant */
+    int32_t workers;
+    int64_t num_splits;      /* decode: parts a sequence; 1 elsewhere */
+    int64_t num_items;       /* work items of the first pass: (sequence, kv head, tile or part) */
+    int64_t workspace_bytes; /* what the run needs in sinkattn_context.workspace */
+    char reason[192];        /* why this variant and these splits */
+} sinkattn_plan;
+
+/* Pure: depends on its arguments only, so it is testable for devices that are not there. */
+sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkattn_device *device, sinkattn_plan *plan);
+
+/* ---- arguments ---------------------------------------------------------------------------------------------------------------- */
+
+/* Element (b, row, head, x) lies at data[b * batch_stride + row * row_stride + head * head_stride + x]. batch_stride steps over
+ * sequences, over pages in a paged cache, and is unused when packed. Rows are 16-byte aligned. */
+typedef struct sinkattn_tensor {
+    void *data;
+    int64_t batch_stride, row_stride, head_stride;
+} sinkattn_tensor;
+
+typedef struct sinkattn_fwd_args {
+    sinkattn_problem problem;
+    sinkattn_tensor q, k, v; /* read */
+    sinkattn_tensor out;     /* forward and decode write it, backward reads it */
+    void *lse;               /* contiguous [batch, num_q_heads, q_len], packed [num_q_heads, total_q]; fp32, fp64 when dtype is; as out */
+    const void *s_aux;       /* [num_q_heads] logits in natural-log units, never scaled; NULL with s_aux_dtype 0 */
+    const int32_t *cu_seqlens_q, *cu_seqlens_k; /* packed: [batch + 1] row offsets, from 0, not decreasing */
+} sinkattn_fwd_args;
+
+typedef struct sinkattn_bwd_args {
+    sinkattn_fwd_args fwd;
+    sinkattn_tensor dout;       /* read */
+    const void *dlse;           /* as lse; NULL: zero */
+    sinkattn_tensor dq, dk, dv; /* written */
+    void *ds_aux;               /* [num_q_heads] of s_aux_dtype, written; NULL with s_aux NULL: s_aux is frozen or absent, nothing is spent on it */
+} sinkattn_bwd_args;
+
+typedef struct sinkattn_decode_args {
+    sinkattn_fwd_args fwd;        /* k, v are the cache: [batch, k_len, ..] or, with block_table, [num_pages, page_size, ..] */
+    const int32_t *cache_seqlens; /* [batch] keys in use; NULL: k_len each */
+    const int32_t *block_table;   /* [batch, max_pages] page numbers, k_len == max_pages * page_size; NULL: contiguous */
+    int64_t block_table_stride;
+} sinkattn_decode_args;
+
+/* ---- run ---------------------------------------------------------------------------------------------------------------------- */
+
+/* Calls task(arg, w) for every w in [0, workers), at once or one after another, and returns when all have returned. */
+typedef struct sinkattn_executor {
+    void (*run)(void *self, int32_t workers, void (*task)(void *arg, int32_t worker), void *arg);
+    void *self;
+} sinkattn_executor;
+
+typedef struct sinkattn_context {
+    void *workspace; /* plan.workspace_bytes, any alignment, any content */
+    int64_t workspace_bytes;
+    sinkattn_executor executor; /* CPU; .run NULL: on the calling thread */
+    void *stream;               /* CUDA */
+} sinkattn_context;
+
+/* Each validates everything, then writes every element of its outputs. Same input, same bits, for any number of workers. */
+sinkattn_status sinkattn_fwd(const sinkattn_fwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
+sinkattn_status sinkattn_bwd(const sinkattn_bwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
+sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
+
+/* One line of build facts: version, compilers, backends. */
+const char *sinkattn_build_info(void);
+
+/* (query, key) pairs that a sequence of these lengths computes a score for: the work that FLOP counts are made of; -1 for negative arguments. */
+int64_t sinkattn_visible_pairs(const sinkattn_mask *mask, int64_t q_len, int64_t k_len);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
