@@ -1,0 +1,344 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The tiled backward: every score is computed once, no atomics, nothing of size q_len x k_len.
+ *
+ * Pass 1, an item is a segment of the rows of one (sequence, kv head). For each row tile and key tile
+ *     S^T = K . Q^T     dP^T = V . dO^T     P, dS = gradient step
+ *     dV += P^T . dO    dK += dS^T . Q      dQ^T += K^T . dS^T
+ * dQ is complete when the row tile is; dK and dV of the keys that the segment sees are summed in a slot of the workspace, in fp32.
+ * Pass 2 adds the slots of each key, segment by segment, and rounds once, so the group's heads are summed before rounding.
+ * Segments depend on a sequence's lengths and mask alone: how many workers there are leaves no trace in the bits.
+ *
+ * ds_aux = -sum_i p_sink_i (sum_j P_ij dP_ij - g_i): the inner sum comes from the gradient step in fp32, one term a row is kept,
+ * and pass 3 adds a head's terms in row order.
+ */
+#include "cpu/cpu_tile.h"
+
+enum { MAX_SEGMENTS = 4, MIN_SEGMENT = 1024 }; /* segments of a sequence; tokens of one */
+
+typedef struct bwd_slot {
+    sa_range tokens;
+    int64_t sink_end; /* keys [0, sink_end) and [band.begin, band.end) have a row each */
+    sa_range band;
+    int64_t first_row; /* of kv head 0; the other heads' slots follow */
+} bwd_slot;
+
+typedef struct bwd_worker {
+    sa_tile_mask mask;
+    sa_operand q, dout, out; /* rows of a row tile */
+    sa_operand k, k_pairs, v;
+    sa_cell *q_lanes, *dout_lanes; /* [head_dim / pack][lanes] */
+    float *scores, *dp;            /* [tile_k][lanes] */
+    sa_cell *p_rows, *ds_rows, *ds_keys;
+    float *dq; /* [head_dim][lanes] */
+    float *lse, *bias, *delta, *sink_sum, *factor;
+    void **dq_rows;
+} bwd_worker;
+
+typedef struct bwd_job {
+    const sa_cpu_ops *ops;
+    const sinkattn_bwd_args *args;
+    int64_t tile_q, tile_k, padded; /* padded: head_dim in whole lanes */
+    bwd_worker *workers;
+    bwd_slot *slots;  /* [batch][MAX_SEGMENTS] */
+    float *dk, *dv;   /* [slot rows][padded] */
+    float *terms;     /* as lse; NULL without ds_aux */
+} bwd_job;
+
+static int64_t num_segments(int64_t q_len) { return sa_clamp(sa_ceil_div(q_len, MIN_SEGMENT), 1, MAX_SEGMENTS); }
+
+/* Slot rows of all segments and kv heads, from sizes alone: what sa_plan_slots will at most use. */
+static int64_t max_slot_rows(const sinkattn_problem *problem, int64_t tile_k) {
+    const int64_t sequences = problem->packed ? 1 : problem->batch;
+    const int64_t segments = problem->packed ? sa_min(MAX_SEGMENTS * problem->batch, problem->batch + problem->q_len / MIN_SEGMENT)
+                                             : num_segments(problem->q_len);
+    const int64_t most = sa_min(MAX_SEGMENTS, segments) * problem->k_len;
+    const sa_band reach = sa_band_of(&problem->mask, problem->q_len, problem->k_len);
+    const int64_t windowed = problem->q_len + segments * (reach.left + reach.right + reach.num_sink + 2 * tile_k);
+    return sequences * problem->num_kv_heads * sa_min(most, windowed);
+}
+
+static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack, const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
+    const int64_t cell = (int64_t)sizeof(sa_cell), tile_q = info->tile_q, tile = info->tile_q * info->tile_k;
+    bwd_job job = {ops, NULL, info->tile_q, info->tile_k, sa_padded(problem->head_dim), NULL, NULL, NULL, NULL, NULL};
+    job.workers = sa_take(scratch, plan->workers * (int64_t)sizeof *job.workers);
+    for (int32_t w = 0; w < plan->workers; w++) {
+        bwd_worker worker;
+        worker.mask = sa_take_mask(scratch, tile_q);
+        worker.q = sa_take_operand(scratch, problem, tile_q);
+        worker.dout = sa_take_operand(scratch, problem, tile_q);
+        worker.out = sa_take_operand(scratch, problem, tile_q);
+        worker.k = sa_take_operand(scratch, problem, info->tile_k);
+        worker.k_pairs = sa_take_operand(scratch, problem, info->tile_k);
+        worker.v = sa_take_operand(scratch, problem, info->tile_k);
+        worker.q_lanes = sa_take(scratch, problem->head_dim * tile_q * cell);
+        worker.dout_lanes = sa_take(scratch, problem->head_dim * tile_q * cell);
+        worker.scores = sa_take(scratch, tile * cell);
+        worker.dp = sa_take(scratch, tile * cell);
+        worker.p_rows = pack == 1 ? (sa_cell *)worker.scores : sa_take(scratch, tile * cell);
+        worker.ds_rows = pack == 1 ? (sa_cell *)worker.dp : sa_take(scratch, tile * cell);
+        worker.ds_keys = pack == 1 ? (sa_cell *)worker.dp : sa_take(scratch, tile * cell);
+        worker.dq = sa_take(scratch, problem->head_dim * tile_q * cell);
+        worker.lse = sa_take(scratch, tile_q * cell);
+        worker.bias = sa_take(scratch, tile_q * cell);
+        worker.delta = sa_take(scratch, tile_q * cell);
+        worker.sink_sum = sa_take(scratch, tile_q * cell);
+        worker.factor = sa_take(scratch, tile_q * cell);
+        worker.dq_rows = sa_take(scratch, tile_q * (int64_t)sizeof *worker.dq_rows);
+        if (job.workers) job.workers[w] = worker;
+    }
+    job.slots = sa_take(scratch, problem->batch * MAX_SEGMENTS * (int64_t)sizeof *job.slots);
+    const int64_t slot_bytes = max_slot_rows(problem, info->tile_k) * job.padded * cell;
+    job.dk = sa_take(scratch, slot_bytes);
+    job.dv = sa_take(scratch, slot_bytes);
+    job.terms = sa_take(scratch, problem->s_aux_dtype ? (problem->packed ? 1 : problem->batch) * problem->num_q_heads * problem->q_len * cell : 0);
+    return job;
+}
+
+int64_t sa_cpu_bwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    sa_scratch scratch = {NULL, 0};
+    take_job(&scratch, NULL, 2, problem, plan);
+    return scratch.used + 64;
+}
+
+/* Gives every segment its tokens and its slot. */
+static void plan_slots(const bwd_job *job) {
+    const sinkattn_fwd_args *args = &job->args->fwd;
+    const sinkattn_problem *problem = &args->problem;
+    int64_t row = 0;
+    for (int64_t b = 0; b < problem->batch; b++) {
+        const sa_stream stream = sa_stream_of(args, NULL, b, 0);
+        const int64_t segments = num_segments(stream.sequence.q_len);
+        for (int64_t s = 0; s < MAX_SEGMENTS; s++) {
+            bwd_slot *slot = &job->slots[b * MAX_SEGMENTS + s];
+            memset(slot, 0, sizeof *slot);
+            slot->first_row = row;
+            if (s >= segments) continue;
+            slot->tokens = sa_split_part(stream.sequence.q_len, segments, s);
+            if (slot->tokens.begin == slot->tokens.end) continue;
+            slot->band = sa_rows_band(&stream.band, slot->tokens, &slot->sink_end);
+            slot->band.begin &= ~(int64_t)1; /* as sa_tile_keys */
+            if (slot->sink_end && (slot->sink_end - 1) / job->tile_k >= slot->band.begin / job->tile_k)
+                slot->sink_end = slot->band.begin = 0; /* prefix and band share a key tile, whose keys must lie in a row */
+            row += problem->num_kv_heads * (slot->sink_end + slot->band.end - slot->band.begin);
+        }
+    }
+}
+
+static int64_t slot_rows(const bwd_slot *slot) { return slot->sink_end + slot->band.end - slot->band.begin; }
+
+/* Slot row of a key, -1 where the segment does not see it. */
+static int64_t slot_row(const bwd_slot *slot, int64_t kv_head, int64_t key) {
+    const int64_t first = slot->first_row + kv_head * slot_rows(slot);
+    if (key < slot->sink_end) return first + key;
+    if (key < slot->band.begin || key >= slot->band.end) return -1;
+    return first + slot->sink_end + key - slot->band.begin;
+}
+
+static const sa_cell *load_rows(const bwd_job *job, sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor,
+                                const sa_row_tile *rows, sa_cell *lanes) {
+    const sinkattn_problem *problem = &stream->args->problem;
+    sa_operand_queries(operand, stream, tensor, rows);
+    job->ops->rows_to_lanes(operand->rows, rows->n, problem->dtype, problem->head_dim, lanes, rows->lanes);
+    return lanes;
+}
+
+/* [lanes / pack][padded], neighbours along the rows, rows past n zero: the right side of dK and dV. */
+static void load_pairs(const bwd_job *job, sa_operand *operand, const sinkattn_problem *problem, const sa_row_tile *rows) {
+    const sa_cpu_ops *ops = job->ops;
+    sa_operand_clean(operand, ops, problem, rows->n, true);
+    ops->rows_to_pairs(operand->clean, rows->n, problem->dtype, problem->head_dim, operand->cells, job->padded);
+    const int64_t done = sa_ceil_div(rows->n, ops->pack), all = rows->lanes / ops->pack;
+    memset(operand->cells + done * job->padded, 0, (size_t)((all - done) * job->padded) * sizeof *operand->cells);
+}
+
+static void load_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows) {
+    const sinkattn_bwd_args *args = job->args;
+    const sinkattn_problem *problem = &args->fwd.problem;
+    sa_mask_rows(&worker->mask, stream, rows);
+    load_rows(job, &worker->q, stream, &args->fwd.q, rows, worker->q_lanes);
+    load_rows(job, &worker->dout, stream, &args->dout, rows, worker->dout_lanes);
+    const sa_cell *out_lanes = load_rows(job, &worker->out, stream, &args->fwd.out, rows, (sa_cell *)worker->dq);
+    job->ops->lane_dot(worker->dout_lanes, out_lanes, problem->head_dim / job->ops->pack, rows->lanes, worker->delta);
+    load_pairs(job, &worker->q, problem, rows);
+    load_pairs(job, &worker->dout, problem, rows);
+    const float *lse = args->fwd.lse, *dlse = args->dlse;
+    for (int64_t lane = 0; lane < rows->lanes; lane++) {
+        const int64_t at = lane < rows->n ? sa_stat_index(stream, rows->begin + lane) : -1;
+        worker->lse[lane] = at < 0 ? INFINITY : lse[at];
+        worker->bias[lane] = at < 0 ? 0.0f : (dlse ? dlse[at] : 0.0f) - worker->delta[lane];
+        worker->sink_sum[lane] = 0.0f;
+    }
+    memset(worker->dq, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *worker->dq);
+}
+
+/* gradient[key][dim] += weight[key][row] * element[row][dim] for the elements hidden in `operand`, in the keys that the row sees. */
+static void add_hidden_rows(const bwd_job *job, const sa_operand *operand, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
+                            const sa_cell *weights, float *gradient) {
+    const sinkattn_problem *problem = &stream->args->problem;
+    const bool halves = job->ops->pack == 2;
+    for (int64_t r = 0; r < rows->n; r++) {
+        if (operand->clean[r] == operand->rows[r]) continue;
+        for (int64_t x = 0; x < problem->head_dim; x++) {
+            const float element = (float)sa_load(operand->rows[r], problem->dtype, x);
+            if (isfinite(element)) continue;
+            for (int64_t key = 0; key < keys.end - keys.begin; key++) {
+                if (!sa_visible(&stream->band, (rows->begin + r) / stream->group, keys.begin + key)) continue;
+                const double weight = sa_load(weights, halves ? SINKATTN_BF16 : SINKATTN_FP32, key * rows->lanes + r);
+                gradient[key * job->padded + x] += (float)weight * element;
+            }
+        }
+    }
+}
+
+static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot, sa_range keys) {
+    const sa_cpu_ops *ops = job->ops;
+    const sinkattn_bwd_args *args = job->args;
+    const sinkattn_problem *problem = &args->fwd.problem;
+    const int64_t n = keys.end - keys.begin, lanes = rows->lanes, depth = problem->head_dim / ops->pack;
+    const sa_lane_mask seen = sa_mask_keys(&worker->mask, stream, rows, keys);
+
+    sa_operand_keys(&worker->k, stream, &args->fwd.k, keys);
+    sa_operand_cells(&worker->k, ops, problem, n, args->fwd.k.row_stride);
+    sa_operand_keys(&worker->v, stream, &args->fwd.v, keys);
+    sa_operand_cells(&worker->v, ops, problem, n, args->fwd.v.row_stride);
+    const sa_product s = {.m = n, .lanes = lanes, .k = depth, .a = worker->k.read, .a_row = worker->k.read_row, .a_col = 1,
+                          .b = worker->q_lanes, .b_row = lanes, .c = worker->scores, .c_row = lanes, .join = SA_SET};
+    ops->product(&s);
+    const sa_product dp = {.m = n, .lanes = lanes, .k = depth, .a = worker->v.read, .a_row = worker->v.read_row, .a_col = 1,
+                           .b = worker->dout_lanes, .b_row = lanes, .c = worker->dp, .c_row = lanes, .join = SA_SET};
+    ops->product(&dp);
+
+    const sa_gradient_tile gradient = {.scores = worker->scores, .dp = worker->dp, .row_stride = lanes, .lanes = lanes, .keys = n, .mask = seen,
+                                       .scale = (float)sa_softmax_scale(problem), .lse = worker->lse, .bias = worker->bias,
+                                       .sink_sum = job->terms ? worker->sink_sum : NULL, .p_rows = worker->p_rows,
+                                       .ds_rows = worker->ds_rows, .ds_keys = worker->ds_keys};
+    ops->gradient(&gradient);
+
+    const int64_t row = slot_row(slot, stream->kv_head, keys.begin) * job->padded;
+    const sa_product dv = {.m = n, .lanes = job->padded, .k = lanes / ops->pack, .a = worker->p_rows, .a_row = lanes / ops->pack, .a_col = 1,
+                           .b = worker->dout.cells, .b_row = job->padded, .c = job->dv + row, .c_row = job->padded, .join = SA_ADD};
+    ops->product(&dv);
+    if (worker->dout.hidden) add_hidden_rows(job, &worker->dout, stream, rows, keys, worker->p_rows, job->dv + row);
+    const sa_product dk = {.m = n, .lanes = job->padded, .k = lanes / ops->pack, .a = worker->ds_rows, .a_row = lanes / ops->pack, .a_col = 1,
+                           .b = worker->q.cells, .b_row = job->padded, .c = job->dk + row, .c_row = job->padded, .join = SA_ADD};
+    ops->product(&dk);
+    if (worker->q.hidden) add_hidden_rows(job, &worker->q, stream, rows, keys, worker->ds_rows, job->dk + row);
+
+    sa_operand_keys(&worker->k_pairs, stream, &args->fwd.k, keys);
+    sa_operand_clean(&worker->k_pairs, ops, problem, n, seen.begin != NULL);
+    sa_operand_pairs(&worker->k_pairs, ops, problem, n, args->fwd.k.row_stride);
+    const sa_product dq = {.m = problem->head_dim, .lanes = lanes, .k = sa_ceil_div(n, ops->pack), .a = worker->k_pairs.read, .a_row = 1,
+                           .a_col = worker->k_pairs.read_row, .b = worker->ds_keys, .b_row = lanes, .c = worker->dq, .c_row = lanes, .join = SA_ADD};
+    ops->product(&dq);
+    if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, ops, stream, rows, keys, worker->ds_keys, worker->dq);
+}
+
+static void store_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows) {
+    const sinkattn_bwd_args *args = job->args;
+    const sinkattn_problem *problem = &args->fwd.problem;
+    const float *dlse = args->dlse;
+    for (int64_t lane = 0; lane < rows->n; lane++) {
+        const int64_t r = rows->begin + lane, at = sa_stat_index(stream, r);
+        worker->factor[lane] = (float)sa_softmax_scale(problem);
+        worker->dq_rows[lane] = sa_query_row(stream, &args->dq, r);
+        if (!job->terms) continue;
+        const double p_sink = sa_exp_minus(sa_s_aux(&args->fwd, stream->first_head + r % stream->group), worker->lse[lane]);
+        job->terms[at] = (float)p_sink * ((dlse ? dlse[at] : 0.0f) - worker->sink_sum[lane]);
+    }
+    job->ops->lanes_to_rows(worker->dq, rows->lanes, worker->factor, worker->dq_rows, rows->n, problem->dtype, problem->head_dim);
+}
+
+static void segment_item(void *arg, int64_t item, int32_t w) {
+    const bwd_job *job = arg;
+    bwd_worker *worker = &job->workers[w];
+    const sinkattn_problem *problem = &job->args->fwd.problem;
+    const int64_t slot_index = problem->batch * MAX_SEGMENTS - 1 - item / problem->num_kv_heads;
+    const bwd_slot *slot = &job->slots[slot_index];
+    const sa_stream stream = sa_stream_of(&job->args->fwd, NULL, slot_index / MAX_SEGMENTS, item % problem->num_kv_heads);
+    const int64_t first = (slot->first_row + stream.kv_head * slot_rows(slot)) * job->padded, size = slot_rows(slot) * job->padded;
+    memset(job->dk + first, 0, (size_t)size * sizeof *job->dk);
+    memset(job->dv + first, 0, (size_t)size * sizeof *job->dv);
+    const int64_t end = slot->tokens.end * stream.group;
+    for (int64_t r = slot->tokens.begin * stream.group; r < end; r += job->tile_q) {
+        const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end));
+        load_row_tile(job, worker, &stream, &rows);
+        for (int64_t t = sa_tile_from(&rows, job->tile_k, 0); sa_tile_exists(&rows, job->tile_k, t); t = sa_tile_from(&rows, job->tile_k, t + 1))
+            key_tile(job, worker, &stream, &rows, slot, sa_tile_keys(&rows, job->tile_k, t));
+        store_row_tile(job, worker, &stream, &rows);
+    }
+}
+
+/* Pass 2: dK and dV of one key of every kv head. */
+static void store_key(const bwd_job *job, const sa_stream *stream, const bwd_slot *slots, int64_t key, const float *slot_sums,
+                      const sinkattn_tensor *tensor, float factor) {
+    const sinkattn_problem *problem = &job->args->fwd.problem;
+    float sum[256];
+    memset(sum, 0, sizeof sum);
+    for (int64_t s = 0; s < MAX_SEGMENTS; s++) {
+        const int64_t row = slot_row(&slots[s], stream->kv_head, key);
+        if (row < 0) continue;
+        const float *part = slot_sums + row * job->padded;
+        for (int64_t x = 0; x < problem->head_dim; x++) sum[x] += part[x];
+    }
+    job->ops->store_row(sum, factor, sa_key_row(stream, tensor, key), problem->dtype, problem->head_dim);
+}
+
+static void keys_item(void *arg, int64_t item, int32_t worker) {
+    const bwd_job *job = arg;
+    (void)worker;
+    const sinkattn_bwd_args *args = job->args;
+    const sinkattn_problem *problem = &args->fwd.problem;
+    const int64_t b = item / problem->num_kv_heads / MAX_SEGMENTS, quarter = item / problem->num_kv_heads % MAX_SEGMENTS;
+    const sa_stream stream = sa_stream_of(&args->fwd, NULL, b, item % problem->num_kv_heads);
+    const sa_range keys = sa_split_part(stream.sequence.k_len, MAX_SEGMENTS, quarter);
+    const float scale = (float)sa_softmax_scale(problem);
+    for (int64_t key = keys.begin; key < keys.end; key++) {
+        store_key(job, &stream, &job->slots[b * MAX_SEGMENTS], key, job->dk, &args->dk, scale);
+        store_key(job, &stream, &job->slots[b * MAX_SEGMENTS], key, job->dv, &args->dv, 1.0f);
+    }
+}
+
+static void sink_item(void *arg, int64_t head, int32_t worker) {
+    const bwd_job *job = arg;
+    (void)worker;
+    const sinkattn_fwd_args *args = &job->args->fwd;
+    double sum = 0.0;
+    for (int64_t b = 0; b < args->problem.batch; b++) {
+        const sa_sequence sequence = sa_sequence_at(args, b);
+        const float *terms = job->terms + sa_row_index(&args->problem, &sequence, head, 0);
+        for (int64_t i = 0; i < sequence.q_len; i++) sum += terms[i];
+    }
+    sa_store(job->args->ds_aux, args->problem.s_aux_dtype, head, sum);
+}
+
+static void bwd_tail(const sinkattn_bwd_args *args) {
+    const sinkattn_problem *problem = &args->fwd.problem;
+    if (!problem->packed) return;
+    const sa_range q = sa_packed_tail(args->fwd.cu_seqlens_q, problem->batch, problem->q_len);
+    const sa_range k = sa_packed_tail(args->fwd.cu_seqlens_k, problem->batch, problem->k_len);
+    sa_zero_rows(&args->dq, problem->dtype, q, problem->num_q_heads, problem->head_dim);
+    sa_zero_rows(&args->dk, problem->dtype, k, problem->num_kv_heads, problem->head_dim);
+    sa_zero_rows(&args->dv, problem->dtype, k, problem->num_kv_heads, problem->head_dim);
+}
+
+static sinkattn_status bwd_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const sinkattn_bwd_args *args = arguments;
+    const sinkattn_problem *problem = &args->fwd.problem;
+    const sinkattn_status lengths = sa_validate_cu_seqlens(&args->fwd);
+    if (lengths.code) return lengths;
+    sa_scratch scratch = sa_scratch_of(context);
+    bwd_job job = take_job(&scratch, ops, ops->pack, problem, plan);
+    job.args = args;
+    if (!args->ds_aux) job.terms = NULL;
+    plan_slots(&job);
+    const int64_t num_items = problem->batch * MAX_SEGMENTS * problem->num_kv_heads;
+    sa_parallel_for(context, plan->workers, num_items, segment_item, &job);
+    sa_parallel_for(context, plan->workers, num_items, keys_item, &job);
+    if (job.terms) sa_parallel_for(context, plan->workers, problem->num_q_heads, sink_item, &job);
+    bwd_tail(args);
+    return sa_ok();
+}
+
+SA_CPU_LAUNCHERS(bwd)

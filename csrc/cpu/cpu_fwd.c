@@ -1,0 +1,154 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The tiled forward. An item is a row tile of one kv head; it holds Q^T and O^T in its worker's memory and lets the key tiles pass:
+ *
+ *     S^T = K . Q^T      pivot, P, sum, alpha = softmax step      O^T = O^T * alpha + V^T . P^T
+ *
+ * Heavy tiles, the last of each causal sequence, go first.
+ */
+#include "cpu/cpu_fwd.h"
+
+sa_attend sa_take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_variant_info *info) {
+    const int64_t tile_q = info->tile_q, float_bytes = (int64_t)sizeof(float);
+    sa_attend attend;
+    attend.ops = ops;
+    attend.tile_k = info->tile_k;
+    attend.mask = sa_take_mask(scratch, tile_q);
+    attend.queries = sa_take_operand(scratch, problem, tile_q);
+    attend.keys = sa_take_operand(scratch, problem, info->tile_k);
+    attend.values = sa_take_operand(scratch, problem, info->tile_k);
+    attend.q_lanes = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
+    attend.scores = sa_take(scratch, info->tile_k * tile_q * float_bytes);
+    attend.out = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
+    attend.pivot = sa_take(scratch, tile_q * float_bytes);
+    attend.sum = sa_take(scratch, tile_q * float_bytes);
+    attend.alpha = sa_take(scratch, tile_q * float_bytes);
+    attend.out_rows = sa_take(scratch, tile_q * (int64_t)sizeof *attend.out_rows);
+    return attend;
+}
+
+static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
+    const sa_cpu_ops *ops = attend->ops;
+    const sinkattn_fwd_args *args = stream->args;
+    const sinkattn_problem *problem = &args->problem;
+    const int64_t n = keys.end - keys.begin, lanes = rows->lanes;
+    const sa_lane_mask seen = sa_mask_keys(&attend->mask, stream, rows, keys);
+
+    sa_operand_keys(&attend->keys, stream, &args->k, keys);
+    sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
+    const sa_product qk = {.m = n, .lanes = lanes, .k = problem->head_dim / ops->pack, .a = attend->keys.read, .a_row = attend->keys.read_row,
+                           .a_col = 1, .b = attend->q_lanes, .b_row = lanes, .c = attend->scores, .c_row = lanes, .join = SA_SET};
+    ops->product(&qk);
+
+    const sa_softmax_tile tile = {.scores = attend->scores, .row_stride = lanes, .lanes = lanes, .keys = n, .mask = seen,
+                                  .scale = (float)sa_softmax_scale(problem), .pivot = attend->pivot, .sum = attend->sum,
+                                  .alpha = attend->alpha};
+    ops->softmax(&tile);
+
+    const sa_cell *weights = (const sa_cell *)attend->scores;
+    sa_operand_keys(&attend->values, stream, &args->v, keys);
+    sa_operand_clean(&attend->values, ops, problem, n, seen.begin != NULL);
+    sa_operand_pairs(&attend->values, ops, problem, n, args->v.row_stride);
+    const sa_product pv = {.m = problem->head_dim, .lanes = lanes, .k = sa_ceil_div(n, ops->pack), .a = attend->values.read, .a_row = 1,
+                           .a_col = attend->values.read_row, .b = weights, .b_row = lanes, .c = attend->out, .c_row = lanes,
+                           .join = SA_RESCALE, .beta = attend->alpha};
+    ops->product(&pv);
+    if (attend->values.hidden) sa_add_hidden(&attend->values, ops, stream, rows, keys, weights, attend->out);
+}
+
+void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink) {
+    const sinkattn_fwd_args *args = stream->args;
+    const sinkattn_problem *problem = &args->problem;
+    sa_mask_rows(&attend->mask, stream, rows);
+    sa_operand_queries(&attend->queries, stream, &args->q, rows);
+    attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, attend->q_lanes, rows->lanes);
+    for (int64_t lane = 0; lane < rows->lanes; lane++) {
+        const double s = with_sink && lane < rows->n ? sa_s_aux(args, stream->first_head + (rows->begin + lane) % stream->group) : -(double)INFINITY;
+        attend->pivot[lane] = (float)s;
+        attend->sum[lane] = (float)sa_sink_sum(s);
+    }
+    memset(attend->out, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *attend->out);
+
+    int64_t num_tiles = 0;
+    if (num_parts > 1)
+        for (int64_t t = sa_tile_from(rows, attend->tile_k, 0); sa_tile_exists(rows, attend->tile_k, t); t = sa_tile_from(rows, attend->tile_k, t + 1))
+            num_tiles++;
+    const sa_range mine = sa_split_part(num_tiles, num_parts, part);
+    int64_t ordinal = 0;
+    for (int64_t t = sa_tile_from(rows, attend->tile_k, 0); sa_tile_exists(rows, attend->tile_k, t); t = sa_tile_from(rows, attend->tile_k, t + 1)) {
+        if (num_parts == 1 || (ordinal >= mine.begin && ordinal < mine.end)) attend_keys(attend, stream, rows, sa_tile_keys(rows, attend->tile_k, t));
+        ordinal++;
+    }
+}
+
+void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
+    const sinkattn_fwd_args *args = stream->args;
+    float *lse = args->lse;
+    for (int64_t lane = 0; lane < rows->n; lane++) {
+        const double sum = attend->sum[lane];
+        lse[sa_stat_index(stream, rows->begin + lane)] = (float)sa_lse(attend->pivot[lane], sum);
+        attend->alpha[lane] = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
+        attend->out_rows[lane] = sa_query_row(stream, &args->out, rows->begin + lane);
+    }
+    attend->ops->lanes_to_rows(attend->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype, args->problem.head_dim);
+}
+
+typedef struct fwd_job {
+    const sinkattn_fwd_args *args;
+    sa_attend *workers;
+    int64_t tile_q, num_tiles;
+} fwd_job;
+
+static void fwd_item(void *arg, int64_t item, int32_t worker) {
+    const fwd_job *job = arg;
+    const sinkattn_problem *problem = &job->args->problem;
+    const int64_t group = problem->num_q_heads / problem->num_kv_heads;
+    int64_t tile;
+    const int64_t b = sa_find_tile(job->args, group, job->tile_q, job->num_tiles - 1 - item / problem->num_kv_heads, &tile);
+    const sa_stream stream = sa_stream_of(job->args, NULL, b, item % problem->num_kv_heads);
+    const int64_t begin = tile * job->tile_q, end = sa_min(begin + job->tile_q, sa_num_rows(&stream));
+    if (begin >= end) return;
+    const sa_row_tile rows = sa_row_tile_of(&stream, begin, end);
+    sa_attend_rows(&job->workers[worker], &stream, &rows, 0, 1, true);
+    sa_attend_store(&job->workers[worker], &stream, &rows);
+}
+
+static sa_attend *take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    sa_attend *workers = sa_take(scratch, plan->workers * (int64_t)sizeof *workers);
+    for (int32_t w = 0; w < plan->workers; w++) {
+        const sa_attend attend = sa_take_attend(scratch, ops, problem, sinkattn_variant(plan->variant));
+        if (workers) workers[w] = attend;
+    }
+    return workers;
+}
+
+int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    sa_scratch scratch = {NULL, 0};
+    take_workers(&scratch, NULL, problem, plan);
+    return scratch.used + 64;
+}
+
+static void fwd_tail(const sinkattn_fwd_args *args) {
+    const sinkattn_problem *problem = &args->problem;
+    if (!problem->packed) return;
+    const sa_range tail = sa_packed_tail(args->cu_seqlens_q, problem->batch, problem->q_len);
+    sa_zero_rows(&args->out, problem->dtype, tail, problem->num_q_heads, problem->head_dim);
+    for (int64_t head = 0; head < problem->num_q_heads; head++)
+        for (int64_t row = tail.begin; row < tail.end; row++) ((float *)args->lse)[head * problem->q_len + row] = -INFINITY;
+}
+
+static sinkattn_status fwd_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const sinkattn_fwd_args *args = arguments;
+    const sinkattn_status lengths = sa_validate_cu_seqlens(args);
+    if (lengths.code) return lengths;
+    const sinkattn_problem *problem = &args->problem;
+    const int64_t tile_q = sinkattn_variant(plan->variant)->tile_q;
+    sa_scratch scratch = sa_scratch_of(context);
+    fwd_job job = {args, take_workers(&scratch, ops, problem, plan), tile_q,
+                   sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, tile_q)};
+    sa_parallel_for(context, plan->workers, job.num_tiles * problem->num_kv_heads, fwd_item, &job);
+    fwd_tail(args);
+    return sa_ok();
+}
+
+SA_CPU_LAUNCHERS(fwd)

@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A row tile's way through its key tiles: what the forward and decode share.
+ */
+#ifndef SA_CPU_FWD_H
+#define SA_CPU_FWD_H
+
+#include "cpu/cpu_tile.h"
+
+/* One worker's memory for a row tile. */
+typedef struct sa_attend {
+    const sa_cpu_ops *ops;
+    int64_t tile_k;
+    sa_tile_mask mask;
+    sa_operand queries, keys, values;
+    sa_cell *q_lanes; /* [head_dim / pack][lanes] */
+    float *scores;    /* [tile_k][lanes] */
+    float *out;       /* [head_dim][lanes], to be divided by sum */
+    float *pivot, *sum, *alpha;
+    void **out_rows;
+} sa_attend;
+
+sa_attend sa_take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_variant_info *info);
+
+/* (pivot, sum, out) of the rows over part `part` of `num_parts` of their key tiles. with_sink starts from the sink, else from nothing. */
+void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink);
+
+/* Writes out and lse of the rows. */
+void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows);
+
+#endif

@@ -1,0 +1,372 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The row primitives of cpu.h, written once over vectors of SA_VL floats. An instruction set's file defines
+ *     SA_OPS          the name of its sa_cpu_ops
+ *     SA_VL           floats a vector
+ *     SA_PANEL        vectors of lanes that a block of the product holds; with SA_ROWS rows its sums fill the registers
+ *     SA_CELL_MADD    optional: madd of cells of two bf16, with SA_NARROW_BF16; without it cells are fp32
+ * and includes this. The compiler maps the vectors to the machine, so the same text serves all of them.
+ */
+#include "cpu/cpu.h"
+
+typedef float sa_vf __attribute__((vector_size(SA_VL * 4), aligned(4), may_alias));
+typedef int32_t sa_vi __attribute__((vector_size(SA_VL * 4), aligned(4), may_alias));
+typedef uint32_t sa_vu __attribute__((vector_size(SA_VL * 4), aligned(4), may_alias));
+typedef uint16_t sa_vh __attribute__((vector_size(SA_VL * 2), aligned(2), may_alias));
+
+#define SA_INLINE static inline __attribute__((always_inline))
+#define SA_UNROLL _Pragma("GCC unroll 8")
+enum { SA_ROWS = 6 };
+
+#ifdef SA_CELL_MADD
+#define SA_PACK 2
+#else
+#define SA_PACK 1
+#define SA_CELL_MADD(sum, a, b) ((sum) + (sa_vf)(a) * (sa_vf)(b))
+#define SA_NARROW_BF16(x) sa_round_bf16(x)
+#endif
+
+SA_INLINE sa_vf sa_load_vf(const float *p) { return *(const sa_vf *)p; }
+SA_INLINE void sa_store_vf(float *p, sa_vf x) { *(sa_vf *)p = x; }
+SA_INLINE sa_vu sa_load_vu(const sa_cell *p) { return *(const sa_vu *)p; }
+SA_INLINE sa_vf sa_splat(float x) { return x - (sa_vf){0}; }
+SA_INLINE sa_vu sa_splat_cell(sa_cell x) { return x - (sa_vu){0}; }
+SA_INLINE sa_vf sa_select(sa_vi mask, sa_vf yes, sa_vf no) { return (sa_vf)(((sa_vi)yes & mask) | ((sa_vi)no & ~mask)); }
+SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return sa_select(a > b, a, b); } /* b where a is NaN */
+
+/* exp in 2 ulp: e^x = 2^n e^f with |f| <= ln(2) / 2, polynomial of relative error 4e-9. Zero below the normal numbers; NaN stays NaN. */
+SA_INLINE sa_vf sa_exp(sa_vf x) {
+    const sa_vf round = sa_splat(0x1.8p23f); /* adding it leaves the nearest integer in the low bits */
+    const sa_vf shifted = x * 0x1.715476p0f + round, n = shifted - round;
+    const sa_vf f = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
+    sa_vf y = f * 0x1.687b46p-10f + 0x1.123bdcp-7f;
+    y = y * f + 0x1.555b5cp-5f;
+    y = y * f + 0x1.55548ep-3f;
+    y = y * f + 0x1.fffff8p-2f;
+    y = y * (f * f) + f + 1.0f;
+    const sa_vf power = (sa_vf)(((sa_vu)shifted - 0x4b400000u + 127u) << 23);
+    return sa_select(x < -87.0f, sa_splat(0.0f), y * power);
+}
+
+SA_INLINE sa_vf sa_widen_bf16(sa_vh x) { return (sa_vf)(__builtin_convertvector(x, sa_vu) << 16); }
+
+/* Round to nearest even, as numerics.h. */
+SA_INLINE sa_vh sa_round_bf16(sa_vf x) {
+    const sa_vu bits = (sa_vu)x, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, nan = (bits >> 16) | 0x40u;
+    const sa_vu is_nan = (sa_vu)(x != x);
+    return __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), sa_vh);
+}
+
+SA_INLINE sa_vf sa_widen_fp16(sa_vh half) {
+    const sa_vu x = __builtin_convertvector(half, sa_vu), sign = (x & 0x8000u) << 16, magnitude = x & 0x7fffu;
+    const sa_vf normal = (sa_vf)(magnitude << 13) * 0x1p112f; /* scales subnormals too; exponent 31 becomes 2^16.. */
+    const sa_vu special = (sa_vu)(magnitude >= 0x7c00u);
+    return (sa_vf)(sign | (((sa_vu)normal & ~special) | ((0x7f800000u | (magnitude << 13)) & special)));
+}
+
+SA_INLINE sa_vh sa_narrow_fp16(sa_vf x) {
+    const sa_vu sign = ((sa_vu)x >> 16) & 0x8000u, bits = (sa_vu)x & 0x7fffffffu;
+    const sa_vu normal = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+    const sa_vu small = (sa_vu)((sa_vf)bits + 0.5f) - 0x3f000000u;
+    const sa_vu is_small = (sa_vu)(bits < 0x38800000u), is_large = (sa_vu)(bits >= 0x477ff000u), is_nan = (sa_vu)(bits > 0x7f800000u);
+    sa_vu half = (small & is_small) | (normal & ~is_small);
+    half = (0x7c00u & is_large) | (half & ~is_large);
+    return __builtin_convertvector(sign | half | (0x200u & is_nan), sa_vh);
+}
+
+SA_INLINE sa_vf sa_load_values(const void *row, sinkattn_dtype dtype, int64_t x) {
+    if (dtype == SINKATTN_FP32) return sa_load_vf((const float *)row + x);
+    const sa_vh half = *(const sa_vh *)((const uint16_t *)row + x);
+    return dtype == SINKATTN_BF16 ? sa_widen_bf16(half) : sa_widen_fp16(half);
+}
+
+/* ---- C = A B ------------------------------------------------------------------------------------------------------------------ */
+
+SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int rows, const int vectors) {
+    sa_vf sum[SA_ROWS][SA_PANEL];
+    SA_UNROLL
+    for (int r = 0; r < rows; r++)
+        SA_UNROLL
+        for (int v = 0; v < vectors; v++) sum[r][v] = sa_splat(0.0f);
+    const sa_cell *a = g->a + i * g->a_row, *b = g->b + lane;
+    const int64_t a_row = g->a_row, a_col = g->a_col, b_row = g->b_row;
+    for (int64_t x = 0; x < g->k; x++, a += a_col, b += b_row) {
+        sa_vu right[SA_PANEL];
+        SA_UNROLL
+        for (int v = 0; v < vectors; v++) right[v] = sa_load_vu(b + v * SA_VL);
+        SA_UNROLL
+        for (int r = 0; r < rows; r++) {
+            const sa_vu left = sa_splat_cell(a[r * a_row]);
+            SA_UNROLL
+            for (int v = 0; v < vectors; v++) sum[r][v] = SA_CELL_MADD(sum[r][v], left, right[v]);
+        }
+    }
+    SA_UNROLL
+    for (int r = 0; r < rows; r++) {
+        float *c = g->c + (i + r) * g->c_row + lane;
+        SA_UNROLL
+        for (int v = 0; v < vectors; v++, c += SA_VL) {
+            if (g->join == SA_SET)
+                sa_store_vf(c, sum[r][v]);
+            else if (g->join == SA_ADD)
+                sa_store_vf(c, sa_load_vf(c) + sum[r][v]);
+            else
+                sa_store_vf(c, sa_load_vf(c) * sa_load_vf(g->beta + lane + v * SA_VL) + sum[r][v]);
+        }
+    }
+}
+
+SA_INLINE void sa_panel(const sa_product *g, int64_t lane, const int vectors) {
+    int64_t i = 0;
+    for (; i + SA_ROWS <= g->m; i += SA_ROWS) sa_block(g, i, lane, SA_ROWS, vectors);
+    switch (g->m - i) {
+    case 5: sa_block(g, i, lane, 5, vectors); break;
+    case 4: sa_block(g, i, lane, 4, vectors); break;
+    case 3: sa_block(g, i, lane, 3, vectors); break;
+    case 2: sa_block(g, i, lane, 2, vectors); break;
+    case 1: sa_block(g, i, lane, 1, vectors); break;
+    default: break;
+    }
+}
+
+static void sa_product_run(const sa_product *g) {
+    int64_t lane = 0;
+    for (; lane + SA_PANEL * SA_VL <= g->lanes; lane += SA_PANEL * SA_VL) sa_panel(g, lane, SA_PANEL);
+#if SA_PANEL * SA_VL > 16
+    for (; lane + 2 * SA_VL <= g->lanes; lane += 2 * SA_VL) sa_panel(g, lane, 2);
+    for (; lane < g->lanes; lane += SA_VL) sa_panel(g, lane, 1);
+#endif
+}
+
+/* ---- softmax ------------------------------------------------------------------------------------------------------------------ */
+
+SA_INLINE sa_vi sa_seen(const sa_lane_mask *mask, int64_t lane, int32_t key) {
+    const sa_vi begin = *(const sa_vi *)(mask->begin + lane), count = *(const sa_vi *)(mask->count + lane);
+    const sa_vi in_band = (sa_vi)((sa_vu)(key - begin) < (sa_vu)count);
+    if (!mask->has_sink) return in_band;
+    return in_band | (key < *(const sa_vi *)(mask->sink_end + lane));
+}
+
+#if SA_PACK == 2
+SA_INLINE sa_vu sa_pair(sa_vf first, sa_vf second) {
+    return __builtin_convertvector(SA_NARROW_BF16(first), sa_vu) | (__builtin_convertvector(SA_NARROW_BF16(second), sa_vu) << 16);
+}
+#endif
+
+static void sa_softmax_run(const sa_softmax_tile *t) {
+    const sa_vf none = sa_splat(-INFINITY);
+    for (int64_t lane = 0; lane < t->lanes; lane += SA_VL) {
+        float *column = t->scores + lane;
+        sa_vf top[4] = {none, none, none, none};
+        for (int64_t key = 0; key < t->keys; key++) {
+            sa_vf s = sa_load_vf(column + key * t->row_stride) * t->scale;
+            if (t->mask.begin) s = sa_select(sa_seen(&t->mask, lane, (int32_t)key), s, none);
+            sa_store_vf(column + key * t->row_stride, s);
+            top[key & 3] = sa_vmax(s, top[key & 3]);
+        }
+        const sa_vf before = sa_load_vf(t->pivot + lane);
+        const sa_vf pivot = sa_vmax(sa_vmax(sa_vmax(top[0], top[1]), sa_vmax(top[2], top[3])), before);
+        const sa_vf from = sa_select(pivot == none, sa_splat(0.0f), pivot); /* -inf - -inf would be NaN for a lane without keys */
+        sa_vf sum = sa_splat(0.0f);
+        for (int64_t key = 0; key < t->keys; key += SA_PACK) {
+            const sa_vf p = sa_exp(sa_load_vf(column + key * t->row_stride) - from);
+            sum += p;
+#if SA_PACK == 1
+            sa_store_vf(column + key * t->row_stride, p);
+#else
+            sa_vf q = sa_splat(0.0f);
+            if (key + 1 < t->keys) q = sa_exp(sa_load_vf(column + (key + 1) * t->row_stride) - from);
+            sum += q;
+            *(sa_vu *)(column + key / 2 * t->row_stride) = sa_pair(p, q);
+#endif
+        }
+        const sa_vf alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
+        sa_store_vf(t->alpha + lane, alpha);
+        sa_store_vf(t->pivot + lane, pivot);
+        sa_store_vf(t->sum + lane, sa_load_vf(t->sum + lane) * alpha + sum);
+    }
+}
+
+SA_INLINE sa_vf sa_gradient_at(const sa_gradient_tile *t, int64_t lane, int64_t key, sa_vf lse, sa_vf bias, sa_vf *ds, sa_vf *sink_sum) {
+    sa_vf p = sa_exp(sa_load_vf(t->scores + key * t->row_stride + lane) * t->scale - lse);
+    sa_vf dp = sa_load_vf(t->dp + key * t->row_stride + lane);
+    if (t->mask.begin) { /* both: an unseen NaN must not survive as 0 * NaN */
+        const sa_vi seen = sa_seen(&t->mask, lane, (int32_t)key);
+        p = sa_select(seen, p, sa_splat(0.0f));
+        dp = sa_select(seen, dp, sa_splat(0.0f));
+    }
+    *sink_sum += p * dp;
+    *ds = p * (dp + bias);
+    if (t->mask.begin) *ds = sa_select(sa_seen(&t->mask, lane, (int32_t)key), *ds, sa_splat(0.0f));
+    return p;
+}
+
+static void sa_gradient_run(const sa_gradient_tile *t) {
+    for (int64_t lane = 0; lane < t->lanes; lane += SA_VL) {
+        sa_vf lse = sa_load_vf(t->lse + lane);
+        lse = sa_select(lse == sa_splat(-INFINITY), sa_splat(0.0f), lse);
+        const sa_vf bias = sa_load_vf(t->bias + lane);
+        sa_vf sink_sum = sa_splat(0.0f);
+        for (int64_t key = 0; key < t->keys; key += SA_PACK) {
+            sa_vf ds;
+            const sa_vf p = sa_gradient_at(t, lane, key, lse, bias, &ds, &sink_sum);
+#if SA_PACK == 1
+            sa_store_vf((float *)t->p_rows + key * t->row_stride + lane, p);
+            sa_store_vf((float *)t->ds_rows + key * t->row_stride + lane, ds);
+#else
+            sa_vf next_p = sa_splat(0.0f), next_ds = sa_splat(0.0f);
+            if (key + 1 < t->keys) next_p = sa_gradient_at(t, lane, key + 1, lse, bias, &next_ds, &sink_sum);
+            uint16_t *p_row = (uint16_t *)t->p_rows + key * t->row_stride + lane;
+            uint16_t *ds_row = (uint16_t *)t->ds_rows + key * t->row_stride + lane;
+            *(sa_vh *)p_row = SA_NARROW_BF16(p);
+            *(sa_vh *)ds_row = SA_NARROW_BF16(ds);
+            if (key + 1 < t->keys) {
+                *(sa_vh *)(p_row + t->row_stride) = SA_NARROW_BF16(next_p);
+                *(sa_vh *)(ds_row + t->row_stride) = SA_NARROW_BF16(next_ds);
+            }
+            *(sa_vu *)(t->ds_keys + key / 2 * t->row_stride + lane) = sa_pair(ds, next_ds);
+#endif
+        }
+        if (t->sink_sum) sa_store_vf(t->sink_sum + lane, sa_load_vf(t->sink_sum + lane) + sink_sum);
+    }
+}
+
+/* ---- rows in and out ---------------------------------------------------------------------------------------------------------- */
+
+/* A row's cells [0, head_dim / SA_PACK), in vectors; head_dim is a multiple of 8, so the last vector may be part of one. */
+SA_INLINE void sa_row_cells(const void *row, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells) {
+#if SA_PACK == 2
+    (void)dtype;
+    memcpy(cells, row, (size_t)head_dim * 2);
+#else
+    int64_t x = 0;
+    for (; x + SA_VL <= head_dim; x += SA_VL) sa_store_vf((float *)cells + x, sa_load_values(row, dtype, x));
+    for (; x < head_dim; x++) {
+        const float value = (float)sa_load(row, dtype, x);
+        memcpy(cells + x, &value, sizeof value);
+    }
+#endif
+}
+
+typedef uint32_t sa_quad __attribute__((vector_size(16), aligned(4), may_alias));
+
+/* A 4 x 4 block: to[j * to_row + i] = from[i][j]. */
+SA_INLINE void sa_transpose_quad(const sa_cell *const *from, sa_cell *to, int64_t to_row) {
+    const sa_quad a = *(const sa_quad *)from[0], b = *(const sa_quad *)from[1], c = *(const sa_quad *)from[2], d = *(const sa_quad *)from[3];
+    const sa_quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+    const sa_quad ba = __builtin_shufflevector(a, b, 2, 6, 3, 7), dc = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    *(sa_quad *)to = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+    *(sa_quad *)(to + to_row) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    *(sa_quad *)(to + 2 * to_row) = __builtin_shufflevector(ba, dc, 0, 1, 4, 5);
+    *(sa_quad *)(to + 3 * to_row) = __builtin_shufflevector(ba, dc, 2, 3, 6, 7);
+}
+
+static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t lanes) {
+    const int64_t num_cells = head_dim / SA_PACK; /* a multiple of 4 */
+    const bool native = SA_PACK == 2 || dtype == SINKATTN_FP32;
+    sa_cell values[4][512];
+    for (int64_t lane = 0; lane < lanes; lane += 4) {
+        const sa_cell *from[4];
+        for (int64_t i = 0; i < 4; i++) {
+            from[i] = values[i];
+            if (lane + i >= n)
+                memset(values[i], 0, (size_t)num_cells * sizeof **values);
+            else if (native)
+                from[i] = rows[lane + i];
+            else
+                sa_row_cells(rows[lane + i], dtype, head_dim, values[i]);
+            if (lane + i + SA_LANES_STEP < n) /* rows of heads lie apart, where no hardware prefetcher follows */
+                for (int64_t x = 0; x < num_cells; x += 16) __builtin_prefetch((const sa_cell *)rows[lane + i + SA_LANES_STEP] + x);
+        }
+        for (int64_t x = 0; x < num_cells; x += 4) {
+            const sa_cell *at[4] = {from[0] + x, from[1] + x, from[2] + x, from[3] + x};
+            sa_transpose_quad(at, cells + x * lanes + lane, lanes);
+        }
+    }
+}
+
+static void sa_rows_to_cells_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells,
+                                 int64_t row_cells) {
+    const int64_t num_cells = head_dim / SA_PACK;
+    for (int64_t i = 0; i < n; i++, cells += row_cells) {
+        sa_row_cells(rows[i], dtype, head_dim, cells);
+        memset(cells + num_cells, 0, (size_t)(row_cells - num_cells) * sizeof *cells);
+    }
+}
+
+static void sa_rows_to_pairs_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells,
+                                 int64_t row_cells) {
+#if SA_PACK == 1
+    sa_rows_to_cells_run(rows, n, dtype, head_dim, cells, row_cells);
+#else
+    (void)dtype;
+    for (int64_t i = 0; i < n; i += 2, cells += row_cells) {
+        const uint16_t *first = rows[i], *second = i + 1 < n ? rows[i + 1] : NULL;
+        int64_t x = 0;
+        if (second)
+            for (; x + SA_VL <= head_dim; x += SA_VL)
+                *(sa_vu *)(cells + x) = __builtin_convertvector(*(const sa_vh *)(first + x), sa_vu) |
+                                        (__builtin_convertvector(*(const sa_vh *)(second + x), sa_vu) << 16);
+        for (; x < head_dim; x++) cells[x] = (sa_cell)first[x] | (second ? (sa_cell)second[x] << 16 : 0);
+        memset(cells + head_dim, 0, (size_t)(row_cells - head_dim) * sizeof *cells);
+    }
+#endif
+}
+
+static void sa_store_row_run(const float *values, float factor, void *row, sinkattn_dtype dtype, int64_t head_dim) {
+    int64_t x = 0;
+    for (; x + SA_VL <= head_dim; x += SA_VL) {
+        const sa_vf y = sa_load_vf(values + x) * factor;
+        if (dtype == SINKATTN_FP32)
+            sa_store_vf((float *)row + x, y);
+        else
+            *(sa_vh *)((uint16_t *)row + x) = dtype == SINKATTN_BF16 ? SA_NARROW_BF16(y) : sa_narrow_fp16(y);
+    }
+    for (; x < head_dim; x++) sa_store(row, dtype, x, values[x] * factor);
+}
+
+static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n, sinkattn_dtype dtype,
+                                 int64_t head_dim) {
+    float block[4][512];
+    for (int64_t lane = 0; lane < n; lane += 4) {
+        for (int64_t x = 0; x < head_dim; x += 4) {
+            const sa_cell *from = (const sa_cell *)values + x * lanes + lane;
+            const sa_cell *at[4] = {from, from + lanes, from + 2 * lanes, from + 3 * lanes};
+            sa_transpose_quad(at, (sa_cell *)&block[0][x], 512);
+        }
+        for (int64_t i = 0; i < sa_min(4, n - lane); i++) sa_store_row_run(block[i], factor[lane + i], rows[lane + i], dtype, head_dim);
+    }
+}
+
+static void sa_lane_dot_run(const sa_cell *a, const sa_cell *b, int64_t k, int64_t lanes, float *out) {
+    for (int64_t lane = 0; lane < lanes; lane += SA_VL) {
+        sa_vf sum = sa_splat(0.0f);
+        for (int64_t x = 0; x < k; x++) sum = SA_CELL_MADD(sum, sa_load_vu(a + x * lanes + lane), sa_load_vu(b + x * lanes + lane));
+        sa_store_vf(out + lane, sum);
+    }
+}
+
+static bool sa_all_finite_run(const void *row, sinkattn_dtype dtype, int64_t n) {
+    const bool wide = dtype == SINKATTN_FP32;
+    const uint32_t exponent = wide ? 0x7f800000u : dtype == SINKATTN_BF16 ? 0x7f80u : 0x7c00u;
+    uint32_t bad = 0;
+    if (wide)
+        for (int64_t x = 0; x < n; x++) bad |= (((const uint32_t *)row)[x] & exponent) == exponent;
+    else
+        for (int64_t x = 0; x < n; x++) bad |= (((const uint16_t *)row)[x] & exponent) == exponent;
+    return !bad;
+}
+
+const sa_cpu_ops SA_OPS = {
+    .pack = SA_PACK,
+    .product = sa_product_run,
+    .softmax = sa_softmax_run,
+    .gradient = sa_gradient_run,
+    .rows_to_lanes = sa_rows_to_lanes_run,
+    .rows_to_cells = sa_rows_to_cells_run,
+    .rows_to_pairs = sa_rows_to_pairs_run,
+    .lanes_to_rows = sa_lanes_to_rows_run,
+    .store_row = sa_store_row_run,
+    .lane_dot = sa_lane_dot_run,
+    .all_finite = sa_all_finite_run,
+};

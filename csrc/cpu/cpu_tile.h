@@ -1,0 +1,298 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Row tiles and key tiles: which rows and keys a step works on, where they lie, what each lane sees. Shared by forward, backward
+ * and decode, so that a row meets its keys in the same tiles, in the same order, whichever of them computes it.
+ */
+#ifndef SA_CPU_TILE_H
+#define SA_CPU_TILE_H
+
+#include "cpu/cpu.h"
+
+/* Workspace handed out in order, each piece on a cache line; with base NULL it only counts. */
+typedef struct sa_scratch {
+    char *base;
+    int64_t used;
+} sa_scratch;
+
+static inline void *sa_take(sa_scratch *scratch, int64_t bytes) {
+    void *piece = scratch->base ? scratch->base + scratch->used : NULL;
+    scratch->used += sa_ceil_div(bytes, 64) * 64;
+    return piece;
+}
+
+static inline sa_scratch sa_scratch_of(const sinkattn_context *context) {
+    char *base = context->workspace;
+    sa_scratch scratch = {base ? base + (64 - (uintptr_t)base % 64) % 64 : NULL, 0};
+    return scratch;
+}
+
+/* One sequence and kv head. */
+typedef struct sa_stream {
+    const sinkattn_fwd_args *args;
+    const sinkattn_decode_args *cache; /* NULL outside decode */
+    sa_sequence sequence;
+    sa_band band;
+    int64_t kv_head, first_head, group;
+} sa_stream;
+
+static inline sa_stream sa_stream_of(const sinkattn_fwd_args *args, const sinkattn_decode_args *cache, int64_t b, int64_t kv_head) {
+    const sinkattn_problem *problem = &args->problem;
+    sa_stream stream;
+    stream.args = args;
+    stream.cache = cache;
+    stream.sequence = sa_sequence_at(args, b);
+    if (cache) stream.sequence.k_len = sa_cache_len(cache, b);
+    stream.band = sa_band_of(&problem->mask, stream.sequence.q_len, stream.sequence.k_len);
+    stream.kv_head = kv_head;
+    stream.group = problem->num_q_heads / problem->num_kv_heads;
+    stream.first_head = kv_head * stream.group;
+    return stream;
+}
+
+static inline int64_t sa_num_rows(const sa_stream *stream) { return stream->sequence.q_len * stream->group; }
+
+static inline char *sa_element(const sinkattn_tensor *tensor, sinkattn_dtype dtype, int64_t offset) {
+    return (char *)tensor->data + offset * sa_dtype_bytes(dtype);
+}
+
+/* Row r of a tensor shaped as q. */
+static inline char *sa_query_row(const sa_stream *stream, const sinkattn_tensor *tensor, int64_t r) {
+    const sa_sequence *at = &stream->sequence;
+    const int64_t offset = sa_offset(tensor, at->batch, at->q_begin + r / stream->group, stream->first_head + r % stream->group);
+    return sa_element(tensor, stream->args->problem.dtype, offset);
+}
+
+/* Key j of a tensor shaped as k. */
+static inline char *sa_key_row(const sa_stream *stream, const sinkattn_tensor *tensor, int64_t j) {
+    const sa_sequence *at = &stream->sequence;
+    const int64_t offset = stream->cache ? sa_cache_offset(stream->cache, tensor, at->batch, j, stream->kv_head)
+                                         : sa_offset(tensor, at->batch, at->k_begin + j, stream->kv_head);
+    return sa_element(tensor, stream->args->problem.dtype, offset);
+}
+
+static inline int64_t sa_stat_index(const sa_stream *stream, int64_t r) {
+    return sa_row_index(&stream->args->problem, &stream->sequence, stream->first_head + r % stream->group, r / stream->group);
+}
+
+/* Rows [begin, begin + n) of a stream, in `lanes` lanes, and the keys that any of them sees. */
+typedef struct sa_row_tile {
+    int64_t begin, n, lanes;
+    sa_range tokens;
+    int64_t sink_end; /* keys [0, sink_end) and [band.begin, band.end) */
+    sa_range band;
+} sa_row_tile;
+
+static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin, int64_t end) {
+    sa_row_tile tile;
+    tile.begin = begin;
+    tile.n = end - begin;
+    tile.lanes = sa_ceil_div(tile.n, SA_LANES_STEP) * SA_LANES_STEP;
+    tile.tokens.begin = begin / stream->group;
+    tile.tokens.end = (end - 1) / stream->group + 1;
+    tile.band = sa_rows_band(&stream->band, tile.tokens, &tile.sink_end);
+    return tile;
+}
+
+/* Key tiles are [t * tile_k, (t + 1) * tile_k) of the sequence, always from key 0. First and next tile with a key for the rows. */
+static inline int64_t sa_tile_from(const sa_row_tile *rows, int64_t tile_k, int64_t t) {
+    return t * tile_k < rows->sink_end ? t : sa_max(t, rows->band.begin / tile_k);
+}
+
+static inline bool sa_tile_exists(const sa_row_tile *rows, int64_t tile_k, int64_t t) {
+    return t * tile_k < sa_max(rows->sink_end, rows->band.begin < rows->band.end ? rows->band.end : 0);
+}
+
+/* The part of tile t between its first and last visible key, begun on an even key so that pairs of keys fall the same for every row. */
+static inline sa_range sa_tile_keys(const sa_row_tile *rows, int64_t tile_k, int64_t t) {
+    const int64_t begin = t * tile_k, end = begin + tile_k;
+    sa_range keys;
+    keys.begin = (begin < rows->sink_end ? begin : sa_max(begin, rows->band.begin)) & ~(int64_t)1;
+    keys.end = sa_min(end, rows->band.begin < end && rows->band.begin < rows->band.end ? rows->band.end : rows->sink_end);
+    return keys;
+}
+
+/* What each lane of a row tile sees, for the whole sequence and for one key tile. */
+typedef struct sa_tile_mask {
+    int64_t *sink_end, *begin, *end;                /* [tile_q] */
+    int32_t *tile_sink_end, *tile_begin, *tile_count; /* [tile_q] */
+} sa_tile_mask;
+
+static inline sa_tile_mask sa_take_mask(sa_scratch *scratch, int64_t tile_q) {
+    sa_tile_mask mask;
+    mask.sink_end = sa_take(scratch, tile_q * (int64_t)sizeof *mask.sink_end);
+    mask.begin = sa_take(scratch, tile_q * (int64_t)sizeof *mask.begin);
+    mask.end = sa_take(scratch, tile_q * (int64_t)sizeof *mask.end);
+    mask.tile_sink_end = sa_take(scratch, tile_q * (int64_t)sizeof *mask.tile_sink_end);
+    mask.tile_begin = sa_take(scratch, tile_q * (int64_t)sizeof *mask.tile_begin);
+    mask.tile_count = sa_take(scratch, tile_q * (int64_t)sizeof *mask.tile_count);
+    return mask;
+}
+
+static inline void sa_mask_rows(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows) {
+    for (int64_t lane = 0; lane < rows->lanes; lane++) {
+        const int64_t i = (rows->begin + lane) / stream->group;
+        const sa_range none = {0, 0}, keys = lane < rows->n ? sa_row_band(&stream->band, i) : none;
+        mask->begin[lane] = keys.begin;
+        mask->end[lane] = keys.end;
+        mask->sink_end[lane] = lane < rows->n ? sa_row_sink_end(&stream->band, i) : 0;
+    }
+}
+
+static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
+    sa_lane_mask seen = {NULL, NULL, NULL, false};
+    if (sa_all_visible(&stream->band, rows->tokens, keys)) return seen;
+    const int64_t n = keys.end - keys.begin;
+    for (int64_t lane = 0; lane < rows->lanes; lane++) {
+        const int64_t begin = sa_clamp(mask->begin[lane] - keys.begin, 0, n);
+        mask->tile_begin[lane] = (int32_t)begin;
+        mask->tile_count[lane] = (int32_t)(sa_clamp(mask->end[lane] - keys.begin, begin, n) - begin);
+        mask->tile_sink_end[lane] = (int32_t)sa_clamp(mask->sink_end[lane] - keys.begin, 0, n);
+    }
+    seen.sink_end = mask->tile_sink_end;
+    seen.begin = mask->tile_begin;
+    seen.count = mask->tile_count;
+    seen.has_sink = keys.begin < stream->band.num_sink;
+    return seen;
+}
+
+/* Rows as the products take them. Where a masked element would multiply a NaN or infinity, 0 * NaN must not reach lanes that do not
+ * see it: such elements are zeroed in a copy, and the lanes that do see them get their term from sa_add_unfinite. */
+typedef struct sa_operand {
+    const void **rows;  /* [capacity] as given */
+    const void **clean; /* [capacity] with the copies in place of rows that have something to hide */
+    char *copies;       /* [capacity][head_dim] of the tensors' dtype */
+    sa_cell *cells;     /* [capacity][head_dim rounded up to lanes] */
+    const sa_cell *read; /* where the last sa_operand_* left its result */
+    int64_t read_row;
+    bool hidden;
+} sa_operand;
+
+static inline int64_t sa_padded(int64_t head_dim) { return sa_ceil_div(head_dim, SA_LANES_STEP) * SA_LANES_STEP; }
+
+static inline sa_operand sa_take_operand(sa_scratch *scratch, const sinkattn_problem *problem, int64_t capacity) {
+    sa_operand operand;
+    memset(&operand, 0, sizeof operand);
+    operand.rows = sa_take(scratch, capacity * (int64_t)sizeof *operand.rows);
+    operand.clean = sa_take(scratch, capacity * (int64_t)sizeof *operand.clean);
+    operand.copies = sa_take(scratch, capacity * problem->head_dim * sa_dtype_bytes(problem->dtype));
+    operand.cells = sa_take(scratch, capacity * sa_padded(problem->head_dim) * (int64_t)sizeof *operand.cells);
+    return operand;
+}
+
+static inline void sa_operand_keys(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor, sa_range keys) {
+    for (int64_t j = keys.begin; j < keys.end; j++) operand->rows[j - keys.begin] = sa_key_row(stream, tensor, j);
+}
+
+static inline void sa_operand_queries(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor, const sa_row_tile *rows) {
+    for (int64_t r = 0; r < rows->n; r++) operand->rows[r] = sa_query_row(stream, tensor, rows->begin + r);
+}
+
+/* Fills clean; with may_hide false it is the rows themselves. */
+static inline void sa_operand_clean(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n, bool may_hide) {
+    const int64_t row_bytes = problem->head_dim * sa_dtype_bytes(problem->dtype);
+    operand->hidden = false;
+    for (int64_t i = 0; i < n; i++) {
+        operand->clean[i] = operand->rows[i];
+        if (!may_hide || ops->all_finite(operand->rows[i], problem->dtype, problem->head_dim)) continue;
+        char *copy = operand->copies + i * row_bytes;
+        memcpy(copy, operand->rows[i], (size_t)row_bytes);
+        for (int64_t x = 0; x < problem->head_dim; x++)
+            if (!isfinite(sa_load(copy, problem->dtype, x))) sa_store(copy, problem->dtype, x, 0.0);
+        operand->clean[i] = copy;
+        operand->hidden = true;
+    }
+}
+
+/* Native rows at one distance are read in place. */
+static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem,
+                                       const void *const *rows, int64_t n, int64_t row_bytes) {
+    if (ops->pack == 1 && problem->dtype != SINKATTN_FP32) return false;
+    for (int64_t i = 1; i < n; i++)
+        if ((const char *)rows[i] != (const char *)rows[0] + i * row_bytes) return false;
+    operand->read = (const sa_cell *)rows[0];
+    operand->read_row = row_bytes / (int64_t)sizeof(sa_cell);
+    return true;
+}
+
+/* [n][head_dim / pack], neighbours along head_dim. */
+static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n, int64_t row_stride) {
+    if (sa_operand_in_place(operand, ops, problem, operand->rows, n, row_stride * sa_dtype_bytes(problem->dtype))) return;
+    operand->read = operand->cells;
+    operand->read_row = problem->head_dim / ops->pack;
+    ops->rows_to_cells(operand->rows, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
+}
+
+/* [n / pack][head_dim], neighbours along the rows, from clean. */
+static inline void sa_operand_pairs(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n, int64_t row_stride) {
+    if (ops->pack == 1 &&
+        sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride * sa_dtype_bytes(problem->dtype)))
+        return;
+    operand->read = operand->cells;
+    operand->read_row = problem->head_dim;
+    ops->rows_to_pairs(operand->clean, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
+}
+
+/* An element of cells [rows / pack][row], neighbours along the rows. */
+static inline float sa_pair_value(const sa_cell *cells, int64_t pack, int64_t row_stride, int64_t row, int64_t column) {
+    const sa_cell cell = cells[row / pack * row_stride + column];
+    float value;
+    if (pack == 2) return sa_bf16_to_float((uint16_t)(row & 1 ? cell >> 16 : cell));
+    memcpy(&value, &cell, sizeof value);
+    return value;
+}
+
+/* out[dim][lane] += weight[key][lane] * element[key][dim] for the elements that sa_operand_clean hid, in the lanes that see the key. */
+static inline void sa_add_hidden(const sa_operand *operand, const sa_cpu_ops *ops, const sa_stream *stream, const sa_row_tile *rows,
+                                 sa_range keys, const sa_cell *weights, float *out) {
+    const sinkattn_problem *problem = &stream->args->problem;
+    for (int64_t key = 0; key < keys.end - keys.begin; key++) {
+        if (operand->clean[key] == operand->rows[key]) continue;
+        for (int64_t x = 0; x < problem->head_dim; x++) {
+            const float element = (float)sa_load(operand->rows[key], problem->dtype, x);
+            if (isfinite(element)) continue;
+            for (int64_t lane = 0; lane < rows->n; lane++)
+                if (sa_visible(&stream->band, (rows->begin + lane) / stream->group, keys.begin + key))
+                    out[x * rows->lanes + lane] += sa_pair_value(weights, ops->pack, rows->lanes, key, lane) * element;
+        }
+    }
+}
+
+/* Outputs of rows past cu_seqlens[-1]: fill rows of a [total, num_heads, head_dim] tensor with zero. */
+static inline void sa_zero_rows(const sinkattn_tensor *tensor, sinkattn_dtype dtype, sa_range rows, int64_t num_heads, int64_t head_dim) {
+    for (int64_t row = rows.begin; row < rows.end; row++)
+        for (int64_t head = 0; head < num_heads; head++)
+            memset(sa_element(tensor, dtype, sa_offset(tensor, 0, row, head)), 0, (size_t)(head_dim * sa_dtype_bytes(dtype)));
+}
+
+/* The packed rows that belong to no sequence. */
+static inline sa_range sa_packed_tail(const int32_t *cu_seqlens, int64_t batch, int64_t total) {
+    sa_range tail = {sa_clamp(cu_seqlens[batch], 0, total), total};
+    return tail;
+}
+
+/* Where tile `item` of `tile_rows` rows falls: tiles of sequence b start at rows_before(b) / tile_rows + b, which leaves each enough. */
+static inline int64_t sa_find_tile(const sinkattn_fwd_args *args, int64_t rows_per_token, int64_t tile_rows, int64_t item, int64_t *tile) {
+    const sinkattn_problem *problem = &args->problem;
+    if (!problem->packed) {
+        const int64_t tiles = sa_ceil_div(problem->q_len * rows_per_token, tile_rows);
+        *tile = item % tiles;
+        return item / tiles;
+    }
+    int64_t low = 0, high = problem->batch; /* the last b whose first tile is at most item */
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (args->cu_seqlens_q[middle] * rows_per_token / tile_rows + middle <= item)
+            low = middle;
+        else
+            high = middle;
+    }
+    *tile = item - (args->cu_seqlens_q[low] * rows_per_token / tile_rows + low);
+    return low;
+}
+
+static inline int64_t sa_num_tiles(const sinkattn_problem *problem, int64_t rows_per_token, int64_t tile_rows) {
+    if (problem->packed) return problem->batch ? problem->q_len * rows_per_token / tile_rows + problem->batch : 0;
+    return problem->batch * sa_ceil_div(problem->q_len * rows_per_token, tile_rows);
+}
+
+#endif
