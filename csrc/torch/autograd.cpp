@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Derivatives. The forward saves q, k, v, out, lse, s_aux and the offsets of packed rows, nothing else, and the backward recomputes the
+// scores. A sink that needs no gradient is left out of the backward altogether: lse carries it already.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <tuple>
+
+namespace sinkattn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+using Maybe = std::optional<at::Tensor>;
+using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
+using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using MaybeInt = std::optional<c10::SymInt>;
+using MaybeScale = std::optional<double>;
+
+bool requires_grad(const at::Tensor &tensor) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(),
+                                "sinkattn: forward-mode differentiation is not supported; use reverse mode");
+    return tensor.requires_grad();
+}
+
+bool requires_grad(const Maybe &tensor) { return tensor && requires_grad(*tensor); }
+
+template <class Other> bool requires_grad(const Other &) { return false; }
+
+// Every argument is looked at, so that no forward-mode tangent is dropped.
+template <class... Args> bool wants_grad(const Args &...args) {
+    return (static_cast<int>(requires_grad(args)) + ...) != 0 && c10::GradMode::is_enabled();
+}
+
+template <class Signature> c10::TypedOperatorHandle<Signature> find(const char *name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// The Autograd kernel of a Function: straight to the kernels below when nothing is to be differentiated.
+template <class Function, class Signature = typename Function::Signature> struct Differentiable;
+
+template <class Function, class Result, class... Args> struct Differentiable<Function, Result(Args...)> {
+    static Result below(const Args &...args) {
+        static const auto op = find<Result(Args...)>(Function::name);
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return op.call(args...);
+    }
+
+    static Result kernel(Args... args) {
+        if (!wants_grad(args...)) return below(args...);
+        const variable_list results = Function::apply(args...);
+        if constexpr (std::is_same_v<Result, Tensors2>)
+            return {results[0], results[1]};
+        else
+            return {results[0], results[1], results[2], results[3]};
+    }
+};
+
+Maybe if_defined(const at::Tensor &tensor) { return tensor.defined() ? Maybe(tensor) : std::nullopt; }
+
+struct FlashAttnBwd : torch::autograd::Function<FlashAttnBwd> {
+    static constexpr bool is_traceable = true;
+    static constexpr const char *name = "sinkattn::flash_attn_bwd";
+    using Signature = Tensors4(const at::Tensor &, const Maybe &, const at::Tensor &, const at::Tensor &, const at::Tensor &,
+                               const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &, MaybeInt, MaybeInt,
+                               MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
+
+    template <class... Args> static variable_list forward(AutogradContext * /*ctx*/, const Args &...args) {
+        auto [dq, dk, dv, ds_aux] = Differentiable<FlashAttnBwd>::below(args...);
+        return {dq, dk, dv, ds_aux};
+    }
+
+    static variable_list backward(AutogradContext * /*ctx*/, const variable_list & /*grads*/) {
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            false, "sinkattn: double backward is not supported; drop create_graph=True, or differentiate sinkattn.reference");
+    }
+};
+
+struct FlashAttnFwd : torch::autograd::Function<FlashAttnFwd> {
+    static constexpr bool is_traceable = true;
+    static constexpr const char *name = "sinkattn::flash_attn_fwd";
+    using Signature = Tensors2(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
+                               MaybeInt, MaybeInt, MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
+
+    static variable_list forward(AutogradContext *ctx, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
+                                 const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, const MaybeInt &max_seqlen_q,
+                                 const MaybeInt &max_seqlen_k, MaybeScale softmax_scale, const c10::SymInt &window_size_left,
+                                 const c10::SymInt &window_size_right, const c10::SymInt &num_sink_tokens) {
+        const bool s_aux_learns = requires_grad(s_aux);
+        auto [out, lse] = Differentiable<FlashAttnFwd>::below(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                                              softmax_scale, window_size_left, window_size_right, num_sink_tokens);
+        ctx->set_materialize_grads(false);
+        ctx->save_for_backward({q, k, v, out, lse, s_aux_learns ? *s_aux : at::Tensor(), cu_seqlens_q.value_or(at::Tensor()),
+                                cu_seqlens_k.value_or(at::Tensor())});
+        ctx->saved_data["max_seqlen_q"] = max_seqlen_q;
+        ctx->saved_data["max_seqlen_k"] = max_seqlen_k;
+        ctx->saved_data["softmax_scale"] = softmax_scale;
+        ctx->saved_data["window_size_left"] = window_size_left;
+        ctx->saved_data["window_size_right"] = window_size_right;
+        ctx->saved_data["num_sink_tokens"] = num_sink_tokens;
+        return {out, lse};
+    }
+
+    static variable_list backward(AutogradContext *ctx, const variable_list &grads) {
+        const at::Tensor &dout = grads[0];
+        const at::Tensor &dlse = grads[1];
+        variable_list result(12);
+        if (!dout.defined() && !dlse.defined()) return result;
+        static const auto bwd = find<FlashAttnBwd::Signature>(FlashAttnBwd::name);
+        const variable_list saved = ctx->get_saved_variables();
+        const at::Tensor &out = saved[3];
+        const at::Tensor &s_aux = saved[5];
+        const auto size = [&](const char *name) { return ctx->saved_data[name].toSymInt(); };
+        const auto optional_size = [&](const char *name) { return ctx->saved_data[name].to<MaybeInt>(); };
+        auto [dq, dk, dv, ds_aux] =
+            bwd.call(dout.defined() ? dout : at::zeros_like(out), if_defined(dlse), saved[0], saved[1], saved[2], out, saved[4],
+                     if_defined(s_aux), if_defined(saved[6]), if_defined(saved[7]), optional_size("max_seqlen_q"),
+                     optional_size("max_seqlen_k"), ctx->saved_data["softmax_scale"].to<MaybeScale>(), size("window_size_left"),
+                     size("window_size_right"), size("num_sink_tokens"));
+        result[0] = std::move(dq);
+        result[1] = std::move(dk);
+        result[2] = std::move(dv);
+        if (s_aux.defined()) result[3] = std::move(ds_aux);
+        return result;
+    }
+};
+
+const char *const kDecodeHasNoBackward = "sinkattn: flash_decode has no backward; use flash_attn_func where gradients are needed";
+
+struct FlashDecode : torch::autograd::Function<FlashDecode> {
+    static constexpr bool is_traceable = true;
+    static constexpr const char *name = "sinkattn::flash_decode";
+    using Signature = Tensors2(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
+                               MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool);
+
+    template <class... Args> static variable_list forward(AutogradContext * /*ctx*/, const Args &...args) {
+        auto [out, lse] = Differentiable<FlashDecode>::below(args...);
+        return {out, lse};
+    }
+
+    static variable_list backward(AutogradContext * /*ctx*/, const variable_list & /*grads*/) {
+        TORCH_CHECK_NOT_IMPLEMENTED(false, kDecodeHasNoBackward);
+    }
+};
+
+// As torch's own out= functions, this one refuses at the call.
+void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                      const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, c10::SymInt window_size_left,
+                      c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant, at::Tensor &out, at::Tensor &lse,
+                      at::Tensor &scratch) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(q, k_cache, v_cache, s_aux, out, lse), kDecodeHasNoBackward);
+    static const auto op = find<decltype(flash_decode_out)>("sinkattn::flash_decode_out");
+    {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        op.call(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, std::move(window_size_left),
+                std::move(num_sink_tokens), std::move(num_splits), invariant, out, lse, scratch);
+    }
+    for (const at::Tensor *written : {&out, &lse, &scratch}) torch::autograd::impl::bump_version(*written);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
+    m.impl("flash_attn_fwd", Differentiable<FlashAttnFwd>::kernel);
+    m.impl("flash_attn_bwd", Differentiable<FlashAttnBwd>::kernel);
+    m.impl("flash_decode", Differentiable<FlashDecode>::kernel);
+    m.impl("flash_decode_out", flash_decode_out);
+}
+
+} // namespace sinkattn

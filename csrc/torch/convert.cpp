@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "convert.h"
+
+#include <c10/util/Exception.h>
+
+namespace sinkattn {
+
+void raise_on(const sinkattn_status &status) {
+    TORCH_CHECK_VALUE(status.code != SINKATTN_INVALID, "sinkattn: ", status.message);
+    TORCH_CHECK_NOT_IMPLEMENTED(status.code != SINKATTN_UNSUPPORTED, "sinkattn: ", status.message);
+    TORCH_CHECK(status.code == SINKATTN_OK, "sinkattn: ", status.message);
+}
+
+sinkattn_dtype dtype_of(const at::Tensor &tensor, const char *name) {
+    switch (tensor.scalar_type()) {
+    case at::kBFloat16: return SINKATTN_BF16;
+    case at::kHalf: return SINKATTN_FP16;
+    case at::kFloat: return SINKATTN_FP32;
+    case at::kDouble: return SINKATTN_FP64;
+    default:
+        TORCH_CHECK_VALUE(false, "sinkattn: ", name, " is ", tensor.scalar_type(), "; bfloat16, float16, float32 and float64 are served");
+    }
+}
+
+at::ScalarType lse_dtype(const at::Tensor &q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
+    const bool has_left = window_size_left != -1;
+    const bool has_right = window_size_right != -1;
+    return {has_left, has_right, has_left ? window_size_left : 0, has_right ? window_size_right : 0, num_sink_tokens};
+}
+
+bool check_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k) {
+    TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), "sinkattn: cu_seqlens_q and cu_seqlens_k go together, only ",
+                      cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k", " was given");
+    const bool packed = cu_seqlens_q.has_value();
+    const int64_t rank = packed ? 3 : 4;
+    const char *layout = packed ? "[total, num_heads, head_dim], as cu_seqlens were given" : "[batch, len, num_heads, head_dim]";
+    TORCH_CHECK_VALUE(q.dim() == rank, "sinkattn: q has ", q.dim(), " dimensions, it must be ", layout);
+    TORCH_CHECK_VALUE(k.dim() == rank, "sinkattn: k has ", k.dim(), " dimensions, it must be ", layout);
+    TORCH_CHECK_VALUE(v.dim() == rank, "sinkattn: v has ", v.dim(), " dimensions, it must be ", layout);
+    return packed;
+}
+
+void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype) {
+    TORCH_CHECK_VALUE(tensor.device() == q.device(), "sinkattn: ", name, " is on ", tensor.device(), ", q is on ", q.device());
+    TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "sinkattn: ", name, " is ", tensor.scalar_type(), ", it must be ", dtype);
+}
+
+void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape) {
+    TORCH_CHECK_VALUE(tensor.sizes() == shape, "sinkattn: ", name, " has shape ", tensor.sizes(), ", it must be ", shape);
+}
+
+// Whether a dimension's stride is ever taken; where it is not, it may be anything and says nothing.
+static bool is_step(const at::Tensor &tensor, int64_t dim) { return tensor.size(dim) > 1 && tensor.numel() > 0; }
+
+bool has_usable_rows(const at::Tensor &tensor) {
+    const int64_t last = tensor.dim() - 1;
+    if (is_step(tensor, last) && tensor.stride(last) != 1) return false;
+    if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) return false;
+    for (int64_t dim = 0; dim < last; ++dim)
+        if (is_step(tensor, dim) && tensor.stride(dim) * tensor.element_size() % 16 != 0) return false;
+    return true;
+}
+
+at::Tensor readable(const at::Tensor &tensor) { return has_usable_rows(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous); }
+
+static sinkattn_tensor rows_at(const at::Tensor &tensor, void *data) {
+    const int64_t heads = tensor.dim() - 2;
+    sinkattn_tensor rows{};
+    rows.data = data;
+    rows.head_stride = is_step(tensor, heads) ? tensor.stride(heads) : tensor.size(heads + 1);
+    rows.row_stride = is_step(tensor, heads - 1) ? tensor.stride(heads - 1) : tensor.size(heads) * rows.head_stride;
+    if (heads == 2) rows.batch_stride = is_step(tensor, 0) ? tensor.stride(0) : tensor.size(1) * rows.row_stride;
+    return rows;
+}
+
+sinkattn_tensor rows_of(const at::Tensor &tensor) { return rows_at(tensor, const_cast<void *>(tensor.const_data_ptr())); }
+
+sinkattn_tensor written_rows_of(const at::Tensor &tensor) { return rows_at(tensor, tensor.mutable_data_ptr()); }
+
+} // namespace sinkattn

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From torch's terms to the C API's. Rules that C can check are left to C; here is checked only what C cannot see: the rank, device,
+// dtype and size of one tensor against another.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "sinkattn.h"
+
+namespace sinkattn {
+
+using Maybe = std::optional<at::Tensor>;
+
+// INVALID raises ValueError, UNSUPPORTED NotImplementedError, DEVICE RuntimeError.
+void raise_on(const sinkattn_status &status);
+
+sinkattn_dtype dtype_of(const at::Tensor &tensor, const char *name);
+at::ScalarType lse_dtype(const at::Tensor &q);
+sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens);
+
+// True when packed. Looks at ranks only, so that it serves symbolic sizes too.
+bool check_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k);
+void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype);
+void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape);
+
+// [.., row, head, head_dim], with batch or pages in front unless packed, as C reads it. A tensor whose rows are not contiguous and
+// 16-byte aligned is copied by `readable`; one that is to be written cannot be.
+bool has_usable_rows(const at::Tensor &tensor);
+at::Tensor readable(const at::Tensor &tensor);
+sinkattn_tensor rows_of(const at::Tensor &tensor);
+sinkattn_tensor written_rows_of(const at::Tensor &tensor);
+
+} // namespace sinkattn

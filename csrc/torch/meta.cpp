@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The operators on fake tensors: shapes, dtypes and strides of what the kernels return. Outputs are contiguous, whatever the inputs'
+// strides.
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "convert.h"
+
+namespace sinkattn {
+namespace {
+
+using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
+using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using MaybeInt = std::optional<c10::SymInt>;
+
+at::Tensor empty_contiguous(const at::Tensor &like) { return at::empty_symint(like.sym_sizes(), like.options()); }
+
+at::Tensor empty_lse(const at::Tensor &q) {
+    const at::TensorOptions options = q.options().dtype(lse_dtype(q));
+    if (q.dim() == 3) return at::empty_symint({q.sym_size(1), q.sym_size(0)}, options);
+    return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, options);
+}
+
+Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe & /*s_aux*/, const Maybe &cu_seqlens_q,
+                        const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
+                        std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/,
+                        c10::SymInt /*num_sink_tokens*/) {
+    check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
+    return {empty_contiguous(q), empty_lse(q)};
+}
+
+Tensors4 flash_attn_bwd(const at::Tensor & /*dout*/, const Maybe & /*dlse*/, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                        const at::Tensor & /*out*/, const at::Tensor & /*lse*/, const Maybe &s_aux, const Maybe &cu_seqlens_q,
+                        const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
+                        std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/,
+                        c10::SymInt /*num_sink_tokens*/) {
+    check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
+    at::Tensor ds_aux = s_aux ? empty_contiguous(*s_aux) : at::empty({0}, q.options().dtype(at::kFloat));
+    return {empty_contiguous(q), empty_contiguous(k), empty_contiguous(v), std::move(ds_aux)};
+}
+
+Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe & /*s_aux*/,
+                      const Maybe & /*cache_seqlens*/, const Maybe & /*block_table*/, std::optional<double> /*softmax_scale*/,
+                      c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/) {
+    check_ranks(q, k_cache, v_cache, {}, {});
+    return {empty_contiguous(q), empty_lse(q)};
+}
+
+void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe & /*s_aux*/,
+                      const Maybe & /*cache_seqlens*/, const Maybe & /*block_table*/, std::optional<double> /*softmax_scale*/,
+                      c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/,
+                      at::Tensor & /*out*/, at::Tensor & /*lse*/, at::Tensor & /*scratch*/) {
+    check_ranks(q, k_cache, v_cache, {}, {});
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(sinkattn, Meta, m) {
+    m.impl("flash_attn_fwd", flash_attn_fwd);
+    m.impl("flash_attn_bwd", flash_attn_bwd);
+    m.impl("flash_decode", flash_decode);
+    m.impl("flash_decode_out", flash_decode_out);
+}
+
+} // namespace sinkattn

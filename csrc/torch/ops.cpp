@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The operators on real tensors: arguments to C structs, a plan, a workspace, a run. Nothing here knows which device it serves, so
+// one set of functions is registered for CPU and CUDA.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "convert.h"
+
+#ifndef _OPENMP
+#error "compile with -fopenmp: at::parallel_for is serial without it"
+#endif
+
+namespace sinkattn {
+namespace {
+
+using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
+using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using MaybeInt = std::optional<int64_t>;
+using MaybeScale = std::optional<double>;
+
+void run_on_torch_threads(void * /*self*/, int32_t workers, void (*task)(void *, int32_t), void *arg) {
+    at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t worker = begin; worker < end; ++worker) task(arg, static_cast<int32_t>(worker));
+    });
+}
+
+// Inputs as C reads them: copies, where they were needed, live as long as this.
+struct Inputs {
+    at::Tensor q, k, v, s_aux, lengths_q, lengths_k, block_table;
+    sinkattn_fwd_args args{};
+};
+
+// int32 on q's device, its last dimension contiguous.
+at::Tensor lengths(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::IntArrayRef shape) {
+    check_like(tensor, name, q, at::kInt);
+    check_shape(tensor, name, shape);
+    return tensor.contiguous();
+}
+
+// What every operation has. Packed and dense tensors differ in front of [.., row, head, head_dim] only.
+Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
+                     MaybeScale softmax_scale, const sinkattn_mask &mask) {
+    Inputs in;
+    sinkattn_problem &problem = in.args.problem;
+    problem.op = op;
+    problem.dtype = dtype_of(q, "q");
+    check_like(k, "k", q, q.scalar_type());
+    check_like(v, "v", q, q.scalar_type());
+    TORCH_CHECK_VALUE(k.size(-1) == q.size(-1), "sinkattn: k has head_dim ", k.size(-1), ", q has ", q.size(-1));
+    check_shape(v, "v", k.sizes());
+    problem.q_len = q.size(-3);
+    problem.k_len = k.size(-3);
+    problem.num_q_heads = q.size(-2);
+    problem.num_kv_heads = k.size(-2);
+    problem.head_dim = q.size(-1);
+    problem.mask = mask;
+    TORCH_CHECK_VALUE(softmax_scale != 0.0, "sinkattn: softmax_scale is 0; leave it out for head_dim ** -0.5");
+    problem.softmax_scale = softmax_scale.value_or(0.0);
+    if (s_aux) {
+        TORCH_CHECK_VALUE(s_aux->device() == q.device(), "sinkattn: s_aux is on ", s_aux->device(), ", q is on ", q.device());
+        check_shape(*s_aux, "s_aux", {problem.num_q_heads});
+        problem.s_aux_dtype = dtype_of(*s_aux, "s_aux");
+        in.s_aux = s_aux->contiguous();
+        in.args.s_aux = in.s_aux.const_data_ptr();
+    }
+    in.q = readable(q);
+    in.k = readable(k);
+    in.v = readable(v);
+    in.args.q = rows_of(in.q);
+    in.args.k = rows_of(in.k);
+    in.args.v = rows_of(in.v);
+    return in;
+}
+
+Inputs prefill_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
+                      const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k,
+                      MaybeScale softmax_scale, const sinkattn_mask &mask) {
+    const bool packed = check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
+    Inputs in = common_inputs(op, q, k, v, s_aux, softmax_scale, mask);
+    sinkattn_problem &problem = in.args.problem;
+    problem.packed = packed;
+    if (packed) {
+        TORCH_CHECK_VALUE(cu_seqlens_q->numel() > 0, "sinkattn: cu_seqlens_q is empty, it must hold batch + 1 offsets");
+        problem.batch = cu_seqlens_q->numel() - 1;
+        in.lengths_q = lengths(*cu_seqlens_q, "cu_seqlens_q", q, {problem.batch + 1});
+        in.lengths_k = lengths(*cu_seqlens_k, "cu_seqlens_k", q, {problem.batch + 1});
+        in.args.cu_seqlens_q = in.lengths_q.const_data_ptr<int32_t>();
+        in.args.cu_seqlens_k = in.lengths_k.const_data_ptr<int32_t>();
+        problem.max_seqlen_q = max_seqlen_q.value_or(0);
+        problem.max_seqlen_k = max_seqlen_k.value_or(0);
+    } else {
+        TORCH_CHECK_VALUE(k.size(0) == q.size(0), "sinkattn: k has batch ", k.size(0), ", q has ", q.size(0));
+        problem.batch = q.size(0);
+    }
+    return in;
+}
+
+// [batch, num_q_heads, q_len], packed [num_q_heads, total_q]
+std::vector<int64_t> lse_shape(const sinkattn_problem &problem) {
+    if (problem.packed) return {problem.num_q_heads, problem.q_len};
+    return {problem.batch, problem.num_q_heads, problem.q_len};
+}
+
+template <class Args> using Run = sinkattn_status (*)(const Args *, const sinkattn_plan *, const sinkattn_context *);
+
+// scratch: the caller's workspace, for captured graphs; absent: allocated here, and gone afterwards.
+template <class Args>
+void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, const at::Tensor &q, const Maybe &scratch = {}) {
+    const c10::DeviceGuard guard(q.device());
+    sinkattn_device device{};
+    raise_on(q.is_cpu() ? sinkattn_query_cpu(at::get_num_threads(), &device) : sinkattn_query_cuda(q.get_device(), &device));
+    sinkattn_plan plan{};
+    raise_on(sinkattn_make_plan(&problem, &device, &plan));
+    if (scratch) {
+        check_like(*scratch, "scratch", q, at::kByte);
+        TORCH_CHECK_VALUE(scratch->is_contiguous() && scratch->numel() >= plan.workspace_bytes, "sinkattn: scratch has ", scratch->numel(),
+                          " bytes, this call needs ", plan.workspace_bytes,
+                          " contiguous ones; sinkattn.plan(\"decode\", ...)[\"workspace_bytes\"] says so beforehand");
+    }
+    const at::Tensor workspace = scratch ? *scratch : at::empty({plan.workspace_bytes}, q.options().dtype(at::kByte));
+    sinkattn_context context{};
+    context.workspace = workspace.mutable_data_ptr();
+    context.workspace_bytes = workspace.numel();
+    if (q.is_cpu())
+        context.executor.run = run_on_torch_threads;
+    else
+        context.stream = c10::impl::VirtualGuardImpl(q.device().type()).getStream(q.device()).native_handle();
+    raise_on(run(&args, &plan, &context));
+}
+
+Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
+                        const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale,
+                        int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
+    Inputs in = prefill_inputs(SINKATTN_FWD, q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+                               mask_of(window_size_left, window_size_right, num_sink_tokens));
+    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor lse = at::empty(lse_shape(in.args.problem), q.options().dtype(lse_dtype(q)));
+    in.args.out = written_rows_of(out);
+    in.args.lse = lse.mutable_data_ptr();
+    launch(sinkattn_fwd, in.args, in.args.problem, q);
+    return {std::move(out), std::move(lse)};
+}
+
+Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                        const at::Tensor &out, const at::Tensor &lse, const Maybe &s_aux, const Maybe &cu_seqlens_q,
+                        const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale,
+                        int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
+    Inputs in = prefill_inputs(SINKATTN_BWD, q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+                               mask_of(window_size_left, window_size_right, num_sink_tokens));
+    const auto rows_like_q = [&](const at::Tensor &tensor, const char *name) {
+        check_like(tensor, name, q, q.scalar_type());
+        check_shape(tensor, name, q.sizes());
+        return readable(tensor);
+    };
+    const auto stats = [&](const at::Tensor &tensor, const char *name) {
+        check_like(tensor, name, q, lse_dtype(q));
+        check_shape(tensor, name, lse_shape(in.args.problem));
+        return tensor.contiguous();
+    };
+    const at::Tensor read_out = rows_like_q(out, "out");
+    const at::Tensor read_dout = rows_like_q(dout, "dout");
+    const at::Tensor read_lse = stats(lse, "lse");
+    const at::Tensor read_dlse = dlse ? stats(*dlse, "dlse") : at::Tensor();
+    in.args.out = rows_of(read_out);
+    in.args.lse = const_cast<void *>(read_lse.const_data_ptr());
+
+    at::Tensor dq = at::empty(q.sizes(), q.options());
+    at::Tensor dk = at::empty(k.sizes(), k.options());
+    at::Tensor dv = at::empty(v.sizes(), v.options());
+    at::Tensor ds_aux = s_aux ? at::empty(s_aux->sizes(), s_aux->options()) : at::empty({0}, q.options().dtype(at::kFloat));
+
+    sinkattn_bwd_args args{};
+    args.fwd = in.args;
+    args.dout = rows_of(read_dout);
+    args.dlse = dlse ? read_dlse.const_data_ptr() : nullptr;
+    args.dq = written_rows_of(dq);
+    args.dk = written_rows_of(dk);
+    args.dv = written_rows_of(dv);
+    args.ds_aux = s_aux ? ds_aux.mutable_data_ptr() : nullptr;
+    launch(sinkattn_bwd, args, in.args.problem, q);
+    return {std::move(dq), std::move(dk), std::move(dv), std::move(ds_aux)};
+}
+
+// Rows of one call are causal among themselves, and stand at the end of the keys in use.
+sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tensor &k_cache, const Maybe &cache_seqlens,
+                                 const Maybe &block_table, int64_t num_splits, bool invariant) {
+    sinkattn_problem &problem = in.args.problem;
+    problem.batch = q.size(0);
+    problem.num_splits = num_splits;
+    problem.invariant = invariant;
+    sinkattn_decode_args args{};
+    if (cache_seqlens) {
+        in.lengths_k = lengths(*cache_seqlens, "cache_seqlens", q, {problem.batch});
+        args.cache_seqlens = in.lengths_k.const_data_ptr<int32_t>();
+    }
+    if (block_table) {
+        TORCH_CHECK_VALUE(block_table->dim() == 2, "sinkattn: block_table has ", block_table->dim(),
+                          " dimensions, it must be [batch, max_pages]");
+        in.block_table = lengths(*block_table, "block_table", q, {problem.batch, block_table->size(1)});
+        args.block_table = in.block_table.const_data_ptr<int32_t>();
+        args.block_table_stride = block_table->size(1);
+        problem.num_pages = k_cache.size(0);
+        problem.page_size = k_cache.size(1);
+        problem.k_len = block_table->size(1) * k_cache.size(1);
+    } else {
+        TORCH_CHECK_VALUE(k_cache.size(0) == q.size(0), "sinkattn: k_cache has batch ", k_cache.size(0), ", q has ", q.size(0));
+    }
+    return args;
+}
+
+void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux, const Maybe &cache_seqlens,
+            const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens, int64_t num_splits,
+            bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch) {
+    Inputs in = common_inputs(SINKATTN_DECODE, q, k_cache, v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
+    sinkattn_decode_args args = decode_args(in, q, k_cache, cache_seqlens, block_table, num_splits, invariant);
+    args.fwd = in.args;
+    args.fwd.out = written_rows_of(out);
+    args.fwd.lse = lse.mutable_data_ptr();
+    launch(sinkattn_decode, args, in.args.problem, q, scratch);
+}
+
+Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                      const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
+                      int64_t num_sink_tokens, int64_t num_splits, bool invariant) {
+    check_ranks(q, k_cache, v_cache, {}, {});
+    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q)));
+    decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
+           out, lse, {});
+    return {std::move(out), std::move(lse)};
+}
+
+void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                      const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
+                      int64_t num_sink_tokens, int64_t num_splits, bool invariant, at::Tensor &out, at::Tensor &lse, at::Tensor &scratch) {
+    check_ranks(q, k_cache, v_cache, {}, {});
+    check_like(out, "out", q, q.scalar_type());
+    check_shape(out, "out", q.sizes());
+    TORCH_CHECK_VALUE(has_usable_rows(out), "sinkattn: out must have contiguous, 16-byte aligned rows, its strides are ", out.strides());
+    check_like(lse, "lse", q, lse_dtype(q));
+    check_shape(lse, "lse", {q.size(0), q.size(2), q.size(1)});
+    TORCH_CHECK_VALUE(lse.is_contiguous(), "sinkattn: lse must be contiguous, its strides are ", lse.strides());
+    decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
+           out, lse, scratch);
+}
+
+void register_kernels(torch::Library &m) {
+    m.impl("flash_attn_fwd", flash_attn_fwd);
+    m.impl("flash_attn_bwd", flash_attn_bwd);
+    m.impl("flash_decode", flash_decode);
+    m.impl("flash_decode_out", flash_decode_out);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(sinkattn, CPU, m) { register_kernels(m); }
+
+TORCH_LIBRARY_IMPL(sinkattn, CUDA, m) { register_kernels(m); }
+
+} // namespace sinkattn

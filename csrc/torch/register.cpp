@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The operators' schemas. The names matter: other trainers' checkpointing policies find the forward by "flash_attn", the backward by
+// "bwd", and read window_size_left.
+
+#include <torch/library.h>
+
+TORCH_LIBRARY(sinkattn, m) {
+    m.def("flash_attn_fwd(Tensor q, Tensor k, Tensor v, Tensor? s_aux, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+          "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, SymInt window_size_left, SymInt window_size_right, "
+          "SymInt num_sink_tokens) -> (Tensor out, Tensor lse)");
+    m.def("flash_attn_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? s_aux, "
+          "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, "
+          "SymInt window_size_left, SymInt window_size_right, SymInt num_sink_tokens) "
+          "-> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)");
+    m.def("flash_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux, Tensor? cache_seqlens, Tensor? block_table, "
+          "float? softmax_scale, SymInt window_size_left, SymInt num_sink_tokens, SymInt num_splits, bool invariant) "
+          "-> (Tensor out, Tensor lse)");
+    m.def("flash_decode_out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux, Tensor? cache_seqlens, Tensor? block_table, "
+          "float? softmax_scale, SymInt window_size_left, SymInt num_sink_tokens, SymInt num_splits, bool invariant, "
+          "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch) -> ()");
+    m.def("merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
+    m.def("apply_sink(Tensor out, Tensor lse, Tensor s_aux) -> (Tensor out, Tensor lse)");
+}

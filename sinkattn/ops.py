@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with learned sinks, in flash-attention 2's argument order: change the import, add s_aux.
+
+Shapes: q and out [batch, q_len, num_q_heads, head_dim], k and v [batch, k_len, num_kv_heads, head_dim], LSE
+[batch, num_q_heads, q_len] in fp32 (fp64 for fp64 input). Query head h reads kv head h // (num_q_heads / num_kv_heads).
+Row i of a sequence stands at p = i + k_len - q_len and sees key j when
+
+    (right < 0 or j <= p + right) and (left < 0 or j >= p - left or j < num_sink_tokens)
+
+with (left, right) = window_size, both counting from the row itself; -1 or None is unbounded, causal is right = 0.
+
+Arguments that every function takes:
+    softmax_scale    factor of q . k; None is head_dim ** -0.5.
+    s_aux            [num_q_heads] learned sink logits in natural-log units, never scaled; fp32, bf16 or fp16 (fp64 with
+                     fp64 input). `learnable_sink` and `sinks` are other names for it.
+    num_sink_tokens  the first keys of a sequence, visible through the window.
+    return_lse       True: return (out, lse); "raw": the LSE without the sink, as merge_attn_states takes it.
+    deterministic    has nothing to do: the same input always gives the same bits.
+
+ValueError says which argument breaks which rule; NotImplementedError names what is not supported, and the way out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _C  # noqa: F401  registers torch.ops.sinkattn
+from .reference import Result, ReturnLse, Window
+
+_fwd = torch.ops.sinkattn.flash_attn_fwd.default
+_decode = torch.ops.sinkattn.flash_decode.default
+_merge_attn_states = torch.ops.sinkattn.merge_attn_states.default
+_apply_sink = torch.ops.sinkattn.apply_sink.default
+
+_UNSUPPORTED = {
+    "dropout_p": "it must be 0.0: set the model's attention dropout to 0",
+    "softcap": "it must be 0.0: scores are not capped here, use the model's eager attention",
+    "alibi_slopes": "it must be None: scores take no bias here, use the model's eager attention",
+    "return_attn_probs": "it must be False: return_lse=True gives the LSE, and the probabilities are exp(score - lse)",
+    "rotary_cos": "it must be None: rotate q and k before the call",
+    "rotary_sin": "it must be None: rotate q and k before the call",
+    "cache_batch_idx": "it must be None: pass k_cache[cache_batch_idx], or a paged cache with a block_table",
+    "cache_leftpad": "it must be None: let sequences start at slot 0, or pass a paged cache with a block_table",
+    "block_table": "it must be None: flash_attn_with_kvcache reads paged caches",
+}
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            raise NotImplementedError(
+                f"sinkattn: {name} is a tensor of shape {list(value.shape)}; {_UNSUPPORTED[name]}"
+            )
+        if value:
+            raise NotImplementedError(f"sinkattn: {name} is {value!r}; {_UNSUPPORTED[name]}")
+
+
+def _one_s_aux(s_aux: Tensor | None, learnable_sink: Tensor | None, sinks: Tensor | None) -> Tensor | None:
+    names = {"s_aux": s_aux, "learnable_sink": learnable_sink, "sinks": sinks}
+    given = [name for name, value in names.items() if value is not None]
+    if len(given) > 1:
+        raise TypeError(f"sinkattn: {' and '.join(given)} were given, they are names of one argument")
+    return names[given[0]] if given else None
+
+
+def _window(window_size: Window, causal: bool) -> tuple[int, int]:
+    left, right = (-1 if side is None else side for side in window_size)
+    return left, 0 if causal else right
+
+
+def _with_lse(out: Tensor, lse: Tensor, raw_s_aux: Tensor | None, return_lse: ReturnLse) -> Result:
+    """raw_s_aux: sinks that the kernel was not told of, since it was asked for the LSE without them."""
+    if raw_s_aux is not None:
+        out, _ = _apply_sink(out, lse, raw_s_aux)
+    return (out, lse) if return_lse else out
+
+
+def _split_s_aux(s_aux: Tensor | None, return_lse: ReturnLse) -> tuple[Tensor | None, Tensor | None]:
+    """(for the kernel, for afterwards)"""
+    if return_lse not in (True, False, "raw"):
+        raise ValueError(f'sinkattn: return_lse is {return_lse!r}; it must be True, False or "raw"')
+    return (None, s_aux) if return_lse == "raw" else (s_aux, None)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_sink_tokens: int = 0,
+    return_lse: ReturnLse = False,
+) -> Result:
+    """Attention over a batch of sequences of one length; differentiable in q, k, v, s_aux, also through the LSE.
+
+    Shapes, arguments and errors are those of this module. Returns out, or (out, lse).
+    """
+    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
+    left, right = _window(window_size, causal)
+    out, lse = _fwd(q, k, v, s_aux, None, None, None, None, softmax_scale, left, right, num_sink_tokens)
+    return _with_lse(out, lse, raw_s_aux, return_lse)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_sink_tokens: int = 0,
+    return_lse: ReturnLse = False,
+) -> Result:
+    """flash_attn_func over packed q, out [total_q, num_q_heads, head_dim] and k, v [total_k, num_kv_heads, head_dim].
+
+    Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and keys likewise; both are int32 [batch + 1] on
+    q's device. Rows past the last offset get out = 0, LSE = -inf and zero gradients. max_seqlen_q and max_seqlen_k,
+    the longest sequences, are hints. The LSE is [num_q_heads, total_q]. On the CPU, offsets that do not start at 0,
+    decrease, or end past the tensor raise ValueError.
+    """
+    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    _refuse(block_table=block_table)
+    s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
+    left, right = _window(window_size, causal)
+    out, lse = _fwd(
+        q,
+        k,
+        v,
+        s_aux,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        left,
+        right,
+        num_sink_tokens,
+    )
+    return _with_lse(out, lse, raw_s_aux, return_lse)
+
+
+def _check_append(slots: Tensor, pages: Tensor | None, capacity: int, num_pages: int) -> None:
+    """On the CPU, before anything is written; a GPU would have to wait for the answer."""
+    if slots.numel() == 0 or slots.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    first, last = (int(end) for end in slots.aminmax())
+    if first < 0 or last >= capacity:
+        raise ValueError(f"sinkattn: new keys would go to slots {first} to {last} of a cache that holds {capacity}")
+    if pages is not None:
+        lowest, highest = (int(end) for end in pages.aminmax())
+        if lowest < 0 or highest >= num_pages:
+            raise ValueError(
+                f"sinkattn: block_table maps new keys to pages {lowest} to {highest};"
+                f" they must be from 0 to {num_pages - 1}"
+            )
+
+
+@torch.no_grad()
+def _append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None
+) -> Tensor:
+    """Writes k, v [batch, new, num_kv_heads, head_dim] behind the keys in use; the keys in use afterwards, [batch]."""
+    batch, new = k.shape[0], k.shape[1]
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if tensor.shape != (batch, new, *cache.shape[2:]):
+            rule = f"[batch, new] + {list(cache.shape[2:])}, as k and the cache are"
+            raise ValueError(f"sinkattn: {name} has shape {list(tensor.shape)}; it must be {rule}")
+    if cache_seqlens.shape != (batch,):
+        raise ValueError(f"sinkattn: cache_seqlens has shape {list(cache_seqlens.shape)}; it must be [{batch}]")
+    slots = cache_seqlens.long()[:, None] + torch.arange(new, device=k.device)  # [batch, new]
+    if block_table is None:
+        _check_append(slots, None, k_cache.shape[1], 0)
+        where = (torch.arange(batch, device=k.device)[:, None], slots)
+    else:
+        page_size = k_cache.shape[1]
+        _check_append(slots, None, block_table.shape[1] * page_size, 0)
+        pages = block_table.long().gather(1, slots // page_size)
+        _check_append(slots, pages, block_table.shape[1] * page_size, k_cache.shape[0])
+        where = (pages, slots % page_size)
+    k_cache.index_put_(where, k)
+    v_cache.index_put_(where, v)
+    return cache_seqlens + new
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_sink_tokens: int = 0,
+    invariant: bool = False,
+    return_lse: ReturnLse = False,
+) -> Result:
+    """Attention of a few rows a sequence to a KV cache; not differentiable.
+
+    k_cache, v_cache are [batch, capacity, num_kv_heads, head_dim] or, with block_table int32 [batch, max_pages], pages
+    [num_pages, page_size, num_kv_heads, head_dim]. cache_seqlens (int32 [batch], or one number) are the keys in use,
+    the whole capacity if left out; the rows of q stand at their end, and more than one row needs causal=True. k and v
+    [batch, new, num_kv_heads, head_dim] are first written into the cache, in place, behind the keys in use, and count
+    as in use from then on. num_splits is the parts that a sequence's keys are cut into, 0 the planner's choice;
+    invariant=True gives the bits of flash_attn_func's row, whatever the batch. head_dim may be up to 512.
+    return_softmax_lse is flash-attention's name for return_lse. On the CPU, lengths and pages outside the cache raise
+    ValueError.
+    """
+    _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
+    return_lse = return_lse or return_softmax_lse
+    s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
+    left, right = _window(window_size, causal)
+    if right < -1:
+        raise ValueError(f"sinkattn: window_size_right is {right}; it must be -1 (unbounded) or at least 0")
+    if right != 0 and q.shape[1] > 1:
+        raise NotImplementedError(
+            f"sinkattn: {q.shape[1]} rows with causal=False; rows of one call are causal among themselves, give"
+            " causal=True, or use flash_attn_func"
+        )
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if k is not None and v is not None:
+        if cache_seqlens is None:
+            raise ValueError("sinkattn: k and v are given without cache_seqlens, which says where they go")
+        cache_seqlens = _append(k_cache, v_cache, k, v, cache_seqlens, block_table)
+    elif k is not None or v is not None:
+        raise ValueError(f"sinkattn: {'k' if v is None else 'v'} is given without the other; k and v go together")
+    out, lse = _decode(
+        q,
+        k_cache,
+        v_cache,
+        s_aux,
+        cache_seqlens,
+        block_table,
+        softmax_scale,
+        left,
+        num_sink_tokens,
+        num_splits,
+        invariant,
+    )
+    return _with_lse(out, lse, raw_s_aux, return_lse)
+
+
+def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the union of two disjoint sets of keys, from the out and the LSE without the sink of each.
+
+    out [batch, q_len, num_q_heads, head_dim] with lse [batch, num_q_heads, q_len], or packed
+    [total_q, num_q_heads, head_dim] with [num_q_heads, total_q]. Differentiable. Raises ValueError when shapes or
+    dtypes disagree.
+    """
+    out, lse = _merge_attn_states(out_a, lse_a, out_b, lse_b)
+    return out, lse
+
+
+def apply_sink(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the sinks s_aux [num_q_heads], from those without: what follows the last merge, once.
+
+    Shapes as in merge_attn_states. Differentiable. Raises ValueError when shapes disagree.
+    """
+    out, lse = _apply_sink(out, lse, s_aux)
+    return out, lse
