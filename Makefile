@@ -22,6 +22,7 @@ endif
 .DEFAULT_GOAL := lib
 .DELETE_ON_ERROR:
 .SUFFIXES:
+.SECONDARY:
 MAKEFLAGS += --no-builtin-rules
 
 # ---- C ----
@@ -98,14 +99,14 @@ test-sanitize:
 
 # ---- fuzzing: one binary a file; new inputs are kept in the build folder, the corpus in git is only read ----
 
-FUZZ_CC ?= $(firstword $(shell command -v clang clang-14 clang-15 clang-16 clang-17 clang-18))
+FUZZ_CC ?= $(firstword $(foreach name,clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14,$(shell command -v $(name))))
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/*.c))
 
 ifeq ($(BUILD),build/fuzz)
-$(BUILD)/fuzz_%: tests/fuzz/%.c $(ARCHIVE)
+$(BUILD)/fuzzer_%: tests/fuzz/%.c $(ARCHIVE)
 	$(CC) $(C_FLAGS) $(WARNINGS) -fsanitize=fuzzer $< $(ARCHIVE) -o $@ $(LINK_LIBS) -lpthread
 
-run-%: $(BUILD)/fuzz_%
+run-%: $(BUILD)/fuzzer_%
 	@mkdir -p $(BUILD)/corpus/$*
 	$< -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 -artifact_prefix=$(BUILD)/ $(BUILD)/corpus/$* $(wildcard tests/fuzz/corpus)
 endif

@@ -7,14 +7,16 @@
 #include "core.h"
 #include "mask.h"
 
-static sinkattn_status launch(const void *args, const sinkattn_problem *problem, const sinkattn_plan *plan, const sinkattn_context *context) {
+static sinkattn_status launch(const void *args, const sinkattn_problem *problem, const sinkattn_plan *plan,
+                              const sinkattn_context *context) {
     const sinkattn_status status = sa_validate_plan(problem, plan);
     if (status.code != SINKATTN_OK) return status;
     if (!context) return sa_status(SINKATTN_INVALID, "context is NULL; it must be given");
     const sa_variant *row = sa_variant_at(plan->variant);
     const int64_t needed = row->workspace_bytes(problem, plan); /* plan.workspace_bytes is the caller's word, this is ours */
     if (context->workspace_bytes < needed)
-        return sa_status(SINKATTN_INVALID, "context.workspace_bytes is %" PRId64 "; it must be at least %" PRId64, context->workspace_bytes, needed);
+        return sa_status(SINKATTN_INVALID, "context.workspace_bytes is %" PRId64 "; it must be at least %" PRId64, context->workspace_bytes,
+                         needed);
     if (needed > 0 && !context->workspace)
         return sa_status(SINKATTN_INVALID, "context.workspace is NULL; it must hold %" PRId64 " bytes", needed);
     return row->run(args, plan, context);
@@ -38,18 +40,17 @@ sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn
 #ifndef SA_WITH_CUDA
 sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device) {
     (void)device;
-    return sa_status(SINKATTN_UNSUPPORTED, "CUDA device %" PRId32 " is asked for; this build must be made with nvcc to have the CUDA backend",
-                     ordinal);
+    return sa_status(SINKATTN_UNSUPPORTED,
+                     "CUDA device %" PRId32 " is asked for; this build must be made with nvcc to have the CUDA backend", ordinal);
 }
 #endif
-
 
 const char *sinkattn_build_info(void) {
     return "sinkattn " SINKATTN_VERSION "; "
 #ifndef __clang__
            "gcc "
 #endif
-           __VERSION__ "; backends: cpu"
+        __VERSION__ "; backends: cpu"
 #ifdef SA_WITH_CUDA
            ", cuda"
 #endif
@@ -57,8 +58,7 @@ const char *sinkattn_build_info(void) {
 }
 
 int64_t sinkattn_visible_pairs(const sinkattn_mask *mask, int64_t q_len, int64_t k_len) {
-    if (!mask || q_len < 0 || k_len < 0 || q_len > INT64_MAX - k_len) return -1;
-    if ((mask->has_left && mask->left < 0) || (mask->has_right && mask->right < 0) || mask->num_sink_tokens < 0) return -1;
+    if (!mask || sa_validate_mask(mask).code != SINKATTN_OK || q_len < 0 || k_len < 0 || q_len > INT64_MAX - k_len) return -1;
     const sa_band band = sa_band_of(mask, q_len, k_len);
     return sa_pair_count(&band);
 }

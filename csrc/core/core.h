@@ -15,6 +15,7 @@ const char *sa_dtype_name(sinkattn_dtype dtype);
 
 /* validate.c: null, dtype, shape, stride, alignment, range, in this order. */
 sinkattn_status sa_validate_problem(const sinkattn_problem *problem);
+sinkattn_status sa_validate_mask(const sinkattn_mask *mask);
 sinkattn_status sa_validate_fwd(const sinkattn_fwd_args *args);
 sinkattn_status sa_validate_bwd(const sinkattn_bwd_args *args);
 sinkattn_status sa_validate_decode(const sinkattn_decode_args *args);

@@ -41,8 +41,8 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
         if (used < sizeof compiled)
             used += (size_t)snprintf(compiled + used, sizeof compiled - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
     }
-    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 " on %s arch %" PRId32 "; compiled: %s", op_names[p->op],
-                     sa_dtype_name(p->dtype), p->head_dim, device->backend == SINKATTN_CPU ? "cpu" : "cuda", device->arch,
+    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 " on %s arch %" PRId32 "; compiled: %s",
+                     op_names[p->op], sa_dtype_name(p->dtype), p->head_dim, device->backend == SINKATTN_CPU ? "cpu" : "cuda", device->arch,
                      used ? compiled : "none");
 }
 
@@ -76,7 +76,8 @@ static int64_t choose_splits(const sinkattn_problem *p, const sinkattn_device *d
 /* Each part of each row leaves head_dim + 2 floats behind, head_dim being at most 512. */
 static bool partials_fit(const sinkattn_problem *p, int64_t splits) {
     int64_t floats;
-    return p->op != SINKATTN_DECODE || (!__builtin_mul_overflow(p->batch * p->num_q_heads * p->q_len, splits, &floats) && floats < INT64_C(1) << 48);
+    return p->op != SINKATTN_DECODE ||
+           (!__builtin_mul_overflow(p->batch * p->num_q_heads * p->q_len, splits, &floats) && floats < INT64_C(1) << 48);
 }
 
 static void explain(const sinkattn_problem *p, const sinkattn_device *device, const sinkattn_variant_info *info, int64_t tiles,
@@ -138,7 +139,7 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
         return sa_status(SINKATTN_INVALID, "plan.num_splits is %" PRId64 "; it must be from 1 to %" PRId64, plan->num_splits, most);
     const int64_t items = num_query_tiles(problem, &row->info) * plan->num_splits;
     if (plan->num_items != items)
-        return sa_status(SINKATTN_INVALID, "plan.num_items is %" PRId64 "; it must be %" PRId64 ", as planned for this problem", plan->num_items,
-                         items);
+        return sa_status(SINKATTN_INVALID, "plan.num_items is %" PRId64 "; it must be %" PRId64 ", as planned for this problem",
+                         plan->num_items, items);
     return sa_ok();
 }

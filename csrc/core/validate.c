@@ -83,8 +83,7 @@ static sinkattn_status surplus_error(const char *name, const char *rule) {
 
 static sinkattn_status check_operands_null(const operands *all) {
     for (int i = 0; i < all->count; i++)
-        if (has_elements(all, i) && !all->list[i].tensor->data)
-            return null_error(all->list[i].name, "where the tensor has elements");
+        if (has_elements(all, i) && !all->list[i].tensor->data) return null_error(all->list[i].name, "where the tensor has elements");
     return sa_ok();
 }
 
@@ -280,6 +279,12 @@ static sinkattn_status check_side(const char *side, bool bounded, int64_t reach)
     return sa_ok();
 }
 
+sinkattn_status sa_validate_mask(const sinkattn_mask *mask) {
+    SA_TRY(check_side("left", mask->has_left, mask->left));
+    SA_TRY(check_side("right", mask->has_right, mask->right));
+    return check_at_least("num_sink_tokens", mask->num_sink_tokens, 0);
+}
+
 static sinkattn_status check_splits(const sinkattn_problem *p) {
     if (p->op != SINKATTN_DECODE && (p->num_splits != 0 || p->invariant))
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 ", invariant is %d; both must be 0 but for decode", p->num_splits,
@@ -295,9 +300,7 @@ static sinkattn_status check_splits(const sinkattn_problem *p) {
 
 static sinkattn_status check_range(const sinkattn_problem *p) {
     if (!isfinite(p->softmax_scale)) return sa_status(SINKATTN_INVALID, "softmax_scale is %g; it must be finite", p->softmax_scale);
-    SA_TRY(check_side("left", p->mask.has_left, p->mask.left));
-    SA_TRY(check_side("right", p->mask.has_right, p->mask.right));
-    SA_TRY(check_at_least("num_sink_tokens", p->mask.num_sink_tokens, 0));
+    SA_TRY(sa_validate_mask(&p->mask));
     return check_splits(p);
 }
 

@@ -30,15 +30,15 @@ typedef uint32_t sa_cell;
 typedef enum sa_join { SA_SET, SA_ADD, SA_RESCALE } sa_join;
 
 typedef struct sa_product {
-    int64_t m, lanes, k;         /* k counts cells */
-    const sa_cell *a;            /* A[i][x] at a[i * a_row + x * a_col] */
+    int64_t m, lanes, k; /* k counts cells */
+    const sa_cell *a;    /* A[i][x] at a[i * a_row + x * a_col] */
     int64_t a_row, a_col;
-    const sa_cell *b;            /* [k][b_row], first `lanes` of each row used */
+    const sa_cell *b; /* [k][b_row], first `lanes` of each row used */
     int64_t b_row;
-    float *c;                    /* [m][c_row] */
+    float *c; /* [m][c_row] */
     int64_t c_row;
     sa_join join;
-    const float *beta;           /* [lanes] */
+    const float *beta; /* [lanes] */
 } sa_product;
 
 /* What each lane sees of a key tile, as key numbers from the tile's first: [0, sink_end) and [begin, begin + count). */
@@ -62,8 +62,8 @@ typedef struct sa_gradient_tile {
     int64_t row_stride, lanes, keys;
     sa_lane_mask mask;
     float scale;
-    const float *lse, *bias; /* [lanes]; bias is g - delta */
-    float *sink_sum;         /* [lanes] sum of P dP, NULL when no ds_aux is wanted */
+    const float *lse, *bias;   /* [lanes]; bias is g - delta */
+    float *sink_sum;           /* [lanes] sum of P dP, NULL when no ds_aux is wanted */
     sa_cell *p_rows, *ds_rows; /* [keys][row_stride / pack]: neighbours are rows */
     sa_cell *ds_keys;          /* [keys / pack][row_stride]: neighbours are keys; pack 1: the same as ds_rows */
 } sa_gradient_tile;
@@ -96,19 +96,20 @@ extern const sa_cpu_ops sa_ops_avx2, sa_ops_avx512, sa_ops_avx512_bf16;
 #endif
 
 /* Defines the launcher of each tiled instruction set for one op: sa_<op>_cpu_<arch>. */
-#define SA_CPU_LAUNCHER(op, arch)                                                                                                \
-    sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);           \
-    sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {          \
-        return op##_run(&sa_ops_##arch, args, plan, context);                                                                    \
+#define SA_CPU_LAUNCHER(op, arch)                                                                                                          \
+    sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);                    \
+    sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {                   \
+        return op##_run(&sa_ops_##arch, args, plan, context);                                                                              \
     }
 #if defined(__x86_64__)
-#define SA_CPU_LAUNCHERS(op) \
+#define SA_CPU_LAUNCHERS(op)                                                                                                               \
     SA_CPU_LAUNCHER(op, scalar) SA_CPU_LAUNCHER(op, avx2) SA_CPU_LAUNCHER(op, avx512) SA_CPU_LAUNCHER(op, avx512_bf16)
 #else
 #define SA_CPU_LAUNCHERS(op) SA_CPU_LAUNCHER(op, scalar)
 #endif
 
-/* Bytes of workspace a plan needs: what its run takes, counted by the same code. sa_cpu_workspace is variants.def's; it asks the op's own. */
+/* Bytes of workspace a plan needs: what its run takes, counted by the same code. sa_cpu_workspace is variants.def's; it asks the op's own.
+ */
 int64_t sa_cpu_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 int64_t sa_cpu_bwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);

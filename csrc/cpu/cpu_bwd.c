@@ -40,9 +40,9 @@ typedef struct bwd_job {
     const sinkattn_bwd_args *args;
     int64_t tile_q, tile_k, padded; /* padded: head_dim in whole lanes */
     bwd_worker *workers;
-    bwd_slot *slots;  /* [batch][MAX_SEGMENTS] */
-    float *dk, *dv;   /* [slot rows][padded] */
-    float *terms;     /* as lse; NULL without ds_aux */
+    bwd_slot *slots; /* [batch][MAX_SEGMENTS] */
+    float *dk, *dv;  /* [slot rows][padded] */
+    float *terms;    /* as lse; NULL without ds_aux */
 } bwd_job;
 
 static int64_t num_segments(int64_t q_len) { return sa_clamp(sa_ceil_div(q_len, MIN_SEGMENT), 1, MAX_SEGMENTS); }
@@ -58,7 +58,8 @@ static int64_t max_slot_rows(const sinkattn_problem *problem, int64_t tile_k) {
     return sequences * problem->num_kv_heads * sa_min(most, windowed);
 }
 
-static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack, const sinkattn_problem *problem, const sinkattn_plan *plan) {
+static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack, const sinkattn_problem *problem,
+                        const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t cell = (int64_t)sizeof(sa_cell), tile_q = info->tile_q, tile = info->tile_q * info->tile_k;
     bwd_job job = {ops, NULL, info->tile_q, info->tile_k, sa_padded(problem->head_dim), NULL, NULL, NULL, NULL, NULL};
@@ -92,7 +93,8 @@ static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack
     const int64_t slot_bytes = max_slot_rows(problem, info->tile_k) * job.padded * cell;
     job.dk = sa_take(scratch, slot_bytes);
     job.dv = sa_take(scratch, slot_bytes);
-    job.terms = sa_take(scratch, problem->s_aux_dtype ? (problem->packed ? 1 : problem->batch) * problem->num_q_heads * problem->q_len * cell : 0);
+    job.terms =
+        sa_take(scratch, problem->s_aux_dtype ? (problem->packed ? 1 : problem->batch) * problem->num_q_heads * problem->q_len * cell : 0);
     return job;
 }
 
@@ -192,7 +194,8 @@ static void add_hidden_rows(const bwd_job *job, const sa_operand *operand, const
     }
 }
 
-static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot, sa_range keys) {
+static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot,
+                     sa_range keys) {
     const sa_cpu_ops *ops = job->ops;
     const sinkattn_bwd_args *args = job->args;
     const sinkattn_problem *problem = &args->fwd.problem;
@@ -203,34 +206,88 @@ static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *st
     sa_operand_cells(&worker->k, ops, problem, n, args->fwd.k.row_stride);
     sa_operand_keys(&worker->v, stream, &args->fwd.v, keys);
     sa_operand_cells(&worker->v, ops, problem, n, args->fwd.v.row_stride);
-    const sa_product s = {.m = n, .lanes = lanes, .k = depth, .a = worker->k.read, .a_row = worker->k.read_row, .a_col = 1,
-                          .b = worker->q_lanes, .b_row = lanes, .c = worker->scores, .c_row = lanes, .join = SA_SET};
+    const sa_product s = {.m = n,
+                          .lanes = lanes,
+                          .k = depth,
+                          .a = worker->k.read,
+                          .a_row = worker->k.read_row,
+                          .a_col = 1,
+                          .b = worker->q_lanes,
+                          .b_row = lanes,
+                          .c = worker->scores,
+                          .c_row = lanes,
+                          .join = SA_SET};
     ops->product(&s);
-    const sa_product dp = {.m = n, .lanes = lanes, .k = depth, .a = worker->v.read, .a_row = worker->v.read_row, .a_col = 1,
-                           .b = worker->dout_lanes, .b_row = lanes, .c = worker->dp, .c_row = lanes, .join = SA_SET};
+    const sa_product dp = {.m = n,
+                           .lanes = lanes,
+                           .k = depth,
+                           .a = worker->v.read,
+                           .a_row = worker->v.read_row,
+                           .a_col = 1,
+                           .b = worker->dout_lanes,
+                           .b_row = lanes,
+                           .c = worker->dp,
+                           .c_row = lanes,
+                           .join = SA_SET};
     ops->product(&dp);
 
-    const sa_gradient_tile gradient = {.scores = worker->scores, .dp = worker->dp, .row_stride = lanes, .lanes = lanes, .keys = n, .mask = seen,
-                                       .scale = (float)sa_softmax_scale(problem), .lse = worker->lse, .bias = worker->bias,
-                                       .sink_sum = job->terms ? worker->sink_sum : NULL, .p_rows = worker->p_rows,
-                                       .ds_rows = worker->ds_rows, .ds_keys = worker->ds_keys};
+    const sa_gradient_tile gradient = {.scores = worker->scores,
+                                       .dp = worker->dp,
+                                       .row_stride = lanes,
+                                       .lanes = lanes,
+                                       .keys = n,
+                                       .mask = seen,
+                                       .scale = (float)sa_softmax_scale(problem),
+                                       .lse = worker->lse,
+                                       .bias = worker->bias,
+                                       .sink_sum = job->terms ? worker->sink_sum : NULL,
+                                       .p_rows = worker->p_rows,
+                                       .ds_rows = worker->ds_rows,
+                                       .ds_keys = worker->ds_keys};
     ops->gradient(&gradient);
 
     const int64_t row = slot_row(slot, stream->kv_head, keys.begin) * job->padded;
-    const sa_product dv = {.m = n, .lanes = job->padded, .k = lanes / ops->pack, .a = worker->p_rows, .a_row = lanes / ops->pack, .a_col = 1,
-                           .b = worker->dout.cells, .b_row = job->padded, .c = job->dv + row, .c_row = job->padded, .join = SA_ADD};
+    const sa_product dv = {.m = n,
+                           .lanes = job->padded,
+                           .k = lanes / ops->pack,
+                           .a = worker->p_rows,
+                           .a_row = lanes / ops->pack,
+                           .a_col = 1,
+                           .b = worker->dout.cells,
+                           .b_row = job->padded,
+                           .c = job->dv + row,
+                           .c_row = job->padded,
+                           .join = SA_ADD};
     ops->product(&dv);
     if (worker->dout.hidden) add_hidden_rows(job, &worker->dout, stream, rows, keys, worker->p_rows, job->dv + row);
-    const sa_product dk = {.m = n, .lanes = job->padded, .k = lanes / ops->pack, .a = worker->ds_rows, .a_row = lanes / ops->pack, .a_col = 1,
-                           .b = worker->q.cells, .b_row = job->padded, .c = job->dk + row, .c_row = job->padded, .join = SA_ADD};
+    const sa_product dk = {.m = n,
+                           .lanes = job->padded,
+                           .k = lanes / ops->pack,
+                           .a = worker->ds_rows,
+                           .a_row = lanes / ops->pack,
+                           .a_col = 1,
+                           .b = worker->q.cells,
+                           .b_row = job->padded,
+                           .c = job->dk + row,
+                           .c_row = job->padded,
+                           .join = SA_ADD};
     ops->product(&dk);
     if (worker->q.hidden) add_hidden_rows(job, &worker->q, stream, rows, keys, worker->ds_rows, job->dk + row);
 
     sa_operand_keys(&worker->k_pairs, stream, &args->fwd.k, keys);
     sa_operand_clean(&worker->k_pairs, ops, problem, n, seen.begin != NULL);
     sa_operand_pairs(&worker->k_pairs, ops, problem, n, args->fwd.k.row_stride);
-    const sa_product dq = {.m = problem->head_dim, .lanes = lanes, .k = sa_ceil_div(n, ops->pack), .a = worker->k_pairs.read, .a_row = 1,
-                           .a_col = worker->k_pairs.read_row, .b = worker->ds_keys, .b_row = lanes, .c = worker->dq, .c_row = lanes, .join = SA_ADD};
+    const sa_product dq = {.m = problem->head_dim,
+                           .lanes = lanes,
+                           .k = sa_ceil_div(n, ops->pack),
+                           .a = worker->k_pairs.read,
+                           .a_row = 1,
+                           .a_col = worker->k_pairs.read_row,
+                           .b = worker->ds_keys,
+                           .b_row = lanes,
+                           .c = worker->dq,
+                           .c_row = lanes,
+                           .join = SA_ADD};
     ops->product(&dq);
     if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, ops, stream, rows, keys, worker->ds_keys, worker->dq);
 }
@@ -262,10 +319,9 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
     memset(job->dv + first, 0, (size_t)size * sizeof *job->dv);
     const int64_t end = slot->tokens.end * stream.group;
     for (int64_t r = slot->tokens.begin * stream.group; r < end; r += job->tile_q) {
-        const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end));
+        const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end), job->tile_k);
         load_row_tile(job, worker, &stream, &rows);
-        for (int64_t t = sa_tile_from(&rows, job->tile_k, 0); sa_tile_exists(&rows, job->tile_k, t); t = sa_tile_from(&rows, job->tile_k, t + 1))
-            key_tile(job, worker, &stream, &rows, slot, sa_tile_keys(&rows, job->tile_k, t));
+        SA_FOR_EACH_TILE(t, &rows) key_tile(job, worker, &stream, &rows, slot, sa_tile_keys(&rows, t));
         store_row_tile(job, worker, &stream, &rows);
     }
 }

@@ -54,7 +54,7 @@ static sa_row_tile decode_rows(const decode_job *job, int64_t item, sa_stream *s
     const sinkattn_problem *problem = &job->args->fwd.problem;
     const int64_t tile = item % job->num_row_tiles, head = item / job->num_row_tiles % problem->num_kv_heads;
     *stream = sa_stream_of(&job->args->fwd, job->args, item / job->num_row_tiles / problem->num_kv_heads, head);
-    return sa_row_tile_of(stream, tile * job->tile_q, sa_min((tile + 1) * job->tile_q, sa_num_rows(stream)));
+    return sa_row_tile_of(stream, tile * job->tile_q, sa_min((tile + 1) * job->tile_q, sa_num_rows(stream)), job->workers->tile_k);
 }
 
 static void decode_item(void *arg, int64_t item, int32_t worker) {
@@ -99,7 +99,8 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
     sa_attend_store(attend, &stream, &rows);
 }
 
-static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan,
+                                  const sinkattn_context *context) {
     const sinkattn_decode_args *args = arguments;
     const sinkattn_status lengths = sa_validate_cache(args);
     if (lengths.code) return lengths;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What this machine's CPU can do, and what SINKATTN_CPU_LEVEL lets it do.
+ * What this machine's CPU can do, and what SINKATTN_CPU_LEVEL lets it do; the workspace of the backend's rows.
  */
 #include <inttypes.h>
 #include <stdlib.h>
@@ -28,9 +28,9 @@ int32_t sa_cpu_level(void) {
 }
 
 static void read_name(char *name) {
-    unsigned words[12] = {0};
+    unsigned words[3][4] = {{0}};
     for (unsigned leaf = 0; leaf < 3; leaf++) {
-        unsigned *w = &words[4 * leaf];
+        unsigned *w = words[leaf];
         if (!__get_cpuid(0x80000002u + leaf, &w[0], &w[1], &w[2], &w[3])) break;
     }
     memcpy(name, words, sizeof words);
@@ -50,9 +50,11 @@ sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device) {
         int32_t named = 0;
         while (named < NUM_LEVELS && strcmp(wanted, level_names[named]) != 0) named++;
         if (named == NUM_LEVELS)
-            return sa_status(SINKATTN_INVALID, "SINKATTN_CPU_LEVEL is %.100s; it must be oracle, scalar, avx2, avx512 or avx512_bf16", wanted);
+            return sa_status(SINKATTN_INVALID, "SINKATTN_CPU_LEVEL is %.100s; it must be oracle, scalar, avx2, avx512 or avx512_bf16",
+                             wanted);
         if (named > level)
-            return sa_status(SINKATTN_UNSUPPORTED, "SINKATTN_CPU_LEVEL is %s; it must be at most %s on this CPU", wanted, level_names[level]);
+            return sa_status(SINKATTN_UNSUPPORTED, "SINKATTN_CPU_LEVEL is %s; it must be at most %s on this CPU", wanted,
+                             level_names[level]);
         level = named;
     }
     *device = (sinkattn_device){.backend = SINKATTN_CPU, .arch = level, .workers = workers};

@@ -36,12 +36,27 @@ static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row
 
     sa_operand_keys(&attend->keys, stream, &args->k, keys);
     sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
-    const sa_product qk = {.m = n, .lanes = lanes, .k = problem->head_dim / ops->pack, .a = attend->keys.read, .a_row = attend->keys.read_row,
-                           .a_col = 1, .b = attend->q_lanes, .b_row = lanes, .c = attend->scores, .c_row = lanes, .join = SA_SET};
+    const sa_product qk = {.m = n,
+                           .lanes = lanes,
+                           .k = problem->head_dim / ops->pack,
+                           .a = attend->keys.read,
+                           .a_row = attend->keys.read_row,
+                           .a_col = 1,
+                           .b = attend->q_lanes,
+                           .b_row = lanes,
+                           .c = attend->scores,
+                           .c_row = lanes,
+                           .join = SA_SET};
     ops->product(&qk);
 
-    const sa_softmax_tile tile = {.scores = attend->scores, .row_stride = lanes, .lanes = lanes, .keys = n, .mask = seen,
-                                  .scale = (float)sa_softmax_scale(problem), .pivot = attend->pivot, .sum = attend->sum,
+    const sa_softmax_tile tile = {.scores = attend->scores,
+                                  .row_stride = lanes,
+                                  .lanes = lanes,
+                                  .keys = n,
+                                  .mask = seen,
+                                  .scale = (float)sa_softmax_scale(problem),
+                                  .pivot = attend->pivot,
+                                  .sum = attend->sum,
                                   .alpha = attend->alpha};
     ops->softmax(&tile);
 
@@ -49,9 +64,18 @@ static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row
     sa_operand_keys(&attend->values, stream, &args->v, keys);
     sa_operand_clean(&attend->values, ops, problem, n, seen.begin != NULL);
     sa_operand_pairs(&attend->values, ops, problem, n, args->v.row_stride);
-    const sa_product pv = {.m = problem->head_dim, .lanes = lanes, .k = sa_ceil_div(n, ops->pack), .a = attend->values.read, .a_row = 1,
-                           .a_col = attend->values.read_row, .b = weights, .b_row = lanes, .c = attend->out, .c_row = lanes,
-                           .join = SA_RESCALE, .beta = attend->alpha};
+    const sa_product pv = {.m = problem->head_dim,
+                           .lanes = lanes,
+                           .k = sa_ceil_div(n, ops->pack),
+                           .a = attend->values.read,
+                           .a_row = 1,
+                           .a_col = attend->values.read_row,
+                           .b = weights,
+                           .b_row = lanes,
+                           .c = attend->out,
+                           .c_row = lanes,
+                           .join = SA_RESCALE,
+                           .beta = attend->alpha};
     ops->product(&pv);
     if (attend->values.hidden) sa_add_hidden(&attend->values, ops, stream, rows, keys, weights, attend->out);
 }
@@ -63,20 +87,18 @@ void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_til
     sa_operand_queries(&attend->queries, stream, &args->q, rows);
     attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, attend->q_lanes, rows->lanes);
     for (int64_t lane = 0; lane < rows->lanes; lane++) {
-        const double s = with_sink && lane < rows->n ? sa_s_aux(args, stream->first_head + (rows->begin + lane) % stream->group) : -(double)INFINITY;
+        const double s =
+            with_sink && lane < rows->n ? sa_s_aux(args, stream->first_head + (rows->begin + lane) % stream->group) : -(double)INFINITY;
         attend->pivot[lane] = (float)s;
         attend->sum[lane] = (float)sa_sink_sum(s);
     }
     memset(attend->out, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *attend->out);
 
-    int64_t num_tiles = 0;
-    if (num_parts > 1)
-        for (int64_t t = sa_tile_from(rows, attend->tile_k, 0); sa_tile_exists(rows, attend->tile_k, t); t = sa_tile_from(rows, attend->tile_k, t + 1))
-            num_tiles++;
+    int64_t num_tiles = 0, ordinal = 0;
+    SA_FOR_EACH_TILE(t, rows) num_tiles++;
     const sa_range mine = sa_split_part(num_tiles, num_parts, part);
-    int64_t ordinal = 0;
-    for (int64_t t = sa_tile_from(rows, attend->tile_k, 0); sa_tile_exists(rows, attend->tile_k, t); t = sa_tile_from(rows, attend->tile_k, t + 1)) {
-        if (num_parts == 1 || (ordinal >= mine.begin && ordinal < mine.end)) attend_keys(attend, stream, rows, sa_tile_keys(rows, attend->tile_k, t));
+    SA_FOR_EACH_TILE(t, rows) {
+        if (ordinal >= mine.begin && ordinal < mine.end) attend_keys(attend, stream, rows, sa_tile_keys(rows, t));
         ordinal++;
     }
 }
@@ -90,7 +112,8 @@ void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_ti
         attend->alpha[lane] = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
         attend->out_rows[lane] = sa_query_row(stream, &args->out, rows->begin + lane);
     }
-    attend->ops->lanes_to_rows(attend->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype, args->problem.head_dim);
+    attend->ops->lanes_to_rows(attend->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
+                               args->problem.head_dim);
 }
 
 typedef struct fwd_job {
@@ -108,7 +131,7 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     const sa_stream stream = sa_stream_of(job->args, NULL, b, item % problem->num_kv_heads);
     const int64_t begin = tile * job->tile_q, end = sa_min(begin + job->tile_q, sa_num_rows(&stream));
     if (begin >= end) return;
-    const sa_row_tile rows = sa_row_tile_of(&stream, begin, end);
+    const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, job->workers[worker].tile_k);
     sa_attend_rows(&job->workers[worker], &stream, &rows, 0, 1, true);
     sa_attend_store(&job->workers[worker], &stream, &rows);
 }

@@ -85,9 +85,8 @@ SA_INLINE sa_vf sa_load_values(const void *row, sinkattn_dtype dtype, int64_t x)
 SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int rows, const int vectors) {
     sa_vf sum[SA_ROWS][SA_PANEL];
     SA_UNROLL
-    for (int r = 0; r < rows; r++)
-        SA_UNROLL
-        for (int v = 0; v < vectors; v++) sum[r][v] = sa_splat(0.0f);
+    for (int r = 0; r < rows; r++) SA_UNROLL
+    for (int v = 0; v < vectors; v++) sum[r][v] = sa_splat(0.0f);
     const sa_cell *a = g->a + i * g->a_row, *b = g->b + lane;
     const int64_t a_row = g->a_row, a_col = g->a_col, b_row = g->b_row;
     for (int64_t x = 0; x < g->k; x++, a += a_col, b += b_row) {
@@ -252,7 +251,8 @@ typedef uint32_t sa_quad __attribute__((vector_size(16), aligned(4), may_alias))
 
 /* A 4 x 4 block: to[j * to_row + i] = from[i][j]. */
 SA_INLINE void sa_transpose_quad(const sa_cell *const *from, sa_cell *to, int64_t to_row) {
-    const sa_quad a = *(const sa_quad *)from[0], b = *(const sa_quad *)from[1], c = *(const sa_quad *)from[2], d = *(const sa_quad *)from[3];
+    const sa_quad a = *(const sa_quad *)from[0], b = *(const sa_quad *)from[1], c = *(const sa_quad *)from[2],
+                  d = *(const sa_quad *)from[3];
     const sa_quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
     const sa_quad ba = __builtin_shufflevector(a, b, 2, 6, 3, 7), dc = __builtin_shufflevector(c, d, 2, 6, 3, 7);
     *(sa_quad *)to = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
@@ -261,7 +261,8 @@ SA_INLINE void sa_transpose_quad(const sa_cell *const *from, sa_cell *to, int64_
     *(sa_quad *)(to + 3 * to_row) = __builtin_shufflevector(ba, dc, 2, 3, 6, 7);
 }
 
-static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t lanes) {
+static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells,
+                                 int64_t lanes) {
     const int64_t num_cells = head_dim / SA_PACK; /* a multiple of 4 */
     const bool native = SA_PACK == 2 || dtype == SINKATTN_FP32;
     sa_cell values[4][512];
@@ -325,8 +326,8 @@ static void sa_store_row_run(const float *values, float factor, void *row, sinka
     for (; x < head_dim; x++) sa_store(row, dtype, x, values[x] * factor);
 }
 
-static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n, sinkattn_dtype dtype,
-                                 int64_t head_dim) {
+static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n,
+                                 sinkattn_dtype dtype, int64_t head_dim) {
     float block[4][512];
     for (int64_t lane = 0; lane < n; lane += 4) {
         for (int64_t x = 0; x < head_dim; x += 4) {

@@ -74,46 +74,38 @@ static inline int64_t sa_stat_index(const sa_stream *stream, int64_t r) {
     return sa_row_index(&stream->args->problem, &stream->sequence, stream->first_head + r % stream->group, r / stream->group);
 }
 
-/* Rows [begin, begin + n) of a stream, in `lanes` lanes, and the keys that any of them sees. */
+/* Rows [begin, begin + n) of a stream, in `lanes` lanes, and the key tiles that they meet. */
 typedef struct sa_row_tile {
     int64_t begin, n, lanes;
     sa_range tokens;
-    int64_t sink_end; /* keys [0, sink_end) and [band.begin, band.end) */
-    sa_range band;
+    sa_key_tiles tiles;
 } sa_row_tile;
 
-static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin, int64_t end) {
-    sa_row_tile tile;
-    tile.begin = begin;
-    tile.n = end - begin;
-    tile.lanes = sa_ceil_div(tile.n, SA_LANES_STEP) * SA_LANES_STEP;
-    tile.tokens.begin = begin / stream->group;
-    tile.tokens.end = (end - 1) / stream->group + 1;
-    tile.band = sa_rows_band(&stream->band, tile.tokens, &tile.sink_end);
-    return tile;
+static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin, int64_t end, int64_t tile_k) {
+    sa_row_tile rows;
+    rows.begin = begin;
+    rows.n = end - begin;
+    rows.lanes = sa_ceil_div(rows.n, SA_LANES_STEP) * SA_LANES_STEP;
+    rows.tokens.begin = begin / stream->group;
+    rows.tokens.end = (end - 1) / stream->group + 1;
+    rows.tiles = sa_key_tiles_of(&stream->band, rows.tokens, tile_k);
+    return rows;
 }
 
-/* Key tiles are [t * tile_k, (t + 1) * tile_k) of the sequence, always from key 0. First and next tile with a key for the rows. */
-static inline int64_t sa_tile_from(const sa_row_tile *rows, int64_t tile_k, int64_t t) {
-    return t * tile_k < rows->sink_end ? t : sa_max(t, rows->band.begin / tile_k);
-}
-
-static inline bool sa_tile_exists(const sa_row_tile *rows, int64_t tile_k, int64_t t) {
-    return t * tile_k < sa_max(rows->sink_end, rows->band.begin < rows->band.end ? rows->band.end : 0);
-}
-
-/* The part of tile t between its first and last visible key, begun on an even key so that pairs of keys fall the same for every row. */
-static inline sa_range sa_tile_keys(const sa_row_tile *rows, int64_t tile_k, int64_t t) {
-    const int64_t begin = t * tile_k, end = begin + tile_k;
-    sa_range keys;
-    keys.begin = (begin < rows->sink_end ? begin : sa_max(begin, rows->band.begin)) & ~(int64_t)1;
-    keys.end = sa_min(end, rows->band.begin < end && rows->band.begin < rows->band.end ? rows->band.end : rows->sink_end);
+/* The keys of tile t, begun on an even one so that pairs of keys fall the same for every row. */
+static inline sa_range sa_tile_keys(const sa_row_tile *rows, int64_t t) {
+    sa_range keys = sa_key_tile(&rows->tiles, t);
+    keys.begin &= ~(int64_t)1;
     return keys;
 }
 
+#define SA_FOR_EACH_TILE(t, rows)                                                                                                          \
+    for (int64_t t = sa_key_tile_from(&(rows)->tiles, 0); sa_key_tile_exists(&(rows)->tiles, t);                                           \
+         t = sa_key_tile_from(&(rows)->tiles, t + 1))
+
 /* What each lane of a row tile sees, for the whole sequence and for one key tile. */
 typedef struct sa_tile_mask {
-    int64_t *sink_end, *begin, *end;                /* [tile_q] */
+    int64_t *sink_end, *begin, *end;                  /* [tile_q] */
     int32_t *tile_sink_end, *tile_begin, *tile_count; /* [tile_q] */
 } sa_tile_mask;
 
@@ -158,10 +150,10 @@ static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_strea
 /* Rows as the products take them. Where a masked element would multiply a NaN or infinity, 0 * NaN must not reach lanes that do not
  * see it: such elements are zeroed in a copy, and the lanes that do see them get their term from sa_add_unfinite. */
 typedef struct sa_operand {
-    const void **rows;  /* [capacity] as given */
-    const void **clean; /* [capacity] with the copies in place of rows that have something to hide */
-    char *copies;       /* [capacity][head_dim] of the tensors' dtype */
-    sa_cell *cells;     /* [capacity][head_dim rounded up to lanes] */
+    const void **rows;   /* [capacity] as given */
+    const void **clean;  /* [capacity] with the copies in place of rows that have something to hide */
+    char *copies;        /* [capacity][head_dim] of the tensors' dtype */
+    sa_cell *cells;      /* [capacity][head_dim rounded up to lanes] */
     const sa_cell *read; /* where the last sa_operand_* left its result */
     int64_t read_row;
     bool hidden;
@@ -179,11 +171,18 @@ static inline sa_operand sa_take_operand(sa_scratch *scratch, const sinkattn_pro
     return operand;
 }
 
+/* An unmapped page among a tile's keys is one that no row sees: the run has made sure of it. */
 static inline void sa_operand_keys(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor, sa_range keys) {
-    for (int64_t j = keys.begin; j < keys.end; j++) operand->rows[j - keys.begin] = sa_key_row(stream, tensor, j);
+    static const uint64_t zeros[256]; /* head_dim 512 in fp32 */
+    const bool paged = stream->cache && stream->cache->block_table;
+    for (int64_t j = keys.begin; j < keys.end; j++) {
+        const bool mapped = !paged || sa_cache_offset(stream->cache, tensor, stream->sequence.batch, j, stream->kv_head) >= 0;
+        operand->rows[j - keys.begin] = mapped ? sa_key_row(stream, tensor, j) : (const char *)zeros;
+    }
 }
 
-static inline void sa_operand_queries(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor, const sa_row_tile *rows) {
+static inline void sa_operand_queries(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor,
+                                      const sa_row_tile *rows) {
     for (int64_t r = 0; r < rows->n; r++) operand->rows[r] = sa_query_row(stream, tensor, rows->begin + r);
 }
 
@@ -204,8 +203,8 @@ static inline void sa_operand_clean(sa_operand *operand, const sa_cpu_ops *ops, 
 }
 
 /* Native rows at one distance are read in place. */
-static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem,
-                                       const void *const *rows, int64_t n, int64_t row_bytes) {
+static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, const void *const *rows,
+                                       int64_t n, int64_t row_bytes) {
     if (ops->pack == 1 && problem->dtype != SINKATTN_FP32) return false;
     for (int64_t i = 1; i < n; i++)
         if ((const char *)rows[i] != (const char *)rows[0] + i * row_bytes) return false;
@@ -215,7 +214,8 @@ static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *op
 }
 
 /* [n][head_dim / pack], neighbours along head_dim. */
-static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n, int64_t row_stride) {
+static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
+                                    int64_t row_stride) {
     if (sa_operand_in_place(operand, ops, problem, operand->rows, n, row_stride * sa_dtype_bytes(problem->dtype))) return;
     operand->read = operand->cells;
     operand->read_row = problem->head_dim / ops->pack;
@@ -223,9 +223,9 @@ static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, 
 }
 
 /* [n / pack][head_dim], neighbours along the rows, from clean. */
-static inline void sa_operand_pairs(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n, int64_t row_stride) {
-    if (ops->pack == 1 &&
-        sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride * sa_dtype_bytes(problem->dtype)))
+static inline void sa_operand_pairs(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
+                                    int64_t row_stride) {
+    if (ops->pack == 1 && sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride * sa_dtype_bytes(problem->dtype)))
         return;
     operand->read = operand->cells;
     operand->read_row = problem->head_dim;

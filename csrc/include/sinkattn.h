@@ -64,7 +64,7 @@ typedef struct sinkattn_problem {
     bool packed;                /* sequences lie end to end, bounded by cu_seqlens */
     int64_t batch;              /* sequences */
     int64_t num_q_heads, num_kv_heads, head_dim;
-    int64_t q_len, k_len;               /* rows of q and k a sequence; packed: rows of the whole tensor; decode: k_len is the cache's capacity */
+    int64_t q_len, k_len; /* rows of q and k a sequence; packed: rows of the whole tensor; decode: k_len is the cache's capacity */
     int64_t max_seqlen_q, max_seqlen_k; /* packed: longest sequence, a scheduling hint; 0: not known */
     int64_t page_size, num_pages;       /* decode from a paged cache; page_size 0: the cache is contiguous */
     double softmax_scale;               /* 0: head_dim ** -0.5 */
@@ -87,8 +87,8 @@ typedef enum sinkattn_cpu_level {
 
 typedef struct sinkattn_device {
     sinkattn_backend backend;
-    int32_t arch;    /* CPU: the highest sinkattn_cpu_level usable; CUDA: 10 * major + minor of the compute capability */
-    int32_t workers; /* CPU: threads; CUDA: multiprocessors */
+    int32_t arch;         /* CPU: the highest sinkattn_cpu_level usable; CUDA: 10 * major + minor of the compute capability */
+    int32_t workers;      /* CPU: threads; CUDA: multiprocessors */
     int64_t shared_bytes; /* CUDA: shared memory a block may use */
     char name[64];
 } sinkattn_device;
@@ -105,9 +105,9 @@ typedef struct sinkattn_variant_info {
     const char *name;
     sinkattn_op op;
     sinkattn_backend backend;
-    int32_t arch;          /* the least sinkattn_device.arch that runs it */
-    uint32_t dtypes;       /* bit 1 << sinkattn_dtype for each dtype served */
-    int64_t max_head_dim;  /* head_dim is a multiple of 8 up to this */
+    int32_t arch;           /* the least sinkattn_device.arch that runs it */
+    uint32_t dtypes;        /* bit 1 << sinkattn_dtype for each dtype served */
+    int64_t max_head_dim;   /* head_dim is a multiple of 8 up to this */
     int64_t tile_q, tile_k; /* rows and keys a tile; 0: untiled */
 } sinkattn_variant_info;
 
@@ -149,7 +149,7 @@ typedef struct sinkattn_bwd_args {
     sinkattn_tensor dout;       /* read */
     const void *dlse;           /* as lse; NULL: zero */
     sinkattn_tensor dq, dk, dv; /* written */
-    void *ds_aux;               /* [num_q_heads] of s_aux_dtype, written; NULL with s_aux NULL: s_aux is frozen or absent, nothing is spent on it */
+    void *ds_aux; /* [num_q_heads] of s_aux_dtype, written; NULL with s_aux NULL: s_aux is frozen or absent, nothing is spent on it */
 } sinkattn_bwd_args;
 
 typedef struct sinkattn_decode_args {
@@ -182,7 +182,8 @@ sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn
 /* One line of build facts: version, compilers, backends. */
 const char *sinkattn_build_info(void);
 
-/* (query, key) pairs that a sequence of these lengths computes a score for: the work that FLOP counts are made of; -1 for negative arguments. */
+/* (query, key) pairs that a sequence of these lengths computes a score for: the work that FLOP counts are made of; -1 for negative
+ * arguments. */
 int64_t sinkattn_visible_pairs(const sinkattn_mask *mask, int64_t q_len, int64_t k_len);
 
 #ifdef __cplusplus

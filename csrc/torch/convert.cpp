@@ -31,20 +31,34 @@ sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64
     return {has_left, has_right, has_left ? window_size_left : 0, has_right ? window_size_right : 0, num_sink_tokens};
 }
 
+void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q) {
+    TORCH_CHECK_VALUE(tensor.device() == q.device(), "sinkattn: ", name, " is on ", tensor.device(), ", q is on ", q.device());
+}
+
+static void check_rank(const at::Tensor &tensor, const char *name, const at::Tensor &q, bool packed) {
+    TORCH_CHECK_VALUE(tensor.dim() == (packed ? 3 : 4), "sinkattn: ", name, " has ", tensor.dim(), " dimensions, it must be ",
+                      packed ? "[total, num_heads, head_dim], as cu_seqlens were given" : "[batch, len, num_heads, head_dim]");
+    check_device(tensor, name, q);
+}
+
 bool check_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k) {
     TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), "sinkattn: cu_seqlens_q and cu_seqlens_k go together, only ",
                       cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k", " was given");
     const bool packed = cu_seqlens_q.has_value();
-    const int64_t rank = packed ? 3 : 4;
-    const char *layout = packed ? "[total, num_heads, head_dim], as cu_seqlens were given" : "[batch, len, num_heads, head_dim]";
-    TORCH_CHECK_VALUE(q.dim() == rank, "sinkattn: q has ", q.dim(), " dimensions, it must be ", layout);
-    TORCH_CHECK_VALUE(k.dim() == rank, "sinkattn: k has ", k.dim(), " dimensions, it must be ", layout);
-    TORCH_CHECK_VALUE(v.dim() == rank, "sinkattn: v has ", v.dim(), " dimensions, it must be ", layout);
+    check_rank(q, "q", q, packed);
+    check_rank(k, "k", q, packed);
+    check_rank(v, "v", q, packed);
     return packed;
 }
 
+void check_cache_ranks(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache) {
+    check_rank(q, "q", q, false);
+    check_rank(k_cache, "k_cache", q, false);
+    check_rank(v_cache, "v_cache", q, false);
+}
+
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype) {
-    TORCH_CHECK_VALUE(tensor.device() == q.device(), "sinkattn: ", name, " is on ", tensor.device(), ", q is on ", q.device());
+    check_device(tensor, name, q);
     TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "sinkattn: ", name, " is ", tensor.scalar_type(), ", it must be ", dtype);
 }
 

@@ -21,8 +21,11 @@ sinkattn_dtype dtype_of(const at::Tensor &tensor, const char *name);
 at::ScalarType lse_dtype(const at::Tensor &q);
 sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens);
 
-// True when packed. Looks at ranks only, so that it serves symbolic sizes too.
+// Ranks and devices of the three main tensors; sizes are not looked at, so that symbolic ones are served too. True when packed.
 bool check_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k);
+void check_cache_ranks(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache);
+
+void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q);
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype);
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape);
 

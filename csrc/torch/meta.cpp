@@ -23,11 +23,12 @@ at::Tensor empty_lse(const at::Tensor &q) {
     return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, options);
 }
 
-Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe & /*s_aux*/, const Maybe &cu_seqlens_q,
+Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
                         const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
                         std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/,
                         c10::SymInt /*num_sink_tokens*/) {
     check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
+    if (s_aux) check_device(*s_aux, "s_aux", q);
     return {empty_contiguous(q), empty_lse(q)};
 }
 
@@ -44,7 +45,7 @@ Tensors4 flash_attn_bwd(const at::Tensor & /*dout*/, const Maybe & /*dlse*/, con
 Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe & /*s_aux*/,
                       const Maybe & /*cache_seqlens*/, const Maybe & /*block_table*/, std::optional<double> /*softmax_scale*/,
                       c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/) {
-    check_ranks(q, k_cache, v_cache, {}, {});
+    check_cache_ranks(q, k_cache, v_cache);
     return {empty_contiguous(q), empty_lse(q)};
 }
 
@@ -52,7 +53,7 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
                       const Maybe & /*cache_seqlens*/, const Maybe & /*block_table*/, std::optional<double> /*softmax_scale*/,
                       c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/,
                       at::Tensor & /*out*/, at::Tensor & /*lse*/, at::Tensor & /*scratch*/) {
-    check_ranks(q, k_cache, v_cache, {}, {});
+    check_cache_ranks(q, k_cache, v_cache);
 }
 
 } // namespace

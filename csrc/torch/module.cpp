@@ -140,7 +140,9 @@ py::dict plan(const std::string &op, const py::dict &device, const std::string &
 
 int64_t visible_pairs(int64_t q_len, int64_t k_len, int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
     const sinkattn_mask mask = sinkattn::mask_of(window_size_left, window_size_right, num_sink_tokens);
-    return sinkattn_visible_pairs(&mask, q_len, k_len);
+    const int64_t pairs = sinkattn_visible_pairs(&mask, q_len, k_len);
+    if (pairs < 0) throw py::value_error("sinkattn: lengths and num_sink_tokens must be at least 0, window sides at least -1");
+    return pairs;
 }
 
 } // namespace

@@ -51,10 +51,12 @@ Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, c
     sinkattn_problem &problem = in.args.problem;
     problem.op = op;
     problem.dtype = dtype_of(q, "q");
-    check_like(k, "k", q, q.scalar_type());
-    check_like(v, "v", q, q.scalar_type());
-    TORCH_CHECK_VALUE(k.size(-1) == q.size(-1), "sinkattn: k has head_dim ", k.size(-1), ", q has ", q.size(-1));
-    check_shape(v, "v", k.sizes());
+    const char *k_name = op == SINKATTN_DECODE ? "k_cache" : "k";
+    const char *v_name = op == SINKATTN_DECODE ? "v_cache" : "v";
+    check_like(k, k_name, q, q.scalar_type());
+    check_like(v, v_name, q, q.scalar_type());
+    TORCH_CHECK_VALUE(k.size(-1) == q.size(-1), "sinkattn: ", k_name, " has head_dim ", k.size(-1), ", q has ", q.size(-1));
+    check_shape(v, v_name, k.sizes());
     problem.q_len = q.size(-3);
     problem.k_len = k.size(-3);
     problem.num_q_heads = q.size(-2);
@@ -64,7 +66,7 @@ Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, c
     TORCH_CHECK_VALUE(softmax_scale != 0.0, "sinkattn: softmax_scale is 0; leave it out for head_dim ** -0.5");
     problem.softmax_scale = softmax_scale.value_or(0.0);
     if (s_aux) {
-        TORCH_CHECK_VALUE(s_aux->device() == q.device(), "sinkattn: s_aux is on ", s_aux->device(), ", q is on ", q.device());
+        check_device(*s_aux, "s_aux", q);
         check_shape(*s_aux, "s_aux", {problem.num_q_heads});
         problem.s_aux_dtype = dtype_of(*s_aux, "s_aux");
         in.s_aux = s_aux->contiguous();
@@ -195,6 +197,8 @@ sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tens
     problem.batch = q.size(0);
     problem.num_splits = num_splits;
     problem.invariant = invariant;
+    TORCH_CHECK_VALUE(block_table || k_cache.size(0) == problem.batch, "sinkattn: k_cache has batch ", k_cache.size(0), ", q has ",
+                      problem.batch);
     sinkattn_decode_args args{};
     if (cache_seqlens) {
         in.lengths_k = lengths(*cache_seqlens, "cache_seqlens", q, {problem.batch});
@@ -209,8 +213,6 @@ sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tens
         problem.num_pages = k_cache.size(0);
         problem.page_size = k_cache.size(1);
         problem.k_len = block_table->size(1) * k_cache.size(1);
-    } else {
-        TORCH_CHECK_VALUE(k_cache.size(0) == q.size(0), "sinkattn: k_cache has batch ", k_cache.size(0), ", q has ", q.size(0));
     }
     return args;
 }
@@ -229,7 +231,7 @@ void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_
 Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
                       int64_t num_sink_tokens, int64_t num_splits, bool invariant) {
-    check_ranks(q, k_cache, v_cache, {}, {});
+    check_cache_ranks(q, k_cache, v_cache);
     at::Tensor out = at::empty(q.sizes(), q.options());
     at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q)));
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
@@ -240,7 +242,7 @@ Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
                       int64_t num_sink_tokens, int64_t num_splits, bool invariant, at::Tensor &out, at::Tensor &lse, at::Tensor &scratch) {
-    check_ranks(q, k_cache, v_cache, {}, {});
+    check_cache_ranks(q, k_cache, v_cache);
     check_like(out, "out", q, q.scalar_type());
     check_shape(out, "out", q.sizes());
     TORCH_CHECK_VALUE(has_usable_rows(out), "sinkattn: out must have contiguous, 16-byte aligned rows, its strides are ", out.strides());
