@@ -3,7 +3,7 @@
 #   make         libsinkattn.a: the C core, the CPU backend and, where nvcc is found, the CUDA half
 #   make demo    fine-tune a small gpt-oss on real text       make test    the C suite, then pytest
 #   make lint    every style check                            make clean   remove what was built
-#   make test-c | test-sanitize | fuzz FUZZ_SECONDS=60
+#   make test-c | test-sanitize | test-gpu | fuzz FUZZ_SECONDS=60
 #
 # demo, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
 # installed. NVCC= leaves the CUDA half out. Builds that differ in flags go to BUILD folders of their own.
@@ -36,9 +36,9 @@ LINK_LIBS := -lm
 SOURCES := $(sort $(wildcard csrc/core/*.c csrc/cpu/*.c))
 
 ifneq ($(NVCC),)
-SOURCES += $(sort $(wildcard csrc/cuda/*.c csrc/cuda/*.cu))
+SOURCES += $(sort $(wildcard csrc/cuda/*.c csrc/cuda/*.cu csrc/cuda/*/*.cu))
 C_FLAGS += -DSA_WITH_CUDA
-CUDA_FLAGS := -std=c++17 -O3 -Icsrc -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
+CUDA_FLAGS := -std=c++17 -O3 -DSA_WITH_CUDA -Icsrc -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
     -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80
 # nvcc may be a wrapper, far from its toolkit: it says itself where its libraries are.
 CUDA_LIBRARIES := $(shell $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | sed -n 's/^\#\$$ LIBRARIES= *//p' | tr -d '"' | tr ' ' '\n' | grep -v stubs)
@@ -59,7 +59,7 @@ $(BUILD)/csrc/cpu/cpu_avx512_bf16.c.o: ROW_FLAGS := $(AVX512_FLAGS) -mavx512bf16
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib ext test test-c test-sanitize test-py fuzz demo lint format clean FORCE
+.PHONY: lib ext test test-c test-sanitize test-py test-gpu fuzz demo lint format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -147,13 +147,18 @@ test-py: $(call installed,test)
 	$(MAKE) ext
 	$(PY) -m pytest
 
+# Where a CUDA device is; elsewhere these tests skip.
+test-gpu: $(call installed,test)
+	$(MAKE) ext
+	$(PY) -m pytest tests/test_gpu.py
+
 demo: $(call installed,demo)
 	$(MAKE) ext
 	$(PY) examples/finetune_gpt_oss.py
 
 # ---- style ----
 
-C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c)
+C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
 
 lint: $(call installed,lint)

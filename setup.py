@@ -65,7 +65,7 @@ setuptools.setup(
             sorted(str(path) for path in Path("csrc/torch").glob("*.cpp")),
             include_dirs=[str(HEADER.parent.resolve())],
             depends=[str(path) for path in Path("csrc").rglob("*.h")],
-            # at::parallel_for is serial without -fopenmp, Python's flags carry -g, and the define shows ninja a new torch.
+            # at::parallel_for is serial without -fopenmp, Python's flags carry -g, the define shows ninja a new torch.
             extra_compile_args=[
                 *("-O2", "-g0", "-fopenmp", "-fvisibility=hidden"),
                 f'-DSINKATTN_TORCH="{torch.__version__}"',

@@ -174,7 +174,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     shares.scatter(x.flatten(), before.flatten(), marker="_", color="black", label="sink, before tuning")
     shares.set_xticks(x.float().mean(1), [f"layer {i}\n{kind}" for i, kind in enumerate(results["layer_types"])])
     shares.set(ylabel="share of attention", ylim=(0, 1), title="where each head's mass goes")
-    shares.legend(loc="lower left", ncols=3)
+    shares.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -188,7 +188,7 @@ def report(results: dict[str, Any]) -> None:
         runs.add_row(name, *losses, f"{run['tokens_per_second']:,.0f}")
 
     learned = Table(
-        title="sinks of the sinkattn run, mean over heads, and the share of attention they take", title_justify="left"
+        title="sinks with sinkattn, and their share of attention; mean of the heads", title_justify="left"
     )
     for heading in ("layer", "before", "after", "largest move", "mass before", "mass after"):
         learned.add_column(heading, justify="left" if heading == "layer" else "right")
@@ -216,7 +216,7 @@ def report(results: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--length", type=int, default=1024, help="tokens a row")
     parser.add_argument("--batch", type=int, default=1, help="rows a step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)

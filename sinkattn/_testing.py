@@ -170,14 +170,19 @@ def random_case(seed: str, work: int = 2_000_000) -> Case:
     ratio, kv_heads = pick(RATIOS), pick((1, 1, 2, 3))
     batch = pick((1, 1, 2, 3, 4, 7))
     top = pick((3, 17, 40, 70, 140, 300))
+    long = rng.random() < 0.005
+    if long:
+        head_dim, ratio, kv_heads, batch, top, work = pick((8, 16)), pick((1, 2)), 1, pick((1, 2)), 2600, 100 * work
 
     def lens(low: int, high: int) -> tuple[int, ...]:
         if layout == "varlen":
             return tuple(pick((0, 1, rng.randint(low, high), rng.randint(low, high))) for _ in range(batch))
         return (rng.randint(low, high),) * batch
 
-    q_lens = (pick((1, 1, 1, 2, 4, 9)),) * batch if decode else lens(0, top)
-    k_lens = tuple(rng.randint(0, top) for _ in range(batch)) if decode else pick((q_lens, lens(0, top), lens(0, top)))
+    q_lens = (pick((1, 1, 1, 2, 4, 9)),) * batch if decode else lens(top // 2 if long else 0, top)
+    k_lens = pick((q_lens, lens(0, top), lens(0, top)))
+    if decode:
+        k_lens = tuple(rng.randint(0, top) for _ in range(batch))
     budget = work * (16 if rng.random() < 0.05 else 1) // (ratio * kv_heads * head_dim)
     while batch * max(q_lens) * max(k_lens) > budget:
         if max(k_lens) >= max(q_lens):
@@ -541,13 +546,11 @@ def run_ops(case: Case, t: Inputs, ops: ModuleType, backward: bool = True) -> di
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, grads, strict=True))}
 
 
-def check(case: Case, ops: ModuleType | None = None, backward: bool = True) -> list[Finding]:
-    """Runs a case and compares every output with fp64; ops stands in for sinkattn's own functions."""
-    if ops is None:
-        import sinkattn as ops
-    assert ops is not None
-    t, dtype = make_inputs(case), DTYPES[case.dtype]
-    got, ref, low = run_ops(case, t, ops, backward), evaluate(case, t), evaluate(case, t, dtype)
+def compare_all(
+    case: Case, t: Inputs, got: dict[str, Tensor], ref: dict[str, Tensor], low: dict[str, Tensor]
+) -> list[Finding]:
+    """Every output of run_ops against the evaluations in fp64 and in the case's dtype."""
+    dtype = DTYPES[case.dtype]
     lse_dtype = torch.float64 if case.dtype == "fp64" else torch.float32
     found: list[Finding] = []
     for name, result in got.items():
@@ -568,6 +571,17 @@ def check(case: Case, ops: ModuleType | None = None, backward: bool = True) -> l
         else:
             found += compare(name, result, both[0], both[1], dtype, *both[2:])
     return found
+
+
+def check(case: Case, ops: ModuleType | None = None, backward: bool = True) -> list[Finding]:
+    """Runs a case and compares every output with fp64; ops stands in for sinkattn's own functions."""
+    if ops is None:
+        import sinkattn as ops
+    assert ops is not None
+    t = make_inputs(case)
+    return compare_all(
+        case, t, run_ops(case, t, ops, backward), evaluate(case, t), evaluate(case, t, DTYPES[case.dtype])
+    )
 
 
 def assert_right(case: Case, ops: ModuleType | None = None, backward: bool = True) -> None:

@@ -42,10 +42,13 @@ def visible_pairs(
 
 
 def check_errors() -> None:
-    """Raise what device kernels found wrong in cu_seqlens, cache_seqlens or block_table since the last call.
+    """Raise ValueError for what CUDA kernels found wrong in cu_seqlens since the last call; waits for the devices.
 
-    The CPU raises at the call that is wrong, so nothing of its is ever pending.
+    The CPU raises at the call that is wrong, so nothing of its is ever pending. With SINKATTN_CHECK=1 in the environment
+    each call on a CUDA tensor is followed by this check.
     """
+    for ordinal in range(torch.cuda.device_count()):
+        _C.check_cuda_errors(ordinal)
 
 
 def _cuda_line() -> str:

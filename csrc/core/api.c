@@ -38,11 +38,17 @@ sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn
 }
 
 #ifndef SA_WITH_CUDA
-sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device) {
-    (void)device;
+static sinkattn_status without_cuda(int32_t ordinal) {
     return sa_status(SINKATTN_UNSUPPORTED,
                      "CUDA device %" PRId32 " is asked for; this build must be made with nvcc to have the CUDA backend", ordinal);
 }
+
+sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device) {
+    (void)device;
+    return without_cuda(ordinal);
+}
+
+sinkattn_status sinkattn_check_errors(int32_t ordinal) { return without_cuda(ordinal); }
 #endif
 
 const char *sinkattn_build_info(void) {

@@ -77,6 +77,9 @@ SA_HD sa_range sa_rows_band(const sa_band *band, sa_range rows, int64_t *sink_en
     return keys;
 }
 
+/* No more keys than this are seen by any `rows` neighbouring rows. */
+SA_HD int64_t sa_rows_reach(const sa_band *band, int64_t rows) { return rows + band->left + band->right + band->num_sink; }
+
 /* The rows that see some key of [keys.begin, keys.end). */
 SA_HD sa_range sa_keys_rows(const sa_band *band, sa_range keys) {
     const bool has_sink = keys.begin < band->num_sink;

@@ -73,11 +73,10 @@ static int64_t choose_splits(const sinkattn_problem *p, const sinkattn_device *d
     return sa_clamp(wanted, 1, tiles);
 }
 
-/* Each part of each row leaves head_dim + 2 floats behind, head_dim being at most 512. */
+/* Each part of each row leaves head_dim + 2 floats behind; 2^31 of them fill a terabyte, and no machine. */
 static bool partials_fit(const sinkattn_problem *p, int64_t splits) {
-    int64_t floats;
-    return p->op != SINKATTN_DECODE ||
-           (!__builtin_mul_overflow(p->batch * p->num_q_heads * p->q_len, splits, &floats) && floats < INT64_C(1) << 48);
+    int64_t partials;
+    return splits == 1 || (!__builtin_mul_overflow(p->batch * p->num_q_heads * p->q_len, splits, &partials) && partials < INT64_C(1) << 31);
 }
 
 static void explain(const sinkattn_problem *p, const sinkattn_device *device, const sinkattn_variant_info *info, int64_t tiles,
@@ -113,7 +112,7 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
     const int64_t tiles = problem->op == SINKATTN_DECODE ? num_key_tiles(problem, &row->info) : 1;
     const int64_t splits = problem->op == SINKATTN_DECODE ? choose_splits(problem, device, items, tiles) : 1;
     if (!partials_fit(problem, splits))
-        return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must leave a workspace countable in int64", splits);
+        return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must leave less than 2^31 partial rows", splits);
 
     *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .num_items = items * splits};
     plan->workers = (int32_t)sa_clamp(plan->num_items, 1, device->workers);

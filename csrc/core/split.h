@@ -10,34 +10,42 @@
 
 #include "mask.h"
 
+/* Tile t holds keys [t * tile_k, (t + 1) * tile_k). Tile numbers are int32, which a loop keeps in registers: 2^31 tiles are enough. */
 typedef struct sa_key_tiles {
-    int64_t tile_k;
-    int64_t sink_end; /* keys [0, sink_end) and [band.begin, band.end) are seen by some row */
+    int32_t sink_end, begin, end;                /* tiles [0, sink_end) and [begin, end) hold keys that some row sees */
+    int32_t full_sink_end, full_begin, full_end; /* what sa_key_tile_is_full looks at */
+    int64_t tile_k, sink_keys;                   /* keys [0, sink_keys) and the band are seen by some row */
     sa_range band;
 } sa_key_tiles;
 
 SA_HD sa_key_tiles sa_key_tiles_of(const sa_band *band, sa_range rows, int64_t tile_k) {
+    const sa_range first = sa_row_band(band, rows.begin), last = sa_row_band(band, rows.end - 1);
     sa_key_tiles tiles;
     tiles.tile_k = tile_k;
-    tiles.band = sa_rows_band(band, rows, &tiles.sink_end);
+    tiles.band = sa_rows_band(band, rows, &tiles.sink_keys);
+    tiles.sink_end = (int32_t)sa_ceil_div(tiles.sink_keys, tile_k);
+    tiles.begin = (int32_t)(tiles.band.begin / tile_k);
+    tiles.end = tiles.band.begin < tiles.band.end ? (int32_t)sa_ceil_div(tiles.band.end, tile_k) : tiles.sink_end;
+    tiles.full_sink_end = (int32_t)(band->num_sink / tile_k);
+    tiles.full_begin = (int32_t)sa_ceil_div(last.begin, tile_k);
+    tiles.full_end = (int32_t)(first.end / tile_k);
     return tiles;
 }
 
-/* The first tile at or after t that has a key to look at; sa_key_tile_exists says whether there is one. */
-SA_HD int64_t sa_key_tile_from(const sa_key_tiles *tiles, int64_t t) {
-    return t * tiles->tile_k < tiles->sink_end ? t : sa_max(t, tiles->band.begin / tiles->tile_k);
-}
+/* The first tile at or after t to work through, while it is below tiles->end. */
+SA_HD int32_t sa_key_tile_from(const sa_key_tiles *tiles, int32_t t) { return t < tiles->sink_end || t >= tiles->begin ? t : tiles->begin; }
 
-SA_HD bool sa_key_tile_exists(const sa_key_tiles *tiles, int64_t t) {
-    return t * tiles->tile_k < sa_max(tiles->sink_end, tiles->band.begin < tiles->band.end ? tiles->band.end : 0);
+/* Every row sees every key of tile t: no masking is needed there. */
+SA_HD bool sa_key_tile_is_full(const sa_key_tiles *tiles, int32_t t) {
+    return t < tiles->full_end && (t >= tiles->full_begin || t < tiles->full_sink_end);
 }
 
 /* From the first to the last key of tile t that some row sees. */
-SA_HD sa_range sa_key_tile(const sa_key_tiles *tiles, int64_t t) {
+SA_HD sa_range sa_key_tile(const sa_key_tiles *tiles, int32_t t) {
     const int64_t begin = t * tiles->tile_k, end = begin + tiles->tile_k;
     sa_range keys;
-    keys.begin = begin < tiles->sink_end ? begin : sa_max(begin, tiles->band.begin);
-    keys.end = sa_min(end, tiles->band.begin < end && tiles->band.begin < tiles->band.end ? tiles->band.end : tiles->sink_end);
+    keys.begin = begin < tiles->sink_keys ? begin : sa_max(begin, tiles->band.begin);
+    keys.end = sa_min(end, tiles->band.begin < end && tiles->band.begin < tiles->band.end ? tiles->band.end : tiles->sink_keys);
     return keys;
 }
 

@@ -17,7 +17,8 @@
     } while (0)
 
 /* No size reaches a tensor of more elements, which leaves room to count bytes, splits and statistics in int64. */
-#define SA_MAX_ELEMENTS (INT64_C(1) << 56)
+#define SA_MAX_ELEMENTS (INT64_C(1) << 48)
+#define SA_MAX_LEN (INT64_C(1) << 36) /* of one sequence: tiles of its keys are numbered in int32 */
 #define SA_ROW_ALIGNMENT 16
 
 typedef struct operand {
@@ -132,11 +133,12 @@ static sinkattn_status check_sizes_fit(const sinkattn_problem *p) {
     const int64_t rows[] = {p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, p->head_dim};
     const int64_t keys[] = {p->packed ? 1 : p->batch, p->k_len, p->num_q_heads, p->head_dim};
     const int64_t pages[] = {p->num_pages, p->page_size, p->num_kv_heads, p->head_dim};
-    const int64_t sequences[] = {p->batch, p->num_q_heads};
-    if (product_fits(rows, 4) && product_fits(keys, 4) && product_fits(pages, 4) && product_fits(sequences, 2)) return sa_ok();
+    const int64_t heads[] = {p->batch, p->num_q_heads}, sequences[] = {p->batch, sa_max(p->q_len, p->k_len)};
+    if (product_fits(rows, 4) && product_fits(keys, 4) && product_fits(pages, 4) && product_fits(heads, 2) && product_fits(sequences, 2))
+        return sa_ok();
     return sa_status(SINKATTN_INVALID,
                      "batch %" PRId64 ", q_len %" PRId64 ", k_len %" PRId64 ", num_q_heads %" PRId64
-                     " make too large a tensor; it must have at most 2^56 elements",
+                     " make too large a tensor; it must have at most 2^48 elements",
                      p->batch, p->q_len, p->k_len, p->num_q_heads);
 }
 
@@ -184,6 +186,9 @@ static sinkattn_status check_shape(const sinkattn_problem *p) {
     SA_TRY(check_at_least("num_pages", p->num_pages, 0));
     SA_TRY(check_packed(p));
     SA_TRY(check_pages(p));
+    if (sa_max(p->q_len, p->k_len) > SA_MAX_LEN)
+        return sa_status(SINKATTN_INVALID, "%s is %" PRId64 "; it must be at most 2^36", p->q_len > SA_MAX_LEN ? "q_len" : "k_len",
+                         sa_max(p->q_len, p->k_len));
     return check_sizes_fit(p);
 }
 

@@ -15,8 +15,9 @@ enum {
     SA_ARCH_avx2 = SINKATTN_CPU_AVX2,
     SA_ARCH_avx512 = SINKATTN_CPU_AVX512,
     SA_ARCH_avx512_bf16 = SINKATTN_CPU_AVX512_BF16,
-    SA_ARCH_sm80 = 80,
-    SA_ARCH_sm90 = 90
+    SA_ARCH_sm80_d64 = 80,
+    SA_ARCH_sm80_d128 = 80,
+    SA_ARCH_sm80_d256 = 80
 };
 
 static const sa_variant sa_variants[] = {

@@ -53,8 +53,8 @@ static int64_t max_slot_rows(const sinkattn_problem *problem, int64_t tile_k) {
     const int64_t segments = problem->packed ? sa_min(MAX_SEGMENTS * problem->batch, problem->batch + problem->q_len / MIN_SEGMENT)
                                              : num_segments(problem->q_len);
     const int64_t most = sa_min(MAX_SEGMENTS, segments) * problem->k_len;
-    const sa_band reach = sa_band_of(&problem->mask, problem->q_len, problem->k_len);
-    const int64_t windowed = problem->q_len + segments * (reach.left + reach.right + reach.num_sink + 2 * tile_k);
+    const sa_band band = sa_band_of(&problem->mask, problem->q_len, problem->k_len);
+    const int64_t windowed = problem->q_len + segments * (sa_rows_reach(&band, 0) + 2 * tile_k);
     return sequences * problem->num_kv_heads * sa_min(most, windowed);
 }
 
@@ -194,102 +194,96 @@ static void add_hidden_rows(const bwd_job *job, const sa_operand *operand, const
     }
 }
 
+/* S^T and dP^T, [keys][lanes]. */
+static void score_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
+    const sa_cpu_ops *ops = job->ops;
+    const sinkattn_fwd_args *args = &job->args->fwd;
+    const int64_t n = keys.end - keys.begin, lanes = rows->lanes;
+    sa_operand_keys(&worker->k, stream, &args->k, keys);
+    sa_operand_cells(&worker->k, ops, &args->problem, n, args->k.row_stride);
+    sa_operand_keys(&worker->v, stream, &args->v, keys);
+    sa_operand_cells(&worker->v, ops, &args->problem, n, args->v.row_stride);
+    sa_product product = {.m = n, .lanes = lanes, .k = args->problem.head_dim / ops->pack, .a_col = 1, .b_row = lanes, .c_row = lanes};
+    product.a = worker->k.read;
+    product.a_row = worker->k.read_row;
+    product.b = worker->q_lanes;
+    product.c = worker->scores;
+    ops->product(&product);
+    product.a = worker->v.read;
+    product.a_row = worker->v.read_row;
+    product.b = worker->dout_lanes;
+    product.c = worker->dp;
+    ops->product(&product);
+}
+
+/* dV += P^T . dO, dK += dS^T . Q, into the slot's rows of the keys. */
+static void add_key_gradients(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows,
+                              const bwd_slot *slot, sa_range keys) {
+    const int64_t cells = rows->lanes / job->ops->pack, row = slot_row(slot, stream->kv_head, keys.begin) * job->padded;
+    sa_product product = {.m = keys.end - keys.begin,
+                          .lanes = job->padded,
+                          .k = cells,
+                          .a_row = cells,
+                          .a_col = 1,
+                          .b_row = job->padded,
+                          .c_row = job->padded,
+                          .join = SA_ADD};
+    product.a = worker->p_rows;
+    product.b = worker->dout.cells;
+    product.c = job->dv + row;
+    job->ops->product(&product);
+    if (worker->dout.hidden) add_hidden_rows(job, &worker->dout, stream, rows, keys, worker->p_rows, job->dv + row);
+    product.a = worker->ds_rows;
+    product.b = worker->q.cells;
+    product.c = job->dk + row;
+    job->ops->product(&product);
+    if (worker->q.hidden) add_hidden_rows(job, &worker->q, stream, rows, keys, worker->ds_rows, job->dk + row);
+}
+
+/* dQ^T += K^T . dS^T. `masked`: some row does not see some key. */
+static void add_query_gradients(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
+                                bool masked) {
+    const sa_cpu_ops *ops = job->ops;
+    const sinkattn_fwd_args *args = &job->args->fwd;
+    const int64_t n = keys.end - keys.begin;
+    sa_operand_keys(&worker->k_pairs, stream, &args->k, keys);
+    sa_operand_clean(&worker->k_pairs, ops, &args->problem, n, masked);
+    sa_operand_pairs(&worker->k_pairs, ops, &args->problem, n, args->k.row_stride);
+    const sa_product product = {.m = args->problem.head_dim,
+                                .lanes = rows->lanes,
+                                .k = sa_ceil_div(n, ops->pack),
+                                .a = worker->k_pairs.read,
+                                .a_row = 1,
+                                .a_col = worker->k_pairs.read_row,
+                                .b = worker->ds_keys,
+                                .b_row = rows->lanes,
+                                .c = worker->dq,
+                                .c_row = rows->lanes,
+                                .join = SA_ADD};
+    ops->product(&product);
+    if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, ops, stream, rows, keys, worker->ds_keys, worker->dq);
+}
+
 static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot,
                      sa_range keys) {
-    const sa_cpu_ops *ops = job->ops;
-    const sinkattn_bwd_args *args = job->args;
-    const sinkattn_problem *problem = &args->fwd.problem;
-    const int64_t n = keys.end - keys.begin, lanes = rows->lanes, depth = problem->head_dim / ops->pack;
     const sa_lane_mask seen = sa_mask_keys(&worker->mask, stream, rows, keys);
-
-    sa_operand_keys(&worker->k, stream, &args->fwd.k, keys);
-    sa_operand_cells(&worker->k, ops, problem, n, args->fwd.k.row_stride);
-    sa_operand_keys(&worker->v, stream, &args->fwd.v, keys);
-    sa_operand_cells(&worker->v, ops, problem, n, args->fwd.v.row_stride);
-    const sa_product s = {.m = n,
-                          .lanes = lanes,
-                          .k = depth,
-                          .a = worker->k.read,
-                          .a_row = worker->k.read_row,
-                          .a_col = 1,
-                          .b = worker->q_lanes,
-                          .b_row = lanes,
-                          .c = worker->scores,
-                          .c_row = lanes,
-                          .join = SA_SET};
-    ops->product(&s);
-    const sa_product dp = {.m = n,
-                           .lanes = lanes,
-                           .k = depth,
-                           .a = worker->v.read,
-                           .a_row = worker->v.read_row,
-                           .a_col = 1,
-                           .b = worker->dout_lanes,
-                           .b_row = lanes,
-                           .c = worker->dp,
-                           .c_row = lanes,
-                           .join = SA_SET};
-    ops->product(&dp);
-
+    score_tile(job, worker, stream, rows, keys);
     const sa_gradient_tile gradient = {.scores = worker->scores,
                                        .dp = worker->dp,
-                                       .row_stride = lanes,
-                                       .lanes = lanes,
-                                       .keys = n,
+                                       .row_stride = rows->lanes,
+                                       .lanes = rows->lanes,
+                                       .keys = keys.end - keys.begin,
                                        .mask = seen,
-                                       .scale = (float)sa_softmax_scale(problem),
+                                       .scale = (float)sa_softmax_scale(&job->args->fwd.problem),
                                        .lse = worker->lse,
                                        .bias = worker->bias,
                                        .sink_sum = job->terms ? worker->sink_sum : NULL,
                                        .p_rows = worker->p_rows,
                                        .ds_rows = worker->ds_rows,
                                        .ds_keys = worker->ds_keys};
-    ops->gradient(&gradient);
-
-    const int64_t row = slot_row(slot, stream->kv_head, keys.begin) * job->padded;
-    const sa_product dv = {.m = n,
-                           .lanes = job->padded,
-                           .k = lanes / ops->pack,
-                           .a = worker->p_rows,
-                           .a_row = lanes / ops->pack,
-                           .a_col = 1,
-                           .b = worker->dout.cells,
-                           .b_row = job->padded,
-                           .c = job->dv + row,
-                           .c_row = job->padded,
-                           .join = SA_ADD};
-    ops->product(&dv);
-    if (worker->dout.hidden) add_hidden_rows(job, &worker->dout, stream, rows, keys, worker->p_rows, job->dv + row);
-    const sa_product dk = {.m = n,
-                           .lanes = job->padded,
-                           .k = lanes / ops->pack,
-                           .a = worker->ds_rows,
-                           .a_row = lanes / ops->pack,
-                           .a_col = 1,
-                           .b = worker->q.cells,
-                           .b_row = job->padded,
-                           .c = job->dk + row,
-                           .c_row = job->padded,
-                           .join = SA_ADD};
-    ops->product(&dk);
-    if (worker->q.hidden) add_hidden_rows(job, &worker->q, stream, rows, keys, worker->ds_rows, job->dk + row);
-
-    sa_operand_keys(&worker->k_pairs, stream, &args->fwd.k, keys);
-    sa_operand_clean(&worker->k_pairs, ops, problem, n, seen.begin != NULL);
-    sa_operand_pairs(&worker->k_pairs, ops, problem, n, args->fwd.k.row_stride);
-    const sa_product dq = {.m = problem->head_dim,
-                           .lanes = lanes,
-                           .k = sa_ceil_div(n, ops->pack),
-                           .a = worker->k_pairs.read,
-                           .a_row = 1,
-                           .a_col = worker->k_pairs.read_row,
-                           .b = worker->ds_keys,
-                           .b_row = lanes,
-                           .c = worker->dq,
-                           .c_row = lanes,
-                           .join = SA_ADD};
-    ops->product(&dq);
-    if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, ops, stream, rows, keys, worker->ds_keys, worker->dq);
+    job->ops->gradient(&gradient);
+    add_key_gradients(job, worker, stream, rows, slot, keys);
+    add_query_gradients(job, worker, stream, rows, keys, seen.begin != NULL);
 }
 
 static void store_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows) {

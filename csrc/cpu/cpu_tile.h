@@ -93,15 +93,14 @@ static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin,
 }
 
 /* The keys of tile t, begun on an even one so that pairs of keys fall the same for every row. */
-static inline sa_range sa_tile_keys(const sa_row_tile *rows, int64_t t) {
+static inline sa_range sa_tile_keys(const sa_row_tile *rows, int32_t t) {
     sa_range keys = sa_key_tile(&rows->tiles, t);
     keys.begin &= ~(int64_t)1;
     return keys;
 }
 
 #define SA_FOR_EACH_TILE(t, rows)                                                                                                          \
-    for (int64_t t = sa_key_tile_from(&(rows)->tiles, 0); sa_key_tile_exists(&(rows)->tiles, t);                                           \
-         t = sa_key_tile_from(&(rows)->tiles, t + 1))
+    for (int32_t t = sa_key_tile_from(&(rows)->tiles, 0); t < (rows)->tiles.end; t = sa_key_tile_from(&(rows)->tiles, t + 1))
 
 /* What each lane of a row tile sees, for the whole sequence and for one key tile. */
 typedef struct sa_tile_mask {

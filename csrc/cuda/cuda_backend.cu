@@ -8,7 +8,8 @@
 
 #include <stdio.h>
 
-#include "sinkattn.h"
+#include "cuda/attn/work.cuh"
+#include "cuda/cuda_backend.h"
 
 static sinkattn_status device_error(int32_t ordinal, const char *what, cudaError_t error) {
     sinkattn_status status = {SINKATTN_DEVICE, ""};
@@ -57,3 +58,43 @@ extern "C" sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device 
     *device = found;
     return {SINKATTN_OK, ""};
 }
+
+// One word a device, sticky until it is asked for. Kernels get its address.
+static __device__ unsigned error_word;
+
+extern "C" sinkattn_status sa_cuda_status(const char *what, cudaError_t error) {
+    if (error == cudaSuccess) return {SINKATTN_OK, ""};
+    int ordinal = -1;
+    cudaGetDevice(&ordinal);
+    return device_error(ordinal, what, error);
+}
+
+extern "C" sinkattn_status sa_cuda_error_word(unsigned **word) {
+    return sa_cuda_status("cudaGetSymbolAddress", cudaGetSymbolAddress((void **)word, error_word));
+}
+
+static sinkattn_status take_errors(unsigned *errors) {
+    const unsigned none = 0;
+    cudaError_t error = cudaDeviceSynchronize();
+    if (error == cudaSuccess) error = cudaMemcpyFromSymbol(errors, error_word, sizeof *errors);
+    if (error == cudaSuccess && *errors) error = cudaMemcpyToSymbol(error_word, &none, sizeof none);
+    return sa_cuda_status("reading the error word", error);
+}
+
+extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
+    int before;
+    cudaError_t error = cudaGetDevice(&before);
+    if (error == cudaSuccess) error = cudaSetDevice(ordinal);
+    if (error != cudaSuccess) return device_error(ordinal, "cudaSetDevice", error);
+    unsigned errors = 0;
+    sinkattn_status status = take_errors(&errors);
+    cudaSetDevice(before);
+    if (!status.code && errors & sa::kBadCuSeqlens)
+        status = sa_status(SINKATTN_INVALID,
+                           "CUDA device %d: cu_seqlens did not start at 0, decreased or ended past the tensor; the call clamped them, so "
+                           "its results are not what was meant",
+                           (int)ordinal);
+    return status;
+}
+
+extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *, const sinkattn_plan *) { return 0; }

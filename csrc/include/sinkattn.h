@@ -179,6 +179,10 @@ sinkattn_status sinkattn_fwd(const sinkattn_fwd_args *args, const sinkattn_plan 
 sinkattn_status sinkattn_bwd(const sinkattn_bwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
 sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
 
+/* CUDA kernels clamp lengths that they find in device memory and remember it; the CPU raises at the call. Waits for the device, then says
+ * as SINKATTN_INVALID what was wrong since the last time, once. */
+sinkattn_status sinkattn_check_errors(int32_t ordinal);
+
 /* One line of build facts: version, compilers, backends. */
 const char *sinkattn_build_info(void);
 

@@ -159,6 +159,7 @@ PYBIND11_MODULE(_C, m) {
           py::arg("packed") = false, py::arg("max_seqlen_q") = 0, py::arg("max_seqlen_k") = 0, py::arg("page_size") = 0,
           py::arg("num_pages") = 0, py::arg("window_size_left") = -1, py::arg("window_size_right") = -1, py::arg("num_sink_tokens") = 0,
           py::arg("num_splits") = 0, py::arg("invariant") = false);
+    m.def("check_cuda_errors", [](int32_t ordinal) { raise_on(sinkattn_check_errors(ordinal)); }, py::arg("ordinal"));
     m.def("visible_pairs", visible_pairs, py::arg("q_len"), py::arg("k_len"), py::arg("window_size_left") = -1,
           py::arg("window_size_right") = -1, py::arg("num_sink_tokens") = 0);
 }

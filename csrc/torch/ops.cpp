@@ -9,6 +9,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <cstdlib>
 #include <vector>
 
 #include "convert.h"
@@ -135,6 +136,8 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
     else
         context.stream = c10::impl::VirtualGuardImpl(q.device().type()).getStream(q.device()).native_handle();
     raise_on(run(&args, &plan, &context));
+    const char *check = q.is_cpu() ? nullptr : std::getenv("SINKATTN_CHECK");
+    if (check && *check == '1') raise_on(sinkattn_check_errors(q.get_device()));
 }
 
 Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a block works on: a tile of the rows of one kv head of one sequence. Rows are numbered r = i * group + (h - first head of the
+// group), so the heads of a group share a read of K and V. Lengths are read on the device, clamped, and checked by one block.
+#pragma once
+
+#include "core/layout.h"
+#include "core/numerics.h"
+#include "core/split.h"
+
+namespace sa {
+
+// A stream of rows; the rows past cu_seqlens[batch] are one more sequence, without keys and without a sink: out 0, lse -inf.
+struct Work {
+    sa_sequence sequence;
+    sa_band band;
+    int64_t kv_head, group;
+    sa_range rows, tokens;
+    sa_key_tiles tiles;
+    bool has_sink;
+};
+
+// Tiles of sequence b begin at rows before it / tile_rows + b: enough for each, found without a prefix sum.
+__device__ __forceinline__ int64_t first_tile(const sinkattn_fwd_args &args, int64_t group, int64_t tile_rows, int64_t b) {
+    return sa_clamp(args.cu_seqlens_q[b], 0, args.problem.q_len) * group / tile_rows + b;
+}
+
+static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t tile_rows) {
+    const int64_t group = problem.num_q_heads / problem.num_kv_heads;
+    if (problem.packed) return problem.q_len * group / tile_rows + problem.batch + 1;
+    return problem.batch * sa_ceil_div(problem.q_len * group, tile_rows);
+}
+
+// False when the tile has no rows. Later tiles of a causal sequence see more keys, so they come first.
+__device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t tile_rows, int64_t tile_k, int64_t num_tiles, int64_t item,
+                                          Work &work) {
+    const sinkattn_problem &problem = args.problem;
+    work.group = problem.num_q_heads / problem.num_kv_heads;
+    work.kv_head = item % problem.num_kv_heads;
+    const int64_t tile = num_tiles - 1 - item / problem.num_kv_heads;
+    int64_t b, within;
+    if (problem.packed) {
+        int64_t low = 0, high = problem.batch + 1; // the last sequence whose first tile is at most this one
+        while (high - low > 1) {
+            const int64_t middle = (low + high) / 2;
+            if (first_tile(args, work.group, tile_rows, middle) <= tile)
+                low = middle;
+            else
+                high = middle;
+        }
+        b = low;
+        within = tile - first_tile(args, work.group, tile_rows, b);
+    } else {
+        const int64_t tiles = sa_ceil_div(problem.q_len * work.group, tile_rows);
+        b = tile / tiles;
+        within = tile % tiles;
+    }
+    work.has_sink = args.s_aux && b < problem.batch;
+    if (b < problem.batch) {
+        work.sequence = sa_sequence_at(&args, b);
+    } else {
+        const int64_t begin = sa_clamp(args.cu_seqlens_q[b], 0, problem.q_len);
+        work.sequence = {0, begin, problem.q_len - begin, 0, 0};
+    }
+    work.band = sa_band_of(&problem.mask, work.sequence.q_len, work.sequence.k_len);
+    work.rows.begin = within * tile_rows;
+    work.rows.end = sa_min(work.rows.begin + tile_rows, work.sequence.q_len * work.group);
+    if (within < 0 || work.rows.begin >= work.rows.end) return false;
+    work.tokens = {work.rows.begin / work.group, (work.rows.end - 1) / work.group + 1};
+    work.tiles = sa_key_tiles_of(&work.band, work.tokens, tile_k);
+    return true;
+}
+
+__device__ __forceinline__ int64_t query_offset(const Work &work, const sinkattn_tensor &tensor, int64_t r) {
+    return sa_offset(&tensor, work.sequence.batch, work.sequence.q_begin + r / work.group, work.kv_head * work.group + r % work.group);
+}
+
+__device__ __forceinline__ int64_t key_offset(const Work &work, const sinkattn_tensor &tensor, int64_t j) {
+    return sa_offset(&tensor, work.sequence.batch, work.sequence.k_begin + j, work.kv_head);
+}
+
+__device__ __forceinline__ int64_t stat_index(const Work &work, const sinkattn_problem &problem, int64_t r) {
+    return sa_row_index(&problem, &work.sequence, work.kv_head * work.group + r % work.group, r / work.group);
+}
+
+// Bits of a device's error word.
+enum : unsigned { kBadCuSeqlens = 1 };
+
+// Called by one block. Offsets start at 0, do not decrease, end inside the tensor; *error_word is sticky.
+__device__ __forceinline__ void check_cu_seqlens(const int32_t *cu_seqlens, int64_t batch, int64_t total, unsigned *error_word) {
+    bool bad = threadIdx.x == 0 && cu_seqlens[0] != 0;
+    for (int64_t b = threadIdx.x; b < batch; b += blockDim.x) bad |= cu_seqlens[b + 1] < cu_seqlens[b] || cu_seqlens[b + 1] > total;
+    if (bad) atomicOr(error_word, kBadCuSeqlens);
+}
+
+} // namespace sa
