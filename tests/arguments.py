@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small arguments for the operators, shared by the tests of the torch surface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ops = torch.ops.sinkattn
+Arguments = tuple[Any, ...]
+
+
+def dense(q_len: int = 5, k_len: int = 7, dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    """q, k, v, s_aux of two sequences, 4 : 2 heads, head_dim 8."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((2, q_len, 4, 8), (2, k_len, 2, 8), (2, k_len, 2, 8), (4,))
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad) for shape in shapes]
+
+
+def packed(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    """q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k: lengths 3, 0, 2 of 4, 2, 2, and one row past the end of each."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((6, 4, 8), (9, 2, 8), (9, 2, 8), (4,))
+    tensors = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad) for shape in shapes]
+    return [*tensors, *(torch.tensor(cu, dtype=torch.int32) for cu in ([0, 3, 3, 5], [0, 4, 6, 8]))]
+
+
+def cache(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k_cache, v_cache, s_aux, cache_seqlens."""
+    q, k, v, s_aux = dense(2, 8, dtype)
+    return q, k, v, s_aux, torch.tensor([5, 8], dtype=torch.int32)
+
+
+DENSE_ARGS = (None, None, None, None, None, 3, 0, 1)
+FORWARDS = {
+    "dense": lambda grad: (*dense(grad=grad), *DENSE_ARGS),
+    "dense-no-sink": lambda grad: (*dense(grad=grad)[:3], None, *DENSE_ARGS),
+    "packed": lambda grad: (*packed(grad=grad), 3, 4, 0.3, -1, 0, 0),
+    "packed-no-max": lambda grad: (*packed(grad=grad), None, None, None, 2, -1, 0),
+    "bf16": lambda grad: (*(x.detach().bfloat16().requires_grad_(grad) for x in dense()), *DENSE_ARGS),
+}
+
+
+def backward_args(forward: Arguments, frozen: bool = False, lse_used: bool = True) -> Arguments:
+    out, lse = ops.flash_attn_fwd(*forward)
+    q, k, v, s_aux, *rest = forward
+    dlse = torch.linspace(-1, 1, lse.numel(), dtype=lse.dtype).view(lse.shape) if lse_used else None
+    return (torch.ones_like(out), dlse, q, k, v, out, lse, None if frozen else s_aux, *rest)
+
+
+def decode_args(paged: bool = False) -> Arguments:
+    q, k, v, s_aux, lens = cache()
+    if not paged:
+        return (q, k, v, s_aux, lens, None, None, 3, 1, 0, False)
+    table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    return (q, k.view(4, 4, 2, 8), v.view(4, 4, 2, 8), s_aux, lens, table, 0.4, -1, 0, 2, False)
+
+
+def out_args(arguments: Arguments, scratch_bytes: int = 1 << 20) -> Arguments:
+    q = arguments[0]
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
+    return (*arguments, torch.empty_like(q), lse, torch.empty(scratch_bytes, dtype=torch.uint8))
+
+
+def partials() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, _ = dense(dtype=torch.float64)
+    a, b = (ops.flash_attn_fwd(q, k[:, at], v[:, at], None, *DENSE_ARGS) for at in (slice(0, 3), slice(3, 7)))
+    return tuple(x.requires_grad_() for x in (*a, *b))  # type: ignore[return-value]
+
+
+def put_at(arguments: Arguments, position: int, change: Callable[[Any], object]) -> list[Any]:
+    changed = list(arguments)
+    changed[position] = change(changed[position])
+    return changed

@@ -1,0 +1,296 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * mask.h against its definition over all small sizes; layout.h, split.h and numerics.h.
+ */
+#include "test.h"
+
+#include <inttypes.h>
+
+#include "core/core.h"
+#include "core/layout.h"
+#include "core/numerics.h"
+#include "core/split.h"
+
+/* The contract's sentence, written once more, without mask.h. -1 is unbounded. */
+static bool visible(int64_t q_len, int64_t k_len, int64_t left, int64_t right, int64_t num_sink_tokens, int64_t i, int64_t j) {
+    const int64_t p = i + (k_len - q_len);
+    return (right < 0 || j - p <= right) && (left < 0 || p - j <= left || j < num_sink_tokens);
+}
+
+typedef struct window {
+    int64_t q_len, k_len, left, right, num_sink;
+} window;
+
+static bool sees(const window *w, int64_t i, int64_t j) { return visible(w->q_len, w->k_len, w->left, w->right, w->num_sink, i, j); }
+
+static sa_band band_of(const window *w) {
+    const sinkattn_mask mask = {w->left >= 0, w->right >= 0, w->left, w->right, w->num_sink};
+    return sa_band_of(&mask, w->q_len, w->k_len);
+}
+
+#define CHECK_WINDOW(ok, w, what)                                                                                                          \
+    CHECK(ok, "%s: q_len %" PRId64 ", k_len %" PRId64 ", window (%" PRId64 ", %" PRId64 "), sink tokens %" PRId64, what, (w)->q_len,       \
+          (w)->k_len, (w)->left, (w)->right, (w)->num_sink)
+
+static void check_rows(const window *w) {
+    const sa_band band = band_of(w);
+    int64_t pairs = 0;
+    for (int64_t i = 0; i < w->q_len; i++) {
+        const sa_range keys = sa_row_band(&band, i);
+        const int64_t sink_end = sa_row_sink_end(&band, i);
+        CHECK_WINDOW(0 <= sink_end && sink_end <= keys.begin && keys.begin <= keys.end && keys.end <= w->k_len, w, "row ranges in order");
+        for (int64_t j = 0; j < w->k_len; j++) {
+            const bool truth = sees(w, i, j), ranges = j < sink_end || (j >= keys.begin && j < keys.end);
+            CHECK_WINDOW(sa_visible(&band, i, j) == truth, w, "sa_visible");
+            CHECK_WINDOW(ranges == truth, w, "sa_row_band and sa_row_sink_end");
+            pairs += truth;
+        }
+    }
+    CHECK_WINDOW(sa_pair_count(&band) == pairs, w, "sa_pair_count");
+    const sinkattn_mask mask = {w->left >= 0, w->right >= 0, w->left, w->right, w->num_sink};
+    CHECK_WINDOW(sinkattn_visible_pairs(&mask, w->q_len, w->k_len) == pairs, w, "sinkattn_visible_pairs");
+}
+
+static bool some_row_sees(const window *w, sa_range rows, int64_t j) {
+    for (int64_t i = rows.begin; i < rows.end; i++)
+        if (sees(w, i, j)) return true;
+    return false;
+}
+
+static bool row_sees_some(const window *w, int64_t i, sa_range keys) {
+    for (int64_t j = keys.begin; j < keys.end; j++)
+        if (sees(w, i, j)) return true;
+    return false;
+}
+
+static void check_row_tiles(const window *w) {
+    const sa_band band = band_of(w);
+    for (int64_t begin = 0; begin < w->q_len; begin++)
+        for (int64_t end = begin + 1; end <= w->q_len; end++) {
+            const sa_range rows = {begin, end};
+            int64_t sink_end;
+            const sa_range keys = sa_rows_band(&band, rows, &sink_end);
+            for (int64_t j = 0; j < w->k_len; j++) {
+                const bool ranges = j < sink_end || (j >= keys.begin && j < keys.end);
+                CHECK_WINDOW(ranges == some_row_sees(w, rows, j), w, "sa_rows_band is the union of its rows");
+            }
+        }
+}
+
+static void check_key_tiles(const window *w) {
+    const sa_band band = band_of(w);
+    for (int64_t begin = 0; begin < w->k_len; begin++)
+        for (int64_t end = begin + 1; end <= w->k_len; end++) {
+            const sa_range keys = {begin, end}, rows = sa_keys_rows(&band, keys);
+            for (int64_t i = 0; i < w->q_len; i++)
+                CHECK_WINDOW((i >= rows.begin && i < rows.end) == row_sees_some(w, i, keys), w, "sa_keys_rows are those that see a key");
+        }
+}
+
+/* sa_all_visible may say no to a tile that is all visible, half through the prefix; it must never say yes to another. */
+static void check_full_tiles(const window *w) {
+    const sa_band band = band_of(w);
+    for (int64_t i = 0; i < w->q_len; i++)
+        for (int64_t rows_end = i + 1; rows_end <= w->q_len; rows_end += 2)
+            for (int64_t j = 0; j < w->k_len; j++)
+                for (int64_t keys_end = j + 1; keys_end <= w->k_len; keys_end += 2) {
+                    bool all = true;
+                    for (int64_t row = i; row < rows_end; row++)
+                        for (int64_t key = j; key < keys_end; key++) all = all && sees(w, row, key);
+                    const bool said = sa_all_visible(&band, (sa_range){i, rows_end}, (sa_range){j, keys_end});
+                    CHECK_WINDOW(all || !said, w, "sa_all_visible says yes to a masked tile");
+                    if (w->num_sink == 0) CHECK_WINDOW(all == said, w, "sa_all_visible without a prefix");
+                }
+}
+
+static bool all_see_all(const window *w, sa_range rows, sa_range keys) {
+    for (int64_t i = rows.begin; i < rows.end; i++)
+        for (int64_t j = keys.begin; j < keys.end; j++)
+            if (!sees(w, i, j)) return false;
+    return keys.end <= w->k_len;
+}
+
+/* A walk over key tiles meets every key that some row sees, once, and says rightly where masking is not needed. */
+static void check_tile_walk(const window *w, sa_range rows, int64_t tile_k) {
+    const sa_band band = band_of(w);
+    const sa_key_tiles tiles = sa_key_tiles_of(&band, rows, tile_k);
+    int64_t met = 0, seen = 0;
+    for (int32_t t = sa_key_tile_from(&tiles, 0); t < tiles.end; t = sa_key_tile_from(&tiles, t + 1)) {
+        const sa_range keys = sa_key_tile(&tiles, t), whole = {t * tile_k, (t + 1) * tile_k};
+        CHECK_WINDOW(keys.begin < keys.end && keys.begin >= whole.begin && keys.end <= whole.end, w, "sa_key_tile lies in its tile");
+        CHECK_WINDOW(some_row_sees(w, rows, keys.begin) && some_row_sees(w, rows, keys.end - 1), w, "sa_key_tile begins and ends seen");
+        CHECK_WINDOW(!sa_key_tile_is_full(&tiles, t) || all_see_all(w, rows, whole), w, "sa_key_tile_is_full of a masked tile");
+        CHECK_WINDOW(w->num_sink || sa_key_tile_is_full(&tiles, t) == all_see_all(w, rows, whole), w, "sa_key_tile_is_full");
+        for (int64_t j = keys.begin; j < keys.end; j++) met += some_row_sees(w, rows, j);
+    }
+    for (int64_t j = 0; j < w->k_len; j++) seen += some_row_sees(w, rows, j);
+    CHECK_WINDOW(met == seen, w, "the walk meets every key that is seen");
+    CHECK_WINDOW(seen <= sa_rows_reach(&band, rows.end - rows.begin), w, "sa_rows_reach bounds the keys");
+}
+
+static void check_tile_walks(const window *w) {
+    for (int64_t begin = 0; begin < w->q_len; begin++)
+        for (int64_t end = begin + 1; end <= w->q_len; end++)
+            for (int64_t tile_k = 1; tile_k <= 4; tile_k++) check_tile_walk(w, (sa_range){begin, end}, tile_k);
+}
+
+static void test_mask_over_all_small_sizes(void) {
+    for (int64_t q_len = 0; q_len <= 8; q_len++)
+        for (int64_t k_len = 0; k_len <= 9; k_len++)
+            for (int64_t left = -1; left <= 10; left++)
+                for (int64_t right = -1; right <= 10; right++)
+                    for (int64_t num_sink = 0; num_sink <= 8; num_sink += num_sink < 3 ? 1 : 5) {
+                        const window w = {q_len, k_len, left, right, num_sink};
+                        check_rows(&w);
+                        check_row_tiles(&w);
+                        check_key_tiles(&w);
+                        check_full_tiles(&w);
+                        check_tile_walks(&w);
+                    }
+}
+
+static void test_mask_of_extreme_windows(void) {
+    const int64_t extremes[] = {INT32_MAX, INT64_MAX};
+    for (int e = 0; e < 2; e++) {
+        const window w = {5, 3, extremes[e], extremes[e], extremes[e]};
+        check_rows(&w);
+        check_row_tiles(&w);
+        check_key_tiles(&w);
+    }
+    CHECK(sinkattn_visible_pairs(NULL, 1, 1) == -1, "NULL mask");
+    CHECK(sinkattn_visible_pairs(&(sinkattn_mask){0}, -1, 1) == -1, "negative q_len");
+    CHECK(sinkattn_visible_pairs(&(sinkattn_mask){.has_left = true, .left = INT64_MIN}, 4, 4) == -1, "negative window");
+    CHECK(sinkattn_visible_pairs(&(sinkattn_mask){0}, INT64_MAX, INT64_MAX) == -1, "sizes past int64");
+}
+
+/* Whatever the integers hold, rows stay in the tensor and in order. */
+static void test_layout_clamps_hostile_lengths(void) {
+    const int32_t values[] = {INT32_MIN, -1, 0, 3, 7, 8, 9, INT32_MAX};
+    const int64_t total = 8;
+    for (size_t a = 0; a < 8; a++)
+        for (size_t b = 0; b < 8; b++) {
+            const int32_t cu_seqlens[2] = {values[a], values[b]};
+            const sa_range rows = sa_packed_rows(cu_seqlens, 0, total);
+            CHECK(0 <= rows.begin && rows.begin <= rows.end && rows.end <= total, "cu_seqlens %d, %d", values[a], values[b]);
+            const sinkattn_fwd_args args = {.problem = {.packed = true, .batch = 1, .q_len = total, .k_len = total},
+                                            .cu_seqlens_q = cu_seqlens,
+                                            .cu_seqlens_k = cu_seqlens};
+            const sa_sequence s = sa_sequence_at(&args, 0);
+            CHECK(s.batch == 0 && s.q_begin == rows.begin && s.k_len == rows.end - rows.begin, "sequence of %d, %d", values[a], values[b]);
+        }
+    for (size_t a = 0; a < 8; a++) {
+        const int32_t page = values[a];
+        const sinkattn_tensor cache = {.batch_stride = 100, .row_stride = 10, .head_stride = 1};
+        const sinkattn_decode_args args = {
+            .fwd.problem = {.k_len = 4, .page_size = 4, .num_pages = 8}, .cache_seqlens = &values[a], .block_table = &page};
+        const int64_t length = sa_cache_len(&args, 0), offset = sa_cache_offset(&args, &cache, 0, 3, 2);
+        CHECK(length >= 0 && length <= 4, "cache_seqlens %d gives %" PRId64, page, length);
+        CHECK(offset == (page >= 0 && page < 8 ? page * 100 + 32 : -1), "page %d gives %" PRId64, page, offset);
+    }
+}
+
+static void test_offsets_are_int64(void) {
+    const sinkattn_tensor huge = {.batch_stride = INT64_C(1) << 40, .row_stride = INT64_C(1) << 33, .head_stride = 64};
+    CHECK(sa_offset(&huge, 3, 5, 7) == 3 * (INT64_C(1) << 40) + 5 * (INT64_C(1) << 33) + 448, "offsets past 2^31 elements");
+}
+
+static void test_split_covers_every_tile_once(void) {
+    for (int64_t tiles = 0; tiles <= 40; tiles++)
+        for (int64_t parts = 1; parts <= 45; parts++) {
+            int64_t end = 0, longest = 0, shortest = INT64_MAX;
+            for (int64_t part = 0; part < parts; part++) {
+                const sa_range range = sa_split_part(tiles, parts, part);
+                CHECK(range.begin == end, "%" PRId64 " tiles, %" PRId64 " parts: a hole before part %" PRId64, tiles, parts, part);
+                end = range.end;
+                longest = sa_max(longest, range.end - range.begin);
+                shortest = sa_min(shortest, range.end - range.begin);
+            }
+            CHECK(end == tiles && longest - shortest <= 1, "%" PRId64 " tiles, %" PRId64 " parts", tiles, parts);
+        }
+}
+
+static uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static void test_halves_round_trip(void) {
+    for (uint32_t half = 0; half < 65536; half++) {
+        const uint16_t bits = (uint16_t)half;
+        const float bf16 = sa_bf16_to_float(bits), fp16 = sa_fp16_to_float(bits);
+        if (isnan(bf16))
+            CHECK(isnan(sa_bf16_to_float(sa_float_to_bf16(bf16))), "bf16 NaN %04x", half);
+        else
+            CHECK(sa_float_to_bf16(bf16) == bits, "bf16 %04x", half);
+        if (isnan(fp16))
+            CHECK(isnan(sa_fp16_to_float(sa_float_to_fp16(fp16))), "fp16 NaN %04x", half);
+        else
+            CHECK(sa_float_to_fp16(fp16) == bits, "fp16 %04x", half);
+        CHECK(isnan(fp16) == ((half & 0x7c00) == 0x7c00 && (half & 0x3ff)), "fp16 %04x is a NaN or not", half);
+        CHECK((isinf(fp16) != 0) == ((half & 0x7fff) == 0x7c00), "fp16 %04x is infinite or not", half);
+    }
+}
+
+/* Between two neighbours a < b: below the middle a, above it b, on it the even one. */
+static void check_rounding(uint16_t a, float (*widen)(uint16_t), uint16_t (*round)(float), const char *format) {
+    const uint16_t b = (uint16_t)(a + 1);
+    const double low = widen(a), high = isinf(widen(b)) ? 2.0 * low - widen((uint16_t)(a - 1)) : widen(b);
+    const float middle = (float)((low + high) / 2);
+    CHECK(round(middle) == (a & 1 ? b : a), "%s %04x: the middle goes to even", format, a);
+    CHECK(round(nextafterf(middle, 0.0f)) == a && round(nextafterf(middle, INFINITY)) == b, "%s %04x: the nearer wins", format, a);
+    CHECK(round(-middle) == (round(middle) | 0x8000), "%s %04x: signs are alike", format, a);
+}
+
+static float widen_bf16(uint16_t bits) { return sa_bf16_to_float(bits); }
+static uint16_t round_bf16(float x) { return sa_float_to_bf16(x); }
+static float widen_fp16(uint16_t bits) { return sa_fp16_to_float(bits); }
+static uint16_t round_fp16(float x) { return sa_float_to_fp16(x); }
+
+static void test_halves_round_to_nearest_even(void) {
+    for (uint32_t a = 0; a < 0x7c00; a++) check_rounding((uint16_t)a, widen_fp16, round_fp16, "fp16");
+    for (uint32_t a = 0; a < 0x7f7f; a++) check_rounding((uint16_t)a, widen_bf16, round_bf16, "bf16");
+    CHECK(sa_float_to_fp16(65519.0f) == 0x7bff && sa_float_to_fp16(65520.0f) == 0x7c00, "fp16 overflows at 65520");
+    CHECK(sa_float_to_bf16(3.4e38f) == 0x7f80 && sa_float_to_bf16(INFINITY) == 0x7f80, "bf16 overflows to infinity");
+    CHECK(sa_float_to_fp16(1e-8f) == 0 && bits_of(sa_fp16_to_float(0x8000)) == 0x80000000u, "fp16 zeros");
+    const uint32_t odd_nan = 0x7f800001u;
+    float nan;
+    memcpy(&nan, &odd_nan, sizeof nan);
+    CHECK(isnan(sa_bf16_to_float(sa_float_to_bf16(nan))) && isnan(sa_fp16_to_float(sa_float_to_fp16(nan))), "a low NaN stays NaN");
+}
+
+static void test_loads_and_stores(void) {
+    union {
+        double f64[2];
+        float f32[4];
+        uint16_t halves[8];
+    } room = {{0}};
+    for (sinkattn_dtype dtype = SINKATTN_BF16; dtype <= SINKATTN_FP64; dtype++) {
+        sa_store(&room, dtype, 1, -1.5);
+        CHECK(sa_load(&room, dtype, 1) == -1.5, "%s keeps -1.5", sa_dtype_name(dtype));
+        sa_store(&room, dtype, 1, (double)NAN);
+        CHECK(isnan(sa_load(&room, dtype, 1)), "%s keeps NaN", sa_dtype_name(dtype));
+    }
+    CHECK(sa_dtype_bytes(SINKATTN_BF16) == 2 && sa_dtype_bytes(SINKATTN_FP32) == 4 && sa_dtype_bytes(SINKATTN_FP64) == 8, "bytes");
+}
+
+static void test_softmax_identities(void) {
+    const double inf = (double)INFINITY;
+    CHECK(sa_sink_sum(-inf) == 0.0 && sa_sink_sum(3.0) == 1.0 && sa_sink_sum(inf) == 1.0 && isnan(sa_sink_sum((double)NAN)), "sa_sink_sum");
+    CHECK(sa_exp_minus(-inf, -inf) == 0.0 && sa_exp_minus(inf, inf) == 1.0 && sa_exp_minus(2.0, inf) == 0.0, "sa_exp_minus at infinity");
+    CHECK(sa_exp_minus(1.0, 2.0) == exp(-1.0) && isnan(sa_exp_minus((double)NAN, 0.0)), "sa_exp_minus");
+    CHECK(sa_lse(-inf, 0.0) == -inf && sa_lse(inf, 1.0) == inf && sa_lse(1e4, 1.0) == 1e4 && isnan(sa_lse(0.0, (double)NAN)), "sa_lse");
+    CHECK(sa_softmax_scale(&(sinkattn_problem){.head_dim = 64}) == 0.125, "the default scale");
+    CHECK(sa_softmax_scale(&(sinkattn_problem){.head_dim = 64, .softmax_scale = -2.0}) == -2.0, "a given scale");
+}
+
+const test core_tests[] = {{"mask over all small sizes", test_mask_over_all_small_sizes},
+                           {"mask of extreme windows", test_mask_of_extreme_windows},
+                           {"layout clamps hostile lengths", test_layout_clamps_hostile_lengths},
+                           {"offsets are int64", test_offsets_are_int64},
+                           {"split covers every tile once", test_split_covers_every_tile_once},
+                           {"halves round trip", test_halves_round_trip},
+                           {"halves round to nearest even", test_halves_round_to_nearest_even},
+                           {"loads and stores", test_loads_and_stores},
+                           {"softmax identities", test_softmax_identities},
+                           {0}};

@@ -1,0 +1,256 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Plans for devices that need not be there, and what the machine says of itself.
+ */
+#define _POSIX_C_SOURCE 200809L /* setenv */
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "sample.h"
+
+static sinkattn_device cpu(sinkattn_cpu_level level, int32_t workers) {
+    return (sinkattn_device){.backend = SINKATTN_CPU, .arch = (int32_t)level, .workers = workers};
+}
+
+static sinkattn_problem prefill(sinkattn_op op, sinkattn_dtype dtype) {
+    return (sinkattn_problem){.op = op,
+                              .dtype = dtype,
+                              .batch = 2,
+                              .num_q_heads = 8,
+                              .num_kv_heads = 2,
+                              .head_dim = 64,
+                              .q_len = 100,
+                              .k_len = 100,
+                              .mask = {.has_right = true}};
+}
+
+static sinkattn_problem decode(int64_t batch, int64_t k_len) {
+    return (sinkattn_problem){.op = SINKATTN_DECODE,
+                              .dtype = SINKATTN_BF16,
+                              .batch = batch,
+                              .num_q_heads = 8,
+                              .num_kv_heads = 1,
+                              .head_dim = 64,
+                              .q_len = 1,
+                              .k_len = k_len,
+                              .mask = {.has_right = true}};
+}
+
+static const char *chosen(const sinkattn_problem *problem, const sinkattn_device *device) {
+    sinkattn_plan plan;
+    const sinkattn_status status = sinkattn_make_plan(problem, device, &plan);
+    if (!CHECK(status.code == SINKATTN_OK, "%s", status.message)) return "none";
+    CHECK(strstr(plan.reason, sinkattn_variant(plan.variant)->name), "the reason names the row: %s", plan.reason);
+    return sinkattn_variant(plan.variant)->name;
+}
+
+static void test_the_best_row_is_taken(void) {
+    static const struct {
+        sinkattn_op op;
+        sinkattn_dtype dtype;
+        sinkattn_cpu_level level;
+        const char *name;
+    } cases[] = {
+        {SINKATTN_FWD, SINKATTN_FP64, SINKATTN_CPU_SCALAR, "sa_fwd_cpu_oracle"},
+        {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_ORACLE, "sa_bwd_cpu_oracle"},
+        {SINKATTN_FWD, SINKATTN_BF16, SINKATTN_CPU_SCALAR, "sa_fwd_cpu_scalar"},
+#if defined(__x86_64__)
+        {SINKATTN_FWD, SINKATTN_FP64, SINKATTN_CPU_AVX512_BF16, "sa_fwd_cpu_oracle"},
+        {SINKATTN_DECODE, SINKATTN_FP32, SINKATTN_CPU_AVX2, "sa_decode_cpu_avx2"},
+        {SINKATTN_BWD, SINKATTN_FP16, SINKATTN_CPU_AVX512_BF16, "sa_bwd_cpu_avx512"},
+        {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_AVX512_BF16, "sa_bwd_cpu_avx512_bf16"},
+#endif
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const sinkattn_problem problem = prefill(cases[i].op, cases[i].dtype);
+        const sinkattn_device device = cpu(cases[i].level, 4);
+        const char *name = chosen(&problem, &device);
+        CHECK(strcmp(name, cases[i].name) == 0, "%s is taken, %s is best", name, cases[i].name);
+    }
+}
+
+static void test_a_miss_lists_what_is_compiled(void) {
+    sinkattn_problem problem = prefill(SINKATTN_FWD, SINKATTN_FP64);
+    sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    sinkattn_plan plan;
+    sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "fp64") && strstr(status.message, "compiled:"), "%s",
+          status.message);
+    device = cpu((sinkattn_cpu_level)-1, 1);
+    status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "sa_fwd_cpu_oracle (bf16 fp16 fp32 fp64 head_dim <= 256)"), "%s",
+          status.message);
+}
+
+static void check_splits(const sinkattn_problem *problem, int32_t workers, int64_t expected) {
+    const sinkattn_device device = cpu(SINKATTN_CPU_SCALAR, workers);
+    sinkattn_plan plan;
+    const sinkattn_status status = sinkattn_make_plan(problem, &device, &plan);
+    if (!CHECK(status.code == SINKATTN_OK, "%s", status.message)) return;
+    CHECK(plan.num_splits == expected, "%" PRId64 " parts, expected %" PRId64 ": %s; %s", plan.num_splits, expected, plan.reason,
+          problem_text(problem));
+    CHECK(plan.num_items == problem->batch * problem->num_kv_heads * plan.num_splits && plan.workers <= workers && plan.workers >= 1,
+          "%" PRId64 " items, %d workers", plan.num_items, plan.workers);
+    CHECK(strstr(plan.reason, "B* = ") && strstr(plan.reason, "P = "), "the closed forms are told: %s", plan.reason);
+}
+
+static void test_decode_splits(void) {
+    sinkattn_problem p = decode(1, 8192);
+    const int64_t tiles = 8192 / sinkattn_variant(5)->tile_k;
+    check_splits(&p, 1, 1);
+    check_splits(&p, 6, 6);
+    check_splits(&p, 1000, tiles);
+    p = decode(4, 8192);
+    check_splits(&p, 6, 2);
+    check_splits(&p, 4, 1);
+    p.num_splits = 3;
+    check_splits(&p, 1, 3);
+    p.num_splits = 1000;
+    check_splits(&p, 1, tiles);
+    p = decode(1, 8192);
+    p.invariant = true;
+    check_splits(&p, 64, 1);
+    p = decode(1, 8192);
+    p.mask.has_left = true;
+    p.mask.left = 127;
+    check_splits(&p, 64, 2);
+    p.mask.num_sink_tokens = 4;
+    check_splits(&p, 64, 3);
+    p = decode(0, 0);
+    check_splits(&p, 8, 1);
+}
+
+static bool plan_extreme(const sinkattn_device *device, sinkattn_op op, bool packed, const int64_t *sizes) {
+    sinkattn_problem p = {
+        .op = op, .dtype = SINKATTN_BF16, .s_aux_dtype = SINKATTN_FP32, .packed = packed, .batch = sizes[0], .num_q_heads = 8};
+    p.num_kv_heads = 1 + 7 * (sizes[0] & 1);
+    p.head_dim = 8;
+    p.q_len = sizes[1];
+    p.k_len = sizes[2];
+    p.mask = (sinkattn_mask){true, true, sizes[2], sizes[1], sizes[0]};
+    if (op == SINKATTN_DECODE) p.num_splits = sizes[1];
+    sinkattn_plan plan;
+    const sinkattn_status status = sinkattn_make_plan(&p, device, &plan);
+    CHECK(status.code == SINKATTN_OK ? plan.num_items >= 0 && plan.workspace_bytes >= 0 : status.message[0] != 0, "%s", problem_text(&p));
+    return status.code == SINKATTN_OK;
+}
+
+/* Sizes near the limits are planned, or refused in a sentence; nothing overflows. UBSan watches. */
+static void test_plans_of_extreme_sizes(void) {
+    const int64_t sizes[] = {0, 1, INT32_MAX, INT64_C(1) << 36, INT64_C(1) << 45, INT64_MAX};
+    int num_planned = 0;
+    for (int32_t level = SINKATTN_CPU_ORACLE; level <= SINKATTN_CPU_SCALAR; level++)
+        for (int op = 0; op < 3; op++)
+            for (int i = 0; i < 2 * 6 * 6 * 6; i++) {
+                const int64_t chosen[3] = {sizes[i / 2 % 6], sizes[i / 12 % 6], sizes[i / 72]};
+                const sinkattn_device device = cpu((sinkattn_cpu_level)level, 64);
+                num_planned += plan_extreme(&device, (sinkattn_op)op, i % 2, chosen);
+            }
+    CHECK(num_planned > 100, "%d were planned", num_planned);
+}
+
+static void test_devices_are_checked(void) {
+    const sinkattn_problem p = prefill(SINKATTN_FWD, SINKATTN_BF16);
+    sinkattn_device device = cpu(SINKATTN_CPU_SCALAR, 0);
+    sinkattn_plan plan;
+    sinkattn_status status = sinkattn_make_plan(&p, &device, &plan);
+    CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "device.workers is 0"), "%s", status.message);
+    device = cpu(SINKATTN_CPU_SCALAR, 1);
+    device.backend = (sinkattn_backend)7;
+    status = sinkattn_make_plan(&p, &device, &plan);
+    CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "device.backend is 7"), "%s", status.message);
+    CHECK(sinkattn_make_plan(NULL, &device, &plan).code == SINKATTN_INVALID, "NULL problem");
+    CHECK(sinkattn_make_plan(&p, NULL, &plan).code == SINKATTN_INVALID, "NULL device");
+    CHECK(sinkattn_make_plan(&p, &device, NULL).code == SINKATTN_INVALID, "NULL plan");
+}
+
+static sinkattn_status query_as(const char *level, sinkattn_device *device) {
+    const char *inherited = getenv("SINKATTN_CPU_LEVEL");
+    char kept[32] = "";
+    if (inherited) strncpy(kept, inherited, sizeof kept - 1);
+    setenv("SINKATTN_CPU_LEVEL", level, 1);
+    const sinkattn_status status = sinkattn_query_cpu(2, device);
+    if (inherited)
+        setenv("SINKATTN_CPU_LEVEL", kept, 1);
+    else
+        unsetenv("SINKATTN_CPU_LEVEL");
+    return status;
+}
+
+static void test_the_cpu_level_by_name(void) {
+    static const char *const names[] = {"oracle", "scalar", "avx2", "avx512", "avx512_bf16"};
+    sinkattn_device device;
+    for (int32_t level = 0; level < 5; level++) {
+        const sinkattn_status status = query_as(names[level], &device);
+        if (level <= sa_cpu_level())
+            CHECK(status.code == SINKATTN_OK && device.arch == level && device.workers == 2, "%s: %s", names[level], status.message);
+        else
+            CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, names[level]), "%s: %s", names[level], status.message);
+    }
+    CHECK(query_as("", &device).code == SINKATTN_OK && device.arch == sa_cpu_level(), "an empty name is no name");
+    const sinkattn_status status = query_as("avx3", &device);
+    CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "SINKATTN_CPU_LEVEL is avx3; it must be oracle"), "%s", status.message);
+    CHECK(sinkattn_query_cpu(0, &device).code == SINKATTN_INVALID, "no workers");
+    CHECK(sinkattn_query_cpu(1, NULL).code == SINKATTN_INVALID, "NULL device");
+    CHECK(sinkattn_query_cpu(1, &device).code == SINKATTN_OK && device.name[0], "the CPU has a name");
+}
+
+static void test_the_variant_table(void) {
+    int32_t count = 0;
+    const sinkattn_variant_info *info;
+    for (; (info = sinkattn_variant(count)); count++) {
+        CHECK(strncmp(info->name, "sa_", 3) == 0 && info->dtypes != 0 && info->max_head_dim % 8 == 0, "row %d, %s", count, info->name);
+        for (int32_t other = 0; other < count; other++)
+            CHECK(strcmp(sinkattn_variant(other)->name, info->name) != 0, "%s twice", info->name);
+    }
+    CHECK(count >= 6 && !sinkattn_variant(-1) && !sinkattn_variant(INT32_MAX), "%d rows", count);
+    CHECK(strstr(sinkattn_build_info(), SINKATTN_VERSION), "%s", sinkattn_build_info());
+}
+
+/* A plan of another problem, of a row that is not there, or a workspace too small is refused, not run. */
+static void test_plans_that_do_not_fit_are_refused(void) {
+    sinkattn_problem problem = prefill(SINKATTN_FWD, SINKATTN_FP32);
+    sample s = sample_new(&problem, true);
+    const sinkattn_device device = cpu(SINKATTN_CPU_SCALAR, 2);
+    const sinkattn_fwd_args args = sample_fwd_args(&s);
+    sinkattn_plan plan;
+    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "planned");
+    void *workspace = malloc((size_t)plan.workspace_bytes);
+    const sinkattn_context context = {.workspace = workspace, .workspace_bytes = plan.workspace_bytes};
+    static const struct {
+        int32_t variant, workers;
+        int64_t splits, items, bytes;
+        const char *fragment;
+    } changes[] = {{1000, 0, 0, 0, 0, "plan.variant is 1"},     {1, 0, 0, 0, 0, "must serve fwd"},
+                   {0, 70000, 0, 0, 0, "plan.workers is 7000"}, {0, -9, 0, 0, 0, "plan.workers is -7"},
+                   {0, 0, 5, 0, 0, "plan.num_splits is 6"},     {0, 0, 0, 3, 0, "plan.num_items is"},
+                   {0, 0, 0, 0, -1, "workspace_bytes is"},      {0, 9, 0, 0, 0, "workspace_bytes is"}};
+    for (size_t i = 0; i < sizeof changes / sizeof *changes; i++) {
+        sinkattn_plan bad = plan;
+        sinkattn_context small = context;
+        bad.variant += changes[i].variant;
+        bad.workers += changes[i].workers;
+        bad.num_splits += changes[i].splits;
+        bad.num_items += changes[i].items;
+        small.workspace_bytes += changes[i].bytes;
+        const sinkattn_status status = sinkattn_fwd(&args, &bad, &small);
+        CHECK(status.code == SINKATTN_INVALID && strstr(status.message, changes[i].fragment), "change %zu: %s", i, status.message);
+    }
+    CHECK(sinkattn_fwd(&args, NULL, &context).code == SINKATTN_INVALID, "NULL plan");
+    CHECK(sinkattn_fwd(&args, &plan, NULL).code == SINKATTN_INVALID, "NULL context");
+    CHECK(sinkattn_fwd(&args, &plan, &(sinkattn_context){.workspace_bytes = plan.workspace_bytes}).code == SINKATTN_INVALID,
+          "NULL workspace");
+    CHECK(sinkattn_fwd(&args, &plan, &context).code == SINKATTN_OK, "the plan itself fits");
+    free(workspace);
+    sample_free(&s);
+}
+
+const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken},
+                           {"a miss lists what is compiled", test_a_miss_lists_what_is_compiled},
+                           {"decode splits", test_decode_splits},
+                           {"plans of extreme sizes", test_plans_of_extreme_sizes},
+                           {"devices are checked", test_devices_are_checked},
+                           {"the CPU level by name", test_the_cpu_level_by_name},
+                           {"the variant table", test_the_variant_table},
+                           {"plans that do not fit are refused", test_plans_that_do_not_fit_are_refused},
+                           {0}};

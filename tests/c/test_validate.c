@@ -1,0 +1,360 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Malformed calls, as a table of one change each to a call that is right.
+ */
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "sample.h"
+
+/* What a change may touch. Room for its own memory, so that hostile lengths are real arrays. */
+typedef struct call {
+    sinkattn_bwd_args bwd; /* bwd.fwd serves all three */
+    sinkattn_decode_args decode;
+    int32_t cu_seqlens[3];
+    int32_t cache_seqlens[2];
+    int32_t block_table[8];
+} call;
+
+typedef enum kind { FWD, BWD, DECODE, PACKED, PAGED, NUM_KINDS } kind;
+
+typedef struct malformed {
+    kind kind;
+    void (*change)(call *c, sinkattn_fwd_args *f, sinkattn_problem *p);
+    sinkattn_code code;
+    const char *fragment;
+} malformed;
+
+#define CHANGE(name, ...)                                                                                                                  \
+    static void name(call *c, sinkattn_fwd_args *f, sinkattn_problem *p) {                                                                 \
+        (void)c, (void)f, (void)p;                                                                                                         \
+        __VA_ARGS__;                                                                                                                       \
+    }
+
+CHANGE(no_q, f->q.data = NULL)
+CHANGE(no_k, f->k.data = NULL)
+CHANGE(no_v, f->v.data = NULL)
+CHANGE(no_out, f->out.data = NULL)
+CHANGE(no_lse, f->lse = NULL)
+CHANGE(no_s_aux, f->s_aux = NULL)
+CHANGE(s_aux_without_dtype, p->s_aux_dtype = SINKATTN_NO_DTYPE)
+CHANGE(no_cu_seqlens_q, f->cu_seqlens_q = NULL)
+CHANGE(no_cu_seqlens_k, f->cu_seqlens_k = NULL)
+CHANGE(cu_seqlens_q_when_dense, f->cu_seqlens_q = c->cu_seqlens)
+CHANGE(cu_seqlens_k_when_dense, f->cu_seqlens_k = c->cu_seqlens)
+CHANGE(no_dout, c->bwd.dout.data = NULL)
+CHANGE(no_dq, c->bwd.dq.data = NULL)
+CHANGE(no_dk, c->bwd.dk.data = NULL)
+CHANGE(no_dv, c->bwd.dv.data = NULL)
+CHANGE(no_ds_aux, c->bwd.ds_aux = NULL)
+CHANGE(ds_aux_when_frozen, f->s_aux = NULL; p->s_aux_dtype = SINKATTN_NO_DTYPE)
+CHANGE(no_block_table, c->decode.block_table = NULL)
+CHANGE(block_table_when_contiguous, c->decode.block_table = c->block_table)
+
+CHANGE(wrong_op, p->op = SINKATTN_BWD)
+CHANGE(unknown_op, p->op = (sinkattn_op)9)
+CHANGE(unknown_dtype, p->dtype = (sinkattn_dtype)9)
+CHANGE(missing_dtype, p->dtype = SINKATTN_NO_DTYPE)
+CHANGE(unknown_s_aux_dtype, p->s_aux_dtype = (sinkattn_dtype)9)
+CHANGE(fp64_s_aux, p->s_aux_dtype = SINKATTN_FP64)
+
+CHANGE(negative_batch, p->batch = -1)
+CHANGE(negative_q_len, p->q_len = -1)
+CHANGE(negative_k_len, p->k_len = -3)
+CHANGE(no_q_heads, p->num_q_heads = 0)
+CHANGE(no_kv_heads, p->num_kv_heads = 0)
+CHANGE(negative_kv_heads, p->num_kv_heads = -2)
+CHANGE(uneven_heads, p->num_q_heads = 5)
+CHANGE(fewer_q_heads, p->num_q_heads = 1)
+CHANGE(no_head_dim, p->head_dim = 0)
+CHANGE(odd_head_dim, p->head_dim = 12)
+CHANGE(large_head_dim, p->head_dim = 264)
+CHANGE(larger_head_dim, p->head_dim = 520)
+CHANGE(negative_max_seqlen_q, p->max_seqlen_q = -1)
+CHANGE(negative_max_seqlen_k, p->max_seqlen_k = -1)
+CHANGE(huge_batch, p->batch = INT64_MAX)
+CHANGE(huge_cache, p->batch = 2; p->k_len = INT64_C(1) << 35; p->num_kv_heads = p->num_q_heads = 8192)
+CHANGE(endless_q, p->q_len = (INT64_C(1) << 36) + 1)
+CHANGE(endless_k, p->k_len = INT64_MAX)
+CHANGE(long_packed_q, p->q_len = (int64_t)INT32_MAX + 1)
+CHANGE(long_packed_k, p->k_len = (int64_t)INT32_MAX + 1)
+CHANGE(packed_decode, p->packed = true; f->cu_seqlens_q = f->cu_seqlens_k = c->cu_seqlens)
+CHANGE(pages_in_prefill, p->page_size = 4; p->num_pages = 4)
+CHANGE(pages_without_size, p->num_pages = 4)
+CHANGE(negative_page_size, p->page_size = -4)
+CHANGE(negative_num_pages, p->num_pages = -1)
+CHANGE(uneven_pages, p->k_len = 15)
+
+CHANGE(odd_stride, f->q.row_stride += 1)
+CHANGE(negative_stride, f->k.batch_stride = -f->k.batch_stride)
+CHANGE(negative_head_stride, f->v.head_stride = -8)
+CHANGE(half_aligned_stride, f->v.head_stride += 2)
+CHANGE(endless_stride, f->k.batch_stride = INT64_MAX - 7)
+CHANGE(endless_bytes, f->k.row_stride = INT64_C(1) << 60)
+CHANGE(out_on_itself, f->out.row_stride = 0)
+CHANGE(out_over_itself, f->out.head_stride = 0)
+CHANGE(out_interleaved, f->out.row_stride = f->out.head_stride)
+CHANGE(dk_on_itself, c->bwd.dk.batch_stride = 0)
+CHANGE(dv_on_itself, c->bwd.dv.head_stride = 0)
+CHANGE(dq_on_itself, c->bwd.dq.row_stride = 4)
+CHANGE(negative_table_stride, c->decode.block_table_stride = -4)
+CHANGE(endless_table_stride, c->decode.block_table_stride = INT64_MAX)
+
+CHANGE(q_off_by_an_element, f->q.data = (char *)f->q.data + 4)
+CHANGE(v_off_by_a_byte, f->v.data = (char *)f->v.data + 1)
+CHANGE(out_off_by_8, f->out.data = (char *)f->out.data + 8)
+CHANGE(dout_off_by_4, c->bwd.dout.data = (char *)c->bwd.dout.data + 4)
+CHANGE(lse_off_by_2, f->lse = (char *)f->lse + 2)
+CHANGE(dlse_off_by_2, c->bwd.dlse = (const char *)c->bwd.dlse + 2)
+CHANGE(s_aux_off_by_1, f->s_aux = (const char *)f->s_aux + 1)
+CHANGE(ds_aux_off_by_1, c->bwd.ds_aux = (char *)c->bwd.ds_aux + 1)
+CHANGE(cu_seqlens_off_by_1, f->cu_seqlens_q = (const int32_t *)((const char *)f->cu_seqlens_q + 1))
+CHANGE(cache_seqlens_off_by_1, c->decode.cache_seqlens = (const int32_t *)((const char *)c->decode.cache_seqlens + 1))
+CHANGE(block_table_off_by_1, c->decode.block_table = (const int32_t *)((const char *)c->decode.block_table + 1))
+
+CHANGE(nan_scale, p->softmax_scale = (double)NAN)
+CHANGE(infinite_scale, p->softmax_scale = (double)INFINITY)
+CHANGE(left_below_minus_one, p->mask.has_left = true; p->mask.left = -2)
+CHANGE(right_below_minus_one, p->mask.has_right = true; p->mask.right = -7)
+CHANGE(left_without_its_flag, p->mask.has_left = false; p->mask.left = 127)
+CHANGE(right_without_its_flag, p->mask.has_right = false; p->mask.right = 1)
+CHANGE(negative_sink_tokens, p->mask.num_sink_tokens = -1)
+CHANGE(splits_in_prefill, p->num_splits = 2)
+CHANGE(invariant_prefill, p->invariant = true)
+CHANGE(two_pass_splits, p->num_splits = -1)
+CHANGE(invariant_splits, p->invariant = true; p->num_splits = 2)
+
+CHANGE(cu_seqlens_from_one, c->cu_seqlens[0] = 1)
+CHANGE(cu_seqlens_negative, c->cu_seqlens[0] = -1)
+CHANGE(cu_seqlens_falling, c->cu_seqlens[1] = 9)
+CHANGE(cu_seqlens_too_far, c->cu_seqlens[2] = 100)
+CHANGE(cu_seqlens_lowest, c->cu_seqlens[1] = INT32_MIN)
+CHANGE(cache_too_long, c->cache_seqlens[1] = 17)
+CHANGE(cache_negative, c->cache_seqlens[0] = -1)
+CHANGE(page_too_far, c->block_table[5] = 6)
+CHANGE(page_negative, c->block_table[0] = -1)
+CHANGE(page_lowest, c->block_table[4] = INT32_MIN)
+
+static const malformed table[] = {
+    {FWD, no_q, SINKATTN_INVALID, "q is NULL"},
+    {FWD, no_k, SINKATTN_INVALID, "k is NULL"},
+    {PAGED, no_v, SINKATTN_INVALID, "v is NULL"},
+    {PACKED, no_out, SINKATTN_INVALID, "out is NULL"},
+    {DECODE, no_lse, SINKATTN_INVALID, "lse is NULL"},
+    {FWD, no_s_aux, SINKATTN_INVALID, "s_aux is NULL; it must be given with an s_aux_dtype"},
+    {FWD, s_aux_without_dtype, SINKATTN_INVALID, "s_aux is given"},
+    {PACKED, no_cu_seqlens_q, SINKATTN_INVALID, "cu_seqlens_q is NULL"},
+    {PACKED, no_cu_seqlens_k, SINKATTN_INVALID, "cu_seqlens_k is NULL"},
+    {FWD, cu_seqlens_q_when_dense, SINKATTN_INVALID, "cu_seqlens_q is given"},
+    {DECODE, cu_seqlens_k_when_dense, SINKATTN_INVALID, "cu_seqlens_k is given"},
+    {BWD, no_q, SINKATTN_INVALID, "q is NULL"},
+    {BWD, no_dout, SINKATTN_INVALID, "dout is NULL"},
+    {BWD, no_dq, SINKATTN_INVALID, "dq is NULL"},
+    {BWD, no_dk, SINKATTN_INVALID, "dk is NULL"},
+    {BWD, no_dv, SINKATTN_INVALID, "dv is NULL"},
+    {BWD, no_lse, SINKATTN_INVALID, "lse is NULL"},
+    {BWD, no_ds_aux, SINKATTN_INVALID, "ds_aux is NULL"},
+    {BWD, ds_aux_when_frozen, SINKATTN_INVALID, "ds_aux is given"},
+    {PAGED, no_block_table, SINKATTN_INVALID, "block_table is NULL"},
+    {DECODE, block_table_when_contiguous, SINKATTN_INVALID, "block_table is given"},
+    {FWD, wrong_op, SINKATTN_INVALID, "problem.op is 1"},
+    {BWD, unknown_op, SINKATTN_INVALID, "problem.op is 9"},
+    {FWD, unknown_dtype, SINKATTN_INVALID, "dtype is unknown"},
+    {DECODE, missing_dtype, SINKATTN_INVALID, "dtype is none"},
+    {FWD, unknown_s_aux_dtype, SINKATTN_INVALID, "s_aux_dtype is 9"},
+    {FWD, fp64_s_aux, SINKATTN_INVALID, "s_aux_dtype is fp64"},
+    {FWD, negative_batch, SINKATTN_INVALID, "batch is -1; it must be at least 0"},
+    {FWD, negative_q_len, SINKATTN_INVALID, "q_len is -1"},
+    {DECODE, negative_k_len, SINKATTN_INVALID, "k_len is -3"},
+    {FWD, no_q_heads, SINKATTN_INVALID, "num_q_heads is 0"},
+    {FWD, no_kv_heads, SINKATTN_INVALID, "num_kv_heads is 0"},
+    {BWD, negative_kv_heads, SINKATTN_INVALID, "num_kv_heads is -2"},
+    {FWD, uneven_heads, SINKATTN_INVALID, "num_q_heads is 5; it must be a multiple of num_kv_heads, 2"},
+    {PACKED, fewer_q_heads, SINKATTN_INVALID, "num_q_heads is 1"},
+    {FWD, no_head_dim, SINKATTN_INVALID, "head_dim is 0"},
+    {FWD, odd_head_dim, SINKATTN_INVALID, "head_dim is 12; it must be a multiple of 8 from 8 to 256"},
+    {FWD, large_head_dim, SINKATTN_INVALID, "head_dim is 264"},
+    {DECODE, larger_head_dim, SINKATTN_INVALID, "from 8 to 512"},
+    {PACKED, negative_max_seqlen_q, SINKATTN_INVALID, "max_seqlen_q is -1"},
+    {PACKED, negative_max_seqlen_k, SINKATTN_INVALID, "max_seqlen_k is -1"},
+    {FWD, huge_batch, SINKATTN_INVALID, "too large a tensor"},
+    {DECODE, huge_cache, SINKATTN_INVALID, "too large a tensor"},
+    {FWD, endless_q, SINKATTN_INVALID, "q_len is 68719476737; it must be at most 2^36"},
+    {DECODE, endless_k, SINKATTN_INVALID, "k_len is 9223372036854775807; it must be at most 2^36"},
+    {PACKED, long_packed_q, SINKATTN_INVALID, "q has 2147483648 packed rows"},
+    {PACKED, long_packed_k, SINKATTN_INVALID, "k has 2147483648 packed rows"},
+    {DECODE, packed_decode, SINKATTN_INVALID, "packed is true"},
+    {FWD, pages_in_prefill, SINKATTN_INVALID, "page_size is 4"},
+    {DECODE, pages_without_size, SINKATTN_INVALID, "num_pages is 4"},
+    {PAGED, negative_page_size, SINKATTN_INVALID, "page_size is -4"},
+    {PAGED, negative_num_pages, SINKATTN_INVALID, "num_pages is -1"},
+    {PAGED, uneven_pages, SINKATTN_INVALID, "k_len is 15; it must be a multiple of page_size, 4"},
+    {FWD, odd_stride, SINKATTN_INVALID, "q.row_stride is"},
+    {FWD, negative_stride, SINKATTN_INVALID, "k.batch_stride is -"},
+    {DECODE, negative_head_stride, SINKATTN_INVALID, "v.head_stride is -8"},
+    {BWD, half_aligned_stride, SINKATTN_INVALID, "v.head_stride is"},
+    {FWD, endless_stride, SINKATTN_INVALID, "k has strides 9223372036854775800"},
+    {FWD, endless_bytes, SINKATTN_INVALID, "bytes must be countable"},
+    {FWD, out_on_itself, SINKATTN_INVALID, "rows must not overlap"},
+    {DECODE, out_over_itself, SINKATTN_INVALID, "rows must not overlap"},
+    {PACKED, out_interleaved, SINKATTN_INVALID, "rows must not overlap"},
+    {BWD, dk_on_itself, SINKATTN_INVALID, "dk has strides"},
+    {BWD, dv_on_itself, SINKATTN_INVALID, "dv has strides"},
+    {BWD, dq_on_itself, SINKATTN_INVALID, "dq has strides"},
+    {PAGED, negative_table_stride, SINKATTN_INVALID, "block_table_stride is -4"},
+    {PAGED, endless_table_stride, SINKATTN_INVALID, "block_table_stride is 9"},
+    {FWD, q_off_by_an_element, SINKATTN_INVALID, "q is at"},
+    {FWD, v_off_by_a_byte, SINKATTN_INVALID, "v is at"},
+    {DECODE, out_off_by_8, SINKATTN_INVALID, "out is at"},
+    {BWD, dout_off_by_4, SINKATTN_INVALID, "dout is at"},
+    {FWD, lse_off_by_2, SINKATTN_INVALID, "lse is at"},
+    {BWD, dlse_off_by_2, SINKATTN_INVALID, "dlse is at"},
+    {FWD, s_aux_off_by_1, SINKATTN_INVALID, "s_aux is at"},
+    {BWD, ds_aux_off_by_1, SINKATTN_INVALID, "ds_aux is at"},
+    {PACKED, cu_seqlens_off_by_1, SINKATTN_INVALID, "cu_seqlens_q is at"},
+    {PAGED, cache_seqlens_off_by_1, SINKATTN_INVALID, "cache_seqlens is at"},
+    {PAGED, block_table_off_by_1, SINKATTN_INVALID, "block_table is at"},
+    {FWD, nan_scale, SINKATTN_INVALID, "softmax_scale is"},
+    {BWD, infinite_scale, SINKATTN_INVALID, "softmax_scale is inf"},
+    {FWD, left_below_minus_one, SINKATTN_INVALID, "window_size_left is -2; it must be -1 (unbounded) or at least 0"},
+    {BWD, right_below_minus_one, SINKATTN_INVALID, "window_size_right is -7"},
+    {FWD, left_without_its_flag, SINKATTN_INVALID, "window_size_left is 127 with has_left false"},
+    {PACKED, right_without_its_flag, SINKATTN_INVALID, "window_size_right is 1 with has_right false"},
+    {DECODE, negative_sink_tokens, SINKATTN_INVALID, "num_sink_tokens is -1"},
+    {FWD, splits_in_prefill, SINKATTN_INVALID, "num_splits is 2"},
+    {BWD, invariant_prefill, SINKATTN_INVALID, "invariant is 1"},
+    {DECODE, two_pass_splits, SINKATTN_UNSUPPORTED, "two-pass form is not compiled"},
+    {DECODE, invariant_splits, SINKATTN_INVALID, "num_splits is 2; it must be 0 or 1"},
+    {PACKED, cu_seqlens_from_one, SINKATTN_INVALID, "cu_seqlens_q[0] is 1; it must be 0"},
+    {PACKED, cu_seqlens_negative, SINKATTN_INVALID, "cu_seqlens_q[0] is -1"},
+    {PACKED, cu_seqlens_falling, SINKATTN_INVALID, "cu_seqlens_q[2] is 6; it must be at least 9"},
+    {PACKED, cu_seqlens_too_far, SINKATTN_INVALID, "cu_seqlens_q[2] is 100; it must be at most 7"},
+    {PACKED, cu_seqlens_lowest, SINKATTN_INVALID, "cu_seqlens_q[1] is -2147483648"},
+    {PAGED, cache_too_long, SINKATTN_INVALID, "cache_seqlens[1] is 17; it must be from 0 to 16"},
+    {DECODE, cache_negative, SINKATTN_INVALID, "cache_seqlens[0] is -1"},
+    {PAGED, page_too_far, SINKATTN_INVALID, "block_table[1][1] is 6; it must be a page from 0 to 5"},
+    {PAGED, page_negative, SINKATTN_INVALID, "block_table[0][0] is -1"},
+    {PAGED, page_lowest, SINKATTN_INVALID, "block_table[1][0] is -2147483648"},
+};
+
+static sinkattn_problem base_problem(kind k) {
+    static const sinkattn_op ops[NUM_KINDS] = {SINKATTN_FWD, SINKATTN_BWD, SINKATTN_DECODE, SINKATTN_FWD, SINKATTN_DECODE};
+    sinkattn_problem p = {.op = ops[k],
+                          .dtype = SINKATTN_FP32,
+                          .s_aux_dtype = SINKATTN_FP32,
+                          .packed = k == PACKED,
+                          .batch = 2,
+                          .num_q_heads = 4,
+                          .num_kv_heads = 2,
+                          .head_dim = 8,
+                          .q_len = 3,
+                          .k_len = 16,
+                          .mask = {.has_right = true}};
+    if (k == PACKED) p.q_len = p.k_len = 7;
+    if (k == PAGED) {
+        p.page_size = 4;
+        p.num_pages = 6;
+    }
+    return p;
+}
+
+static call base_call(kind k, const sample *s) {
+    call c = {.cu_seqlens = {0, 4, 6}, .cache_seqlens = {16, 9}, .block_table = {0, 1, 2, 3, 4, 5, 0, 1}};
+    c.bwd = sample_bwd_args(s);
+    if (k != BWD) c.bwd.ds_aux = NULL;
+    c.decode = (sinkattn_decode_args){.block_table_stride = 4};
+    return c;
+}
+
+/* Lengths point into the call itself, which must not move after this. */
+static void point_lengths(kind k, call *c) {
+    if (k == PACKED) c->bwd.fwd.cu_seqlens_q = c->bwd.fwd.cu_seqlens_k = c->cu_seqlens;
+    if (k == DECODE || k == PAGED) c->decode.cache_seqlens = c->cache_seqlens;
+    if (k == PAGED) c->decode.block_table = c->block_table;
+}
+
+static sinkattn_status run_call(kind k, call *c, const sinkattn_problem *planned) {
+    const sinkattn_device device = oracle_device();
+    sinkattn_plan plan;
+    const sinkattn_status status = sinkattn_make_plan(planned, &device, &plan);
+    if (status.code != SINKATTN_OK) return status;
+    const sinkattn_context context = {0};
+    c->decode.fwd = c->bwd.fwd;
+    if (k == BWD) return sinkattn_bwd(&c->bwd, &plan, &context);
+    return k == DECODE || k == PAGED ? sinkattn_decode(&c->decode, &plan, &context) : sinkattn_fwd(&c->bwd.fwd, &plan, &context);
+}
+
+static void test_malformed_calls(void) {
+    sample samples[NUM_KINDS];
+    for (int k = 0; k < NUM_KINDS; k++) {
+        const sinkattn_problem problem = base_problem((kind)k);
+        samples[k] = sample_new(&problem, true);
+        call c = base_call((kind)k, &samples[k]);
+        point_lengths((kind)k, &c);
+        const sinkattn_status status = run_call((kind)k, &c, &problem);
+        CHECK(status.code == SINKATTN_OK, "unchanged call of kind %d: %s", k, status.message);
+    }
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+        const malformed *row = &table[i];
+        const sinkattn_problem problem = base_problem(row->kind);
+        call c = base_call(row->kind, &samples[row->kind]);
+        point_lengths(row->kind, &c);
+        row->change(&c, &c.bwd.fwd, &c.bwd.fwd.problem);
+        const sinkattn_status status = run_call(row->kind, &c, &problem);
+        CHECK(status.code == row->code && strstr(status.message, row->fragment), "row %zu wants \"%s\", got code %d, \"%s\"", i,
+              row->fragment, (int)status.code, status.message);
+        CHECK(!strstr(status.message, "\n") && strlen(status.message) < 500, "one sentence: %s", status.message);
+    }
+    for (int k = 0; k < NUM_KINDS; k++) sample_free(&samples[k]);
+}
+
+static void test_null_arguments(void) {
+    const sinkattn_plan plan = {0};
+    const sinkattn_context context = {0};
+    CHECK(sinkattn_fwd(NULL, &plan, &context).code == SINKATTN_INVALID, "fwd");
+    CHECK(sinkattn_bwd(NULL, &plan, &context).code == SINKATTN_INVALID, "bwd");
+    CHECK(sinkattn_decode(NULL, &plan, &context).code == SINKATTN_INVALID, "decode");
+}
+
+/* A tensor without elements needs no memory and no sensible strides; axes of one element need no sensible stride. */
+static void test_empty_tensors_need_nothing(void) {
+    const sinkattn_tensor nothing = {.batch_stride = -3, .row_stride = 1, .head_stride = 7};
+    sinkattn_fwd_args args = {.problem = base_problem(FWD), .q = nothing, .k = nothing, .v = nothing, .out = nothing};
+    args.problem.s_aux_dtype = SINKATTN_NO_DTYPE;
+    args.problem.batch = 0;
+    CHECK(sa_validate_fwd(&args).code == SINKATTN_OK, "%s", sa_validate_fwd(&args).message);
+    args.problem.batch = 2;
+    CHECK(sa_validate_fwd(&args).code == SINKATTN_INVALID, "not empty");
+
+    sinkattn_problem problem = base_problem(FWD);
+    problem.batch = 1;
+    sample s = sample_new(&problem, true);
+    args = sample_fwd_args(&s);
+    args.q.batch_stride = args.out.batch_stride = -5;
+    CHECK(sa_validate_fwd(&args).code == SINKATTN_OK, "%s", sa_validate_fwd(&args).message);
+    sample_free(&s);
+}
+
+/* A page that no row can see need not be mapped; one that the window or the prefix reaches must be. */
+static void test_only_needed_pages_must_be_mapped(void) {
+    int32_t lengths[1] = {14}, pages[4] = {0, -7, 2, INT32_MAX};
+    sinkattn_decode_args args = {.cache_seqlens = lengths, .block_table = pages, .block_table_stride = 4};
+    args.fwd.problem = base_problem(PAGED);
+    args.fwd.problem.batch = 1;
+    args.fwd.problem.mask = (sinkattn_mask){.has_left = true, .left = 1, .has_right = true, .num_sink_tokens = 2};
+    lengths[0] = 12; /* rows at 9, 10, 11 see keys 8 to 11, and 0 and 1 */
+    CHECK(sa_validate_cache(&args).code == SINKATTN_OK, "%s", sa_validate_cache(&args).message);
+    lengths[0] = 13;
+    CHECK(strstr(sa_validate_cache(&args).message, "block_table[0][3]") != NULL, "%s", sa_validate_cache(&args).message);
+    lengths[0] = 11;
+    CHECK(strstr(sa_validate_cache(&args).message, "block_table[0][1]") != NULL, "%s", sa_validate_cache(&args).message);
+    lengths[0] = 12;
+    pages[0] = 6;
+    CHECK(strstr(sa_validate_cache(&args).message, "block_table[0][0]") != NULL, "%s", sa_validate_cache(&args).message);
+}
+
+const test validate_tests[] = {{"malformed calls", test_malformed_calls},
+                               {"NULL arguments", test_null_arguments},
+                               {"empty tensors need nothing", test_empty_tensors_need_nothing},
+                               {"only needed pages must be mapped", test_only_needed_pages_must_be_mapped},
+                               {0}};

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures: the CPU level a test runs at, and a seed that is printed and can be set."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sinkattn._testing import LEVEL_VARIABLE, available_levels
+
+SEED = int(os.environ.get("SINKATTN_SEED", random.SystemRandom().randrange(2**31)))
+
+
+def pytest_report_header() -> str:
+    return f"SINKATTN_SEED={SEED}, CPU levels {' '.join(available_levels())}"
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    return SEED
+
+
+@pytest.fixture(params=available_levels())
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test once at every CPU level this machine has."""
+    monkeypatch.setenv(LEVEL_VARIABLE, request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Gives back the number of threads that the test changes."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the build leaves behind: facts it reports, the public header on its own, what installs that cannot work say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sinkattn
+from sinkattn import _C
+from sinkattn.__main__ import main
+from sinkattn.check import CPU_LEVELS
+
+ROOT = Path(__file__).parent.parent
+HEADER = ROOT / "csrc" / "include" / "sinkattn.h"
+SIZES = {"dtype": "bf16", "batch": 1, "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "q_len": 1, "k_len": 4096}
+H200 = {"backend": "cuda", "arch": 90, "workers": 132, "shared_bytes": 232448}
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+# ---- facts ----
+
+
+def test_the_version_is_the_headers() -> None:
+    found = re.search(r'SINKATTN_VERSION "(.+)"', HEADER.read_text())
+    assert found
+    assert found[1] == sinkattn.__version__ == _C.version
+
+
+def test_check_names_every_fact() -> None:
+    text = sinkattn.check()
+    level = CPU_LEVELS[_C.query_cpu()["arch"]]
+    wanted = [f"sinkattn  +{_C.version}", f"torch  +{re.escape(torch.__version__)}, {torch.get_num_threads()} threads"]
+    wanted += [f"cpu  .*level {level}", "backends: cpu", "cuda  "]
+    wanted += [f"{variant['name']}  .*head_dim up to {variant['max_head_dim']}" for variant in sinkattn.variants()]
+    for pattern in wanted:
+        assert re.search("^" + pattern if not pattern.startswith("backends") else pattern, text, re.MULTILINE), pattern
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out.strip() == sinkattn.check()
+    assert main(["plan", "decode", "--k-len", "4096", "--num-splits", "2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"variant +sa_decode_cpu_", out)
+    assert re.search(r"reason +sa_decode_cpu_\w+ is the best row for bf16, head_dim 64", out)
+    assert main(["plan", "fwd", "--head-dim", "12"]) == 1
+    assert "head_dim is 12; it must be a multiple of 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "--num-sink-tokens" in capsys.readouterr().out
+
+
+def test_command_line_as_a_module() -> None:
+    done = run(sys.executable, "-m", "sinkattn", "plan", "bwd", SINKATTN_CPU_LEVEL="scalar")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"variant +sa_bwd_cpu_scalar", done.stdout)
+
+
+def test_the_errors_of_a_cpu_are_raised_at_the_call() -> None:
+    assert sinkattn.check_errors() is None
+
+
+@pytest.mark.parametrize("level", CPU_LEVELS)
+def test_cpu_levels(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SINKATTN_CPU_LEVEL", raising=False)
+    own = _C.query_cpu()["arch"]
+    monkeypatch.setenv("SINKATTN_CPU_LEVEL", level)
+    if CPU_LEVELS.index(level) > own:
+        with pytest.raises(NotImplementedError, match=f"SINKATTN_CPU_LEVEL is {level}; it must be at most"):
+            _C.query_cpu()
+    else:
+        assert _C.query_cpu()["arch"] == CPU_LEVELS.index(level)
+        assert f"level {level}" in sinkattn.check()
+        assert sinkattn.plan("fwd", **SIZES)["variant"] == f"sa_fwd_cpu_{level}"
+
+
+def test_an_unknown_cpu_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SINKATTN_CPU_LEVEL", "sse")
+    with pytest.raises(ValueError, match="SINKATTN_CPU_LEVEL is sse; it must be oracle, scalar, avx2, avx512 or"):
+        sinkattn.check()
+
+
+# ---- the planner ----
+
+
+def test_a_plan_needs_no_device() -> None:
+    """The planner is asked about a machine that is not here, and says so when nothing is compiled for it."""
+    if any(variant["backend"] == "cuda" for variant in sinkattn.variants()):
+        assert sinkattn.plan("fwd", H200, **SIZES)["variant"].startswith("sa_fwd_")
+    else:
+        with pytest.raises(NotImplementedError, match=r"no fwd kernel serves bf16.* on cuda arch 90; compiled: none"):
+            sinkattn.plan("fwd", H200, **SIZES)
+    scalar = {"backend": "cpu", "arch": 1, "workers": 64, "shared_bytes": 0}
+    plan = sinkattn.plan("decode", scalar, **SIZES)
+    assert plan["variant"] == "sa_decode_cpu_scalar"
+    assert plan["num_splits"] > 1
+    assert 1 <= plan["workers"] <= 64
+
+
+def test_planner_refusals() -> None:
+    with pytest.raises(ValueError, match="op is 'forward'; known are fwd, bwd, decode"):
+        sinkattn.plan("forward", **SIZES)
+    with pytest.raises(ValueError, match="dtype is 'fp8'; known are bf16, fp16, fp32, fp64"):
+        sinkattn.plan("fwd", **SIZES | {"dtype": "fp8"})
+    with pytest.raises(
+        NotImplementedError, match=r"no decode kernel serves bf16, head_dim 64 on cuda arch 10; compiled"
+    ):
+        sinkattn.plan("decode", H200 | {"arch": 10}, **SIZES)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (1, 1), (None, 3), (0, 0)])
+@pytest.mark.parametrize("num_sink_tokens", [0, 2, 9])
+@pytest.mark.parametrize(("q_len", "k_len"), [(4, 4), (2, 7), (7, 2), (0, 3), (3, 0)])
+def test_visible_pairs(window: tuple[int | None, int | None], num_sink_tokens: int, q_len: int, k_len: int) -> None:
+    left, right = (-1 if side is None else side for side in window)
+    pairs = 0
+    for i in range(q_len):
+        p = i + k_len - q_len
+        for j in range(k_len):
+            pairs += (right < 0 or j <= p + right) and (left < 0 or j >= p - left or j < num_sink_tokens)
+    assert sinkattn.visible_pairs(q_len, k_len, window, num_sink_tokens) == pairs
+
+
+@pytest.mark.parametrize("arguments", [(-1, 3), (3, -1), (3, 3, (-2, 0)), (3, 3, (0, 0), -1)])
+def test_visible_pairs_refuses(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="must be at least 0, window sides at least -1"):
+        sinkattn.visible_pairs(*arguments)
+
+
+# ---- the header and the binary ----
+
+COMPILERS = {
+    "C11": ("cc", "-x", "c", "-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"),
+    "C++17": ("c++", "-x", "c++", "-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"),
+    "CUDA": ("nvcc", "-x", "cu", "-std=c++17", "-c", "-o", "/dev/null"),
+}
+
+
+@pytest.mark.parametrize("language", COMPILERS)
+def test_the_header_stands_alone(language: str, tmp_path: Path) -> None:
+    compiler, *flags = COMPILERS[language]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not on PATH")
+    source = tmp_path / "alone"
+    source.write_text(f'#include "{HEADER}"\n#include "{HEADER}"\nsinkattn_code code = SINKATTN_OK;\n')
+    done = run(compiler, *flags, source)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_binary_exports_nothing_of_its_own() -> None:
+    """What it links statically, the CUDA runtime among it, must not meet another copy in the process."""
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not on PATH")
+    assert _C.__file__ is not None
+    exported = set(re.findall(r" [TDBR] (\S+)", run("nm", "-D", "--defined-only", _C.__file__).stdout))
+    assert exported - {"_init", "_fini", "__bss_start", "_edata", "_end"} == {"PyInit__C"}
+
+
+# ---- installs that cannot work ----
+
+
+def module(folder: Path, name: str, text: str) -> str:
+    (folder / f"{name}.py").write_text(text)
+    return str(folder)
+
+
+def test_building_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    path = module(tmp_path, "torch", "raise ImportError('hidden by the test')")
+    done = run(sys.executable, "setup.py", "--version", PYTHONPATH=path)
+    assert done.returncode == 1
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert "there is none here" in sentence
+    assert "pip install torch==" in sentence
+    assert "pip install --no-build-isolation ." in sentence
+
+
+def test_building_with_old_setuptools_says_which(tmp_path: Path) -> None:
+    path = module(tmp_path, "setuptools", "__version__ = '65.5.0'")
+    done = run(sys.executable, "setup.py", "--version", PYTHONPATH=path)
+    assert done.returncode == 1
+    assert "sinkattn needs setuptools 77 or newer to build, this is 65.5.0" in done.stderr
+
+
+def test_another_torch_is_refused() -> None:
+    done = run(sys.executable, "-c", "import torch; torch.__version__ = '2.4.1'; import sinkattn")
+    assert re.search(
+        r"ImportError: .*compiled for torch 2\.\d+\.\d+.*, this is torch 2\.4\.1; rebuild it here", done.stderr
+    )
+
+
+def test_a_binary_that_does_not_load_is_explained(tmp_path: Path) -> None:
+    package = tmp_path / "sinkattn"
+    package.mkdir()
+    shutil.copy(ROOT / "sinkattn" / "__init__.py", package)
+    assert _C.__file__ is not None
+    (package / Path(_C.__file__).name).write_bytes(b"")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sinkattn"
+    done = run(sys.executable, "-c", code, PYTHONSAFEPATH="1")
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.match(
+        r"ImportError: sinkattn's extension does not load under torch .*; it is compiled for one torch", last
+    )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode from contiguous and paged caches, split or not, against fp64, and the cache that grows in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_fwd import served, variant
+
+import sinkattn
+from sinkattn import reference
+from sinkattn._testing import HEAD_DIMS, LEVEL_VARIABLE, LEVELS, RATIOS, Case, assert_right
+
+LENS = "q1x5-k0.1.64.129.300"
+CASES = (
+    [f"d{d}-causal-g4-cache-{LENS}-tail5" for d in (*HEAD_DIMS, 512)]
+    + [f"d64-causal-g{ratio}-h2-cache-q1x2-k90.40" for ratio in RATIOS]
+    + [f"d64-causal-w70-sink3-g4-paged{size}-{LENS}" for size in (1, 16, 64, 128, 256)]
+    + [f"d64-causal-w70-sink3-g4-paged{size}-q3x5-k7.1.64.129.300" for size in (1, 16, 64, 128, 256)]
+    + [f"d64-causal-g4-paged{size}-shared-q1x3-k280.300.17" for size in (1, 16, 64, 256)]
+    + [f"d64-causal-w{window}-g4-cache-{LENS}" for window in (1, 2, 127, 128, 129, 299, 300, 301, 2**31 - 1)]
+    + [f"d64-causal-w20-sink{n}-g4-cache-{LENS}" for n in (1, 4, 64, 301)]
+    + [f"d64-causal-w40-sink2-g2-cache-q{q_len}x3-k3.70.200" for q_len in (2, 4, 9, 70)]
+    + [f"d64-causal-g8-cache-{LENS}-splits{splits}" for splits in (1, 2, 3, 7, 64)]
+    + [f"d64-causal-w90-sink3-g8-paged16-{LENS}-splits{splits}" for splits in (1, 2, 3, 7)]
+    + [f"d64-causal-w90-sink3-g8-paged16-{LENS}-invariant", f"d512-causal-w90-g8-cache-{LENS}-invariant"]
+    + [f"d64-causal-g4-cache-{LENS}-{strides}" for strides in ("transposed", "sliced", "offset", "lastdim", "expanded")]
+    + [f"d64-causal-g4-cache-{LENS}-{aux}" for aux in ("auxnone", "auxbf16", "auxfp16", "auxmix", "scale0.1")]
+    + [f"d64-causal-w90-g4-cache-{LENS}-tail9-poison", f"d64-causal-w90-g4-paged64-{LENS}-poison-splits3"]
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_case(level: str, name: str, dtype: str) -> None:
+    assert_right(Case.parse(f"{name}-{dtype}"))
+
+
+@pytest.mark.parametrize("name", CASES[:: len(CASES) // 12])
+@pytest.mark.parametrize("dtype", ["fp16", "fp64"])
+def test_case_of_a_rarer_dtype(level: str, name: str, dtype: str) -> None:
+    assert_right(Case.parse(f"{name}-{dtype}"))
+
+
+@pytest.mark.parametrize(("name", "dtype"), served("decode"))
+def test_variant(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = variant(name)
+    monkeypatch.setenv(LEVEL_VARIABLE, LEVELS[row["arch"]])
+    for head_dim in (*HEAD_DIMS, 512):
+        if head_dim <= row["max_head_dim"]:
+            assert_right(Case.parse(f"d{head_dim}-causal-w70-sink3-g2-paged16-q2x2-k40.150-{dtype}"))
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+@pytest.mark.parametrize("new", [1, 5])
+def test_new_keys_are_appended_in_place(page_size: int, new: int) -> None:
+    batch, capacity, heads, dim = 3, 48, 2, 64
+    table = None
+    if page_size:
+        pages = batch * capacity // page_size
+        table = torch.randperm(pages).int().view(batch, -1)
+        cache = torch.randn(2, pages, page_size, heads, dim)
+    else:
+        cache = torch.randn(2, batch, capacity, heads, dim)
+    lens = torch.tensor([0, 17, capacity - new], dtype=torch.int32)
+    q, (k, v) = torch.randn(batch, new, 8, dim), torch.randn(2, batch, new, heads, dim)
+    options = {"cache_seqlens": lens, "block_table": table, "causal": True, "return_lse": True}
+    options["s_aux"] = 3 * torch.randn(8)
+    ours, theirs = cache.clone(), cache.clone()
+    got = sinkattn.flash_attn_with_kvcache(q, *ours, k, v, **options)
+    want = reference.flash_attn_with_kvcache(q, *theirs, k, v, **options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, cache)
+
+
+def test_appending_past_the_capacity_raises() -> None:
+    cache = torch.zeros(2, 1, 8, 1, 64)
+    one = torch.zeros(1, 1, 1, 64)
+    full = torch.tensor([8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="holds 8"):
+        sinkattn.flash_attn_with_kvcache(one, *cache, one, one, cache_seqlens=full, causal=True)
+
+
+@pytest.mark.parametrize("lens", [None, 20, torch.tensor([20, 20], dtype=torch.int32)])
+def test_lengths_may_be_a_number_or_absent(lens: int | torch.Tensor | None) -> None:
+    q, cache = torch.randn(2, 1, 4, 64), torch.randn(2, 2, 32, 2, 64)
+    got = sinkattn.flash_attn_with_kvcache(q, *cache, cache_seqlens=lens)
+    want = reference.flash_attn_with_kvcache(q, *cache, cache_seqlens=lens)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_more_than_one_row_needs_causal() -> None:
+    with pytest.raises((ValueError, NotImplementedError), match="causal"):
+        sinkattn.flash_attn_with_kvcache(torch.zeros(1, 2, 1, 64), *torch.zeros(2, 1, 8, 1, 64))

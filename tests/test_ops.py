@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch surface: registration, derivatives, compilation, layouts, in-place variants. Refusals are a file apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from arguments import (
+    DENSE_ARGS,
+    FORWARDS,
+    Arguments,
+    backward_args,
+    cache,
+    decode_args,
+    dense,
+    ops,
+    out_args,
+    packed,
+    partials,
+)
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import sinkattn
+from sinkattn import reference
+
+OPCHECKS: dict[str, tuple[str, Callable[[], Arguments]]] = {
+    **{f"fwd-{name}": ("flash_attn_fwd", lambda make=make: make(True)) for name, make in FORWARDS.items()},
+    **{
+        f"bwd-{name}": ("flash_attn_bwd", lambda make=make: backward_args(make(False)))
+        for name, make in FORWARDS.items()
+    },
+    "bwd-frozen": ("flash_attn_bwd", lambda: backward_args(FORWARDS["dense"](False), frozen=True)),
+    "bwd-no-dlse": ("flash_attn_bwd", lambda: backward_args(FORWARDS["packed"](False), lse_used=False)),
+    "decode": ("flash_decode", decode_args),
+    "decode-paged": ("flash_decode", lambda: decode_args(paged=True)),
+    "decode-out": ("flash_decode_out", lambda: out_args(decode_args())),
+    "merge": ("merge_attn_states", partials),
+    "apply-sink": ("apply_sink", lambda: (*partials()[:2], torch.randn(4, dtype=torch.float64, requires_grad=True))),
+}
+
+
+@pytest.mark.parametrize("name", OPCHECKS)
+def test_opcheck(name: str) -> None:
+    op, make = OPCHECKS[name]
+    results = torch.library.opcheck(getattr(ops, op).default, make())
+    assert set(results.values()) == {"SUCCESS"}
+    assert len(results) == 4
+
+
+@pytest.mark.parametrize("name", OPCHECKS)
+def test_fake_outputs_are_as_real_ones(name: str) -> None:
+    op, make = OPCHECKS[name]
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in make()]
+    real = getattr(ops, op)(*arguments)
+    with FakeTensorMode() as mode:
+        fake = getattr(ops, op)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
+    for a, b in zip(real or (), fake or (), strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def test_outputs_are_contiguous_whatever_the_strides() -> None:
+    q, k, v, s_aux = dense()
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    out, lse = ops.flash_attn_fwd(*strided, s_aux, *DENSE_ARGS)
+    grads = ops.flash_attn_bwd(*backward_args((*strided, s_aux, *DENSE_ARGS)))
+    assert all(x.is_contiguous() for x in (out, lse, *grads))
+
+
+# ---- derivatives ----
+
+MASKS = {
+    "full": (-1, -1, 0),
+    "causal": (-1, 0, 0),
+    "window": (2, 0, 0),
+    "two-sided": (1, 1, 0),
+    "sink-tokens": (1, 0, 2),
+}
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["dense", "packed", "packed-no-sink"])
+def test_gradcheck(layout: str, mask: str) -> None:
+    torch.set_num_threads(1)  # thousands of calls of microseconds
+    if layout == "dense":
+        q, k, v, s_aux, cu_q, cu_k = *dense(3, 5, torch.float64, grad=True), None, None
+    else:
+        q, k, v, s_aux, cu_q, cu_k = packed(torch.float64, grad=True)
+    inputs = (q, k, v) if layout == "packed-no-sink" else (q, k, v, s_aux)
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        sinks = tensors[3] if len(tensors) == 4 else None
+        out, lse = ops.flash_attn_fwd(*tensors[:3], sinks, cu_q, cu_k, None, None, 0.7, *MASKS[mask])
+        return out, lse.nan_to_num(neginf=0.0)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize("used", ["out", "lse"])
+def test_an_output_without_gradient_counts_as_zero(used: str) -> None:
+    inputs = dense(dtype=torch.float64, grad=True)
+    ours, theirs = (f(*inputs[:3], s_aux=inputs[3], causal=True, return_lse=True) for f in (
+        sinkattn.flash_attn_func, reference.flash_attn_func))  # fmt: skip
+    index = ("out", "lse").index(used)
+    got = torch.autograd.grad(ours[index].square().sum(), inputs, allow_unused=True)
+    want = torch.autograd.grad(theirs[index].square().sum(), inputs, allow_unused=True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
+
+
+class Calls(TorchDispatchMode):
+    """The arguments of every sinkattn operator that reaches a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[Arguments]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None) -> Any:
+        if func.namespace == "sinkattn":
+            self.seen.setdefault(func._opname, []).append(args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_sink_stays_out_of_the_backward(frozen: bool) -> None:
+    *qkv, s_aux = dense(grad=True)
+    s_aux.requires_grad_(not frozen)
+    with Calls() as calls:
+        out = sinkattn.flash_attn_func(*qkv, s_aux=s_aux)
+        grads = torch.autograd.grad(out.sum(), qkv)
+    (arguments,) = calls.seen["flash_attn_bwd"]
+    assert (arguments[7] is None) == frozen
+    want = torch.autograd.grad(reference.flash_attn_func(*qkv, s_aux=s_aux).sum(), qkv)
+    torch.testing.assert_close(grads, want)
+
+
+def test_a_frozen_sink_has_an_empty_gradient() -> None:
+    *_, ds_aux = ops.flash_attn_bwd(*backward_args(FORWARDS["dense"](False), frozen=True))
+    assert ds_aux.shape == (0,)
+    assert ds_aux.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gradient_of_s_aux_has_its_dtype(dtype: torch.dtype) -> None:
+    q, k, v, s_aux = dense()
+    s_aux = s_aux.to(dtype).requires_grad_()
+    sinkattn.flash_attn_func(q, k, v, s_aux=s_aux).square().sum().backward()
+    assert s_aux.grad is not None
+    assert s_aux.grad.dtype == dtype
+    assert s_aux.grad.abs().min() > 0
+
+
+def test_double_backward_is_refused() -> None:
+    inputs = dense(grad=True)
+    out = sinkattn.flash_attn_func(*inputs[:3], s_aux=inputs[3])
+    (dq,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_forward_mode_is_refused(position: int) -> None:
+    inputs = dense()
+    with forward_ad.dual_level():
+        inputs[position] = forward_ad.make_dual(inputs[position], torch.ones_like(inputs[position]))
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+            sinkattn.flash_attn_func(*inputs[:3], s_aux=inputs[3])
+
+
+def test_decode_has_no_backward() -> None:
+    q, k, v, s_aux, lens = cache()
+    out = sinkattn.flash_attn_with_kvcache(q.requires_grad_(), k, v, cache_seqlens=lens, s_aux=s_aux, causal=True)
+    with pytest.raises(NotImplementedError, match="flash_decode has no backward"):
+        out.sum().backward()
+    with pytest.raises(NotImplementedError, match="flash_decode has no backward"):
+        ops.flash_decode_out(*out_args((q, *decode_args()[1:])))
+
+
+def test_no_graph_without_gradients() -> None:
+    inputs = dense(grad=True)
+    with torch.no_grad():
+        assert sinkattn.flash_attn_func(*inputs[:3], s_aux=inputs[3]).grad_fn is None
+    assert sinkattn.flash_attn_func(*dense()[:3]).grad_fn is None
+
+
+def test_nothing_but_the_inputs_and_two_outputs_is_saved() -> None:
+    *qkv, s_aux = dense(grad=True)
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out, lse = sinkattn.flash_attn_func(*qkv, s_aux=s_aux, return_lse=True)
+    assert sorted(x.data_ptr() for x in saved) == sorted(x.data_ptr() for x in (*qkv, out, lse, s_aux))
+    got = torch.autograd.grad(out.sum(), (*qkv, s_aux))
+    want = torch.autograd.grad(sinkattn.flash_attn_func(*qkv, s_aux=s_aux).sum(), (*qkv, s_aux))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_checkpointing_gives_the_same_bits_in_two_calls(layout: str) -> None:
+    *inputs, cu_q, cu_k = packed(grad=True) if layout == "packed" else (*dense(grad=True), None, None)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
+        out, _ = ops.flash_attn_fwd(q, k, v, s_aux, cu_q, cu_k, None, None, None, 3, 0, 0)
+        return out
+
+    want = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    with Calls() as calls:
+        out = checkpoint(attend, *inputs, use_reentrant=False)
+        got = torch.autograd.grad(out.square().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert {name: len(seen) for name, seen in calls.seen.items()} == {"flash_attn_fwd": 2, "flash_attn_bwd": 1}
+
+
+# ---- torch.compile ----
+
+
+def everything(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
+    out, lse = sinkattn.flash_attn_func(q * 1.5, k, v, causal=True, window_size=(3, None), s_aux=s_aux, return_lse=True)
+    raw_out, raw_lse = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, return_lse="raw")
+    merged, merged_lse = sinkattn.merge_attn_states(out, lse, raw_out, raw_lse)
+    return merged.square().sum() + merged_lse.sum()
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compile_fullgraph_forward_and_backward(backend: str) -> None:
+    torch.compiler.reset()
+    inputs = dense(grad=True)
+    compiled = torch.compile(everything, fullgraph=True, backend=backend)
+    got = torch.autograd.grad(compiled(*inputs), inputs)
+    want = torch.autograd.grad(everything(*inputs), inputs)
+    torch.testing.assert_close(got, want)
+
+
+def test_compile_packed_with_dynamic_shapes_compiles_once() -> None:
+    torch.compiler.reset()
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        out = sinkattn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, s_aux=s_aux, causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=count)
+    for rows in (6, 5, 4):  # of which none is a head_dim: equal sizes would be guarded as one
+        q, k, v, s_aux, cu_q, cu_k = packed()
+        leaves = [x.clone().requires_grad_() for x in (q[:rows], k[: rows + 3], v[: rows + 3], s_aux)]
+        lengths = (cu_q.clamp(max=rows), cu_k.clamp(max=rows))
+        got, want = (torch.autograd.grad(f(*leaves, *lengths).square().sum(), leaves) for f in (compiled, attend))
+        torch.testing.assert_close(got, want)
+    assert graphs == 1
+
+
+def test_compile_decode_with_appending() -> None:
+    torch.compiler.reset()
+    q, k, v, s_aux, lens = cache()
+    new = torch.randn(2, 1, 2, 8)
+
+    def step(k_cache: Tensor, v_cache: Tensor, lens: Tensor) -> Tensor:
+        out = sinkattn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, new, new, cache_seqlens=lens, causal=True, s_aux=s_aux
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    mine, theirs = (k.clone(), v.clone()), (k.clone(), v.clone())
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*mine, lens - 2), step(*theirs, lens - 2))
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+# ---- strides, empty tensors, threads ----
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "head-dim-strided": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "offset-by-one": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "odd-row-stride": lambda x: torch.cat([x, x[..., :3]], -1)[..., :8],
+    "sliced": lambda x: torch.cat([x, x, x], 1)[:, x.shape[1] : 2 * x.shape[1]],
+    "every-other-row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+def test_any_strides_give_the_same_bits(layout: str) -> None:
+    q, k, v, s_aux = dense()
+    contiguous = (q, k, v, s_aux, *DENSE_ARGS)
+    strided = (*(STRIDES[layout](x) for x in (q, k, v)), torch.stack([s_aux, s_aux], 1)[:, 0], *DENSE_ARGS)
+    for op, make in ((ops.flash_attn_fwd, lambda x: x), (ops.flash_attn_bwd, backward_args)):
+        assert all(torch.equal(a, b) for a, b in zip(op(*make(strided)), op(*make(contiguous)), strict=True))
+
+
+def test_expanded_gradients_and_keys() -> None:
+    q, k, v, s_aux = dense(grad=True)
+    shared = (k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1))
+    got, want = (
+        torch.autograd.grad(f(q, *shared, s_aux=s_aux, causal=True).sum(), (q, k, v, s_aux))
+        for f in (sinkattn.flash_attn_func, reference.flash_attn_func)
+    )
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("batch", "q_len", "k_len"), [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)])
+@pytest.mark.parametrize("with_sink", [True, False])
+def test_empty_tensors(batch: int, q_len: int, k_len: int, with_sink: bool) -> None:
+    q, k, v = torch.randn(batch, q_len, 4, 8), torch.randn(batch, k_len, 2, 8), torch.randn(batch, k_len, 2, 8)
+    s_aux = torch.randn(4)
+    inputs = [x.requires_grad_() for x in (q, k, v, s_aux)[: 4 if with_sink else 3]]
+    out, lse = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux if with_sink else None, return_lse=True)
+    assert torch.equal(out, torch.zeros_like(q))
+    row_lse = s_aux.detach() if with_sink else torch.full((4,), -math.inf)
+    assert torch.equal(lse, row_lse[None, :, None].expand(batch, 4, q_len))
+    grads = torch.autograd.grad((out.sum() + lse.sum()) if with_sink else out.sum(), inputs)
+    for grad, x in zip(grads[:3], inputs, strict=False):
+        assert torch.equal(grad, torch.zeros_like(x))
+    if with_sink:
+        assert torch.equal(grads[3], torch.full((4,), float(batch * q_len)))
+
+
+def test_empty_packed_and_empty_cache() -> None:
+    q, k, v, s_aux, *_ = packed()
+    none = torch.zeros(1, dtype=torch.int32)
+    out, lse = sinkattn.flash_attn_varlen_func(q, k, v, none, none, s_aux=s_aux, return_lse=True)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((4, 6), -math.inf))
+    q, k, v, s_aux, _ = cache()
+    out, lse = sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=0, s_aux=s_aux, causal=True, return_lse=True)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, s_aux[None, :, None].expand(2, 4, 2))
+
+
+@pytest.mark.usefixtures("threads")
+def test_threads_leave_no_trace() -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 300, heads, 64, generator=generator).bfloat16() for heads in (8, 2, 2))
+    forward = (q, k, v, torch.randn(8, generator=generator), None, None, None, None, None, 127, 0, 4)
+    results = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        results.append((*ops.flash_attn_fwd(*forward), *ops.flash_attn_bwd(*backward_args(forward))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_lse_dtype(dtype: torch.dtype) -> None:
+    q, k, v, _ = dense(dtype=dtype)
+    out, lse = sinkattn.flash_attn_func(q, k, v, return_lse=True)
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+# ---- merging ----
+
+
+def test_merge_and_sink_agree_with_one_call() -> None:
+    q, k, v, s_aux = dense(dtype=torch.float64)
+    whole = ops.flash_attn_fwd(q, k, v, None, *(None,) * 5, -1, -1, 0)
+    parts = [ops.flash_attn_fwd(q, k[:, at], v[:, at], None, *(None,) * 5, -1, -1, 0) for at in (slice(3), slice(3, 7))]
+    torch.testing.assert_close(sinkattn.merge_attn_states(*parts[0], *parts[1]), whole)
+    with_sink = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, return_lse=True)
+    torch.testing.assert_close(sinkattn.apply_sink(*whole, s_aux), with_sink)
+
+
+@pytest.mark.parametrize("other", [-math.inf, -1e4, 0.0, 1e4, math.inf])
+@pytest.mark.parametrize("one", [-math.inf, 0.5, math.inf])
+def test_merge_at_the_edges(one: float, other: float) -> None:
+    """No NaN in values, and none in gradients where the merged LSE is finite or the output alone is used."""
+    lse_a, lse_b = (torch.full((1, 2, 3), x, requires_grad=True) for x in (one, other))
+    empty = [0.0 if x == -math.inf else y for x, y in ((one, 1.0), (other, 3.0))]
+    out_a, out_b = (torch.full((1, 3, 2, 8), x, requires_grad=True) for x in empty)
+    out, lse = sinkattn.merge_attn_states(out_a, lse_a, out_b, lse_b)
+    weight = 0.5 if one == other else 1 / (1 + math.exp(min(max(other - one, -700), 700)))
+    torch.testing.assert_close(out, torch.full_like(out, weight * empty[0] + (1 - weight) * empty[1]))
+    assert torch.equal(lse, torch.full_like(lse, max(one, other))) or math.isfinite(max(one, other))
+    grads = torch.autograd.grad(out.sum() + lse.sum(), (out_a, lse_a, out_b, lse_b))
+    assert all(torch.isfinite(x).all() for x in grads)
+    sunk, sunk_lse = sinkattn.apply_sink(out_a, lse_a, torch.full((2,), other))
+    torch.testing.assert_close(sunk, torch.full_like(sunk, weight * empty[0]))
+    assert torch.equal(sunk_lse, lse)
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_merge_and_sink_gradcheck(layout: str) -> None:
+    out_a, lse_a, out_b, lse_b = partials()
+    s_aux = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    if layout == "packed":
+        out_a, lse_a, out_b, lse_b = (x[0].detach().requires_grad_() for x in (out_a, lse_a, out_b, lse_b))
+    finite = lse_a.isfinite() & lse_b.isfinite()
+    lse_a, lse_b = (torch.where(finite, x, 0.25).detach().requires_grad_() for x in (lse_a, lse_b))
+
+    def merged(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return sinkattn.apply_sink(*sinkattn.merge_attn_states(*tensors[:4]), tensors[4])
+
+    assert torch.autograd.gradcheck(merged, (out_a, lse_a, out_b, lse_b, s_aux))
+
+
+def test_raw_lse_is_without_the_sink() -> None:
+    q, k, v, s_aux = dense()
+    out, raw = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, return_lse="raw")
+    torch.testing.assert_close(out, sinkattn.flash_attn_func(q, k, v, s_aux=s_aux))
+    assert torch.equal(raw, sinkattn.flash_attn_func(q, k, v, return_lse=True)[1])
+
+
+# ---- the KV cache ----
+
+
+def paged(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same keys in shuffled pages of 4."""
+    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    pages = [
+        torch.empty_like(x.reshape(4, 4, 2, 8)).index_put_((table.flatten().long(),), x.reshape(4, 4, 2, 8))
+        for x in (k_cache, v_cache)
+    ]
+    return pages[0], pages[1], table
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("lens", [3, [3, 6]])
+def test_appending_to_the_cache(layout: str, lens: int | list[int]) -> None:
+    q, k_cache, v_cache, s_aux, _ = cache()
+    table = None
+    if layout == "paged":
+        k_cache, v_cache, table = paged(k_cache, v_cache)
+    k, v = torch.randn(2, 2, 2, 2, 8)
+    cache_seqlens = lens if isinstance(lens, int) else torch.tensor(lens, dtype=torch.int32)
+    results = []
+    for functions in (sinkattn, reference):
+        caches = (k_cache.clone(), v_cache.clone())
+        out, lse = functions.flash_attn_with_kvcache(
+            q, *caches, k, v, cache_seqlens=cache_seqlens, block_table=table, causal=True, window_size=(4, 0),
+            s_aux=s_aux, num_sink_tokens=1, return_lse=True,
+        )  # fmt: skip
+        results.append((out, lse, *caches))
+    torch.testing.assert_close(*results)
+    assert not torch.equal(results[0][2], k_cache)
+
+
+def test_appending_outside_the_cache_writes_nothing() -> None:
+    q, k_cache, v_cache, _, _ = cache()
+    new = torch.randn(2, 2, 2, 8)
+    before = k_cache.clone()
+    for lens in (7, -1):
+        with pytest.raises(ValueError, match="of a cache that holds 8"):
+            sinkattn.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lens, causal=True)
+    k_pages, v_pages, table = paged(k_cache, v_cache)
+    for page in (-1, 4):
+        table[0, 0] = page
+        with pytest.raises(ValueError, match=r"they must be from 0 to 3"):
+            sinkattn.flash_attn_with_kvcache(
+                q, k_pages, v_pages, new, new, cache_seqlens=0, block_table=table, causal=True
+            )
+    assert torch.equal(k_cache, before)
+
+
+def test_one_row_needs_no_causal() -> None:
+    q, k, v, s_aux, lens = cache()
+    row = q[:, :1]
+    results = [
+        sinkattn.flash_attn_with_kvcache(row, k, v, cache_seqlens=lens, s_aux=s_aux, causal=c) for c in (True, False)
+    ]
+    assert torch.equal(*results)
+
+
+def test_decode_out_writes_what_decode_returns() -> None:
+    arguments = decode_args(paged=True)
+    q, pages = arguments[0], arguments[1]
+    needed = sinkattn.plan(
+        "decode", dtype="fp32", s_aux_dtype="fp32", batch=2, num_q_heads=4, num_kv_heads=2, head_dim=8, q_len=2,
+        k_len=8, page_size=pages.shape[1], num_pages=pages.shape[0], window_size_right=0, num_splits=2,
+    )["workspace_bytes"]  # fmt: skip
+    with_out = out_args(arguments, needed)
+    out, lse = with_out[-3:-1]
+    version = out._version
+    with Calls() as calls:
+        assert ops.flash_decode_out(*with_out) is None
+    assert out._version > version
+    assert set(calls.seen) == {"flash_decode_out"}
+    want_out, want_lse = ops.flash_decode(*arguments)
+    assert torch.equal(out, want_out)
+    assert torch.equal(lse, want_lse)
+
+    view = torch.empty(2, 2, 6, 8)[:, :, 1:5]
+    ops.flash_decode_out(*arguments, view, lse, with_out[-1])
+    assert torch.equal(view, want_out)
+    if needed > 0:
+        with pytest.raises(ValueError, match=f"scratch has {needed - 1} bytes, this call needs {needed}"):
+            ops.flash_decode_out(*out_args(arguments, needed - 1))
+    assert q.shape == out.shape
+
+
+def test_decode_splits_need_scratch() -> None:
+    plan = sinkattn.plan(
+        "decode", {"backend": "cpu", "arch": 1, "workers": 2, "shared_bytes": 0}, dtype="fp32", batch=1, num_q_heads=8,
+        num_kv_heads=1, head_dim=64, q_len=1, k_len=4096, window_size_right=0, num_splits=4,
+    )  # fmt: skip
+    assert plan["num_splits"] == 4
+    assert plan["workspace_bytes"] > 0
+    q, k, v = (torch.randn(1, rows, heads, 64) for rows, heads in ((1, 8), (4096, 1), (4096, 1)))
+    with pytest.raises(ValueError, match=r"scratch has 1 bytes, this call needs \d+ contiguous ones; sinkattn.plan"):
+        ops.flash_decode_out(*out_args((q, k, v, None, None, None, None, -1, 0, 4, False), 1))

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random configurations from a fresh seed, which is printed: SINKATTN_SEED in the environment gives the same ones."""
+
+from __future__ import annotations
+
+from sinkattn._testing import Case, random_case, run_random
+
+
+def test_random_configurations(seed: int) -> None:
+    summary = run_random(seed, 2000, workers=2)
+    assert not summary.failed, "\n".join(map(str, [f"seed {seed}", *summary.failed[:20]]))
+    assert summary.counts["decode"] + summary.counts["forward and backward"] == 2000
+
+
+def test_a_case_is_its_seed_and_its_id(seed: int) -> None:
+    for index in range(200):
+        case = random_case(f"{seed}/{index}")
+        assert random_case(f"{seed}/{index}") == case == Case.parse(case.id)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is wrong or unsupported raises, with the argument, the value got and the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from arguments import FORWARDS, backward_args, cache, decode_args, dense, ops, out_args, packed, partials, put_at
+from torch import Tensor
+
+import sinkattn
+
+
+def test_names_of_the_sink() -> None:
+    q, k, v, s_aux = dense()
+    want = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux)
+    assert torch.equal(sinkattn.flash_attn_func(q, k, v, learnable_sink=s_aux), want)
+    assert torch.equal(sinkattn.flash_attn_func(q, k, v, sinks=s_aux), want)
+    with pytest.raises(TypeError, match="s_aux and sinks were given, they are names of one argument"):
+        sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, sinks=s_aux)
+
+
+SLOPES = torch.ones(4)
+UNSUPPORTED = {
+    "dropout_p": (0.1, "dropout_p is 0.1; it must be 0.0: set"),
+    "softcap": (30.0, "softcap is 30.0; it must be 0.0"),
+    "alibi_slopes": (SLOPES, r"alibi_slopes is a tensor of shape \[4\]; it must be None"),
+    "return_attn_probs": (True, "return_attn_probs is True; it must be False: return_lse=True"),
+}
+CACHE_UNSUPPORTED = {
+    "softcap": (30.0, "softcap is 30.0; it must be 0.0"),
+    "alibi_slopes": (SLOPES, "alibi_slopes is a tensor"),
+    "rotary_cos": (SLOPES, "rotary_cos is a tensor .* rotate q and k before the call"),
+    "rotary_sin": (SLOPES, "rotary_sin is a tensor .* rotate q and k before the call"),
+    "cache_batch_idx": (SLOPES, r"cache_batch_idx is a tensor .* pass k_cache\[cache_batch_idx\]"),
+    "cache_leftpad": (SLOPES, "cache_leftpad is a tensor .* start at slot 0"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_arguments(name: str) -> None:
+    value, message = UNSUPPORTED[name]
+    q, k, v, _ = dense()
+    with pytest.raises(NotImplementedError, match=message):
+        sinkattn.flash_attn_func(q, k, v, **{name: value})
+    q, k, v, _, cu_q, cu_k = packed()
+    with pytest.raises(NotImplementedError, match=message):
+        sinkattn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, **{name: value})
+
+
+@pytest.mark.parametrize("name", CACHE_UNSUPPORTED)
+def test_unsupported_arguments_of_the_cache(name: str) -> None:
+    value, message = CACHE_UNSUPPORTED[name]
+    q, k, v, _, lens = cache()
+    with pytest.raises(NotImplementedError, match=message):
+        sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, causal=True, **{name: value})
+
+
+def test_paged_prefill_is_refused() -> None:
+    q, k, v, _, cu_q, cu_k = packed()
+    with pytest.raises(NotImplementedError, match=r"block_table is a tensor .* flash_attn_with_kvcache reads paged"):
+        sinkattn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, block_table=cu_q)
+
+
+def test_rows_of_a_cache_are_causal() -> None:
+    q, k, v, _, lens = cache()
+    with pytest.raises(NotImplementedError, match="2 rows with causal=False"):
+        sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens)
+    with pytest.raises(ValueError, match="without cache_seqlens"):
+        sinkattn.flash_attn_with_kvcache(q, k, v, k, v, causal=True)
+    with pytest.raises(ValueError, match="k is given without the other"):
+        sinkattn.flash_attn_with_kvcache(q, k, v, k, cache_seqlens=lens, causal=True)
+
+
+def attend(edit: Callable[[list[Any]], None], make: Callable[[], list[Tensor]] = dense, **options: Any) -> object:
+    tensors: list[Any] = make()
+    edit(tensors)
+    if len(tensors) == 6:
+        q, k, v, s_aux, cu_q, cu_k = tensors
+        return sinkattn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, s_aux=s_aux, **options)
+    return sinkattn.flash_attn_func(*tensors[:3], s_aux=tensors[3], **options)
+
+
+def put(position: int, change: Callable[[Tensor], object]) -> Callable[[list[Any]], None]:
+    def edit(tensors: list[Any]) -> None:
+        tensors[position] = change(tensors[position])
+
+    return edit
+
+
+def keep(tensors: list[Any]) -> None:
+    return None
+
+
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "q rank": (lambda: attend(put(0, lambda x: x[0])), ValueError, r"q has 3 dimensions, it must be \[batch, len"),
+    "k rank": (lambda: attend(put(1, lambda x: x[0])), ValueError, "k has 3 dimensions"),
+    "v rank": (lambda: attend(put(2, lambda x: x[0])), ValueError, "v has 3 dimensions"),
+    "packed rank": (
+        lambda: attend(put(0, lambda x: x[None]), packed),
+        ValueError,
+        r"q has 4 dimensions, it must be \[tot",
+    ),
+    "q dtype": (lambda: attend(put(0, lambda x: x.int())), ValueError, "q is Int; bfloat16, float16"),
+    "k dtype": (lambda: attend(put(1, lambda x: x.half())), ValueError, "k is Half, it must be Float"),
+    "v dtype": (lambda: attend(put(2, lambda x: x.half())), ValueError, "v is Half, it must be Float"),
+    "k device": (lambda: attend(put(1, lambda x: x.to("meta"))), ValueError, "k is on meta, q is on cpu"),
+    "s_aux device": (lambda: attend(put(3, lambda x: x.to("meta"))), ValueError, "s_aux is on meta|s_aux is on cpu"),
+    "batch": (lambda: attend(put(0, lambda x: x[:1])), ValueError, "k has batch 2, q has 1"),
+    "k head_dim": (lambda: attend(put(1, lambda x: x[..., :4])), ValueError, "k has head_dim 4, q has 8"),
+    "v shape": (
+        lambda: attend(put(2, lambda x: x[:, :3])),
+        ValueError,
+        r"v has shape \[2, 3, 2, 8\], it must be \[2, 7",
+    ),
+    "s_aux shape": (lambda: attend(put(3, lambda x: x[:3])), ValueError, r"s_aux has shape \[3\], it must be \[4\]"),
+    "s_aux rank": (
+        lambda: attend(put(3, lambda x: x[None])),
+        ValueError,
+        r"s_aux has shape \[1, 4\], it must be \[4\]",
+    ),
+    "s_aux dtype": (lambda: attend(put(3, lambda x: x.long())), ValueError, "s_aux is Long"),
+    "s_aux fp64": (lambda: attend(put(3, lambda x: x.double())), ValueError, "s_aux_dtype is fp64"),
+    "scale 0": (lambda: attend(keep, softmax_scale=0.0), ValueError, "softmax_scale is 0; leave it out"),
+    "scale nan": (lambda: attend(keep, softmax_scale=math.nan), ValueError, "softmax_scale is nan"),
+    "left": (lambda: attend(keep, window_size=(-2, 0)), ValueError, "window_size_left is -2"),
+    "right": (lambda: attend(keep, window_size=(0, -7)), ValueError, "window_size_right is -7"),
+    "sink tokens": (lambda: attend(keep, num_sink_tokens=-1), ValueError, "num_sink_tokens is -1"),
+    "return_lse": (lambda: attend(keep, return_lse="both"), ValueError, "return_lse is 'both'"),
+    "cu dtype": (
+        lambda: attend(put(4, lambda x: x.long()), packed),
+        ValueError,
+        "cu_seqlens_q is Long, it must be Int",
+    ),
+    "cu shape": (lambda: attend(put(5, lambda x: x[:3]), packed), ValueError, r"cu_seqlens_k has shape \[3\], it must"),
+    "cu empty": (lambda: attend(put(4, lambda x: x[:0]), packed), ValueError, "cu_seqlens_q is empty"),
+    "cu start": (lambda: attend(put(4, lambda x: x + 1), packed), ValueError, r"cu_seqlens_q\[0\] is 1"),
+    "cu order": (
+        lambda: attend(put(4, lambda x: x.flip(0) - 5), packed),
+        ValueError,
+        r"cu_seqlens_q\[0\]|cu_seqlens_q\[1\]",
+    ),
+    "cu end": (
+        lambda: attend(put(5, lambda x: x * 9), packed),
+        ValueError,
+        r"cu_seqlens_k\[1\] is 36|cu_seqlens_k\[3\] is 72",
+    ),
+    "one cu": (
+        lambda: ops.flash_attn_fwd(*packed()[:5], None, None, None, None, -1, -1, 0),
+        ValueError,
+        "go together, only cu_seqlens_q was given",
+    ),
+    "head ratio": (
+        lambda: sinkattn.flash_attn_func(dense()[0][:, :, :3], *dense()[1:3]),
+        ValueError,
+        "num_q_heads is 3; it must be a multiple of num_kv_heads",
+    ),
+    "head_dim": (
+        lambda: sinkattn.flash_attn_func(*(x[..., :4] for x in dense()[:3])),
+        ValueError,
+        "head_dim is 4; it must be a multiple of 8",
+    ),
+    "dout shape": (
+        lambda: ops.flash_attn_bwd(*put_at(backward_args(FORWARDS["dense"](False)), 0, lambda x: x[:, :2])),
+        ValueError,
+        r"dout has shape \[2, 2, 4, 8\], it must be \[2, 5, 4, 8\]",
+    ),
+    "lse dtype": (
+        lambda: ops.flash_attn_bwd(*put_at(backward_args(FORWARDS["dense"](False)), 6, lambda x: x.double())),
+        ValueError,
+        "lse is Double, it must be Float",
+    ),
+    "dlse shape": (
+        lambda: ops.flash_attn_bwd(*put_at(backward_args(FORWARDS["dense"](False)), 1, lambda x: x[:1])),
+        ValueError,
+        r"dlse has shape \[1, 4, 5\]",
+    ),
+    "cache batch": (
+        lambda: ops.flash_decode(*put_at(decode_args(), 0, lambda x: x[:1])),
+        ValueError,
+        "k_cache has batch 2, q has 1",
+    ),
+    "cache rank": (
+        lambda: ops.flash_decode(*put_at(decode_args(), 1, lambda x: x[0])),
+        ValueError,
+        "k_cache has 3 dimensions",
+    ),
+    "cache shape": (
+        lambda: ops.flash_decode(*put_at(decode_args(), 2, lambda x: x[:, :3])),
+        ValueError,
+        "v_cache has shape",
+    ),
+    "cache_seqlens dtype": (
+        lambda: ops.flash_decode(*put_at(decode_args(), 4, lambda x: x.long())),
+        ValueError,
+        "cache_seqlens is Long, it must be Int",
+    ),
+    "cache_seqlens range": (
+        lambda: ops.flash_decode(*put_at(decode_args(), 4, lambda x: x + 1)),
+        ValueError,
+        r"cache_seqlens\[1\] is 9; it must be from 0 to 8",
+    ),
+    "block_table rank": (
+        lambda: ops.flash_decode(*put_at(decode_args(paged=True), 5, lambda x: x[0])),
+        ValueError,
+        "block_table has 1 dimensions",
+    ),
+    "page range": (
+        lambda: ops.flash_decode(*put_at(decode_args(paged=True), 5, lambda x: x + 1)),
+        ValueError,
+        r"block_table\[0\]\[0\] is 4; it must be a page from 0 to 3",
+    ),
+    "num_splits": (
+        lambda: ops.flash_decode(*put_at(decode_args(), 9, lambda _: -1)),
+        NotImplementedError,
+        "num_splits is -1",
+    ),
+    "out strides": (
+        lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 11, lambda x: x.mT.contiguous().mT)),
+        ValueError,
+        "out must have contiguous, 16-byte aligned rows",
+    ),
+    "out lse strides": (
+        lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 12, lambda x: x.mT.contiguous().mT)),
+        ValueError,
+        "lse must be contiguous",
+    ),
+    "scratch dtype": (
+        lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 13, lambda x: x.float())),
+        ValueError,
+        "scratch is Float, it must be Byte",
+    ),
+    "merge shapes": (
+        lambda: sinkattn.merge_attn_states(*partials()[:2], partials()[2][:1], partials()[3][:1]),
+        ValueError,
+        "out_a has shape .* out_b",
+    ),
+    "merge lse": (
+        lambda: sinkattn.merge_attn_states(*put_at(partials(), 1, lambda x: x.mT)),
+        ValueError,
+        "does not belong to out",
+    ),
+    "apply_sink shape": (
+        lambda: sinkattn.apply_sink(*partials()[:2], torch.ones(3)),
+        ValueError,
+        r"s_aux has shape \[3\]",
+    ),
+    "cpu level": (lambda: at_level("fast"), ValueError, "SINKATTN_CPU_LEVEL is fast; it must be oracle, scalar"),
+}
+
+
+def at_level(level: str) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SINKATTN_CPU_LEVEL", level)
+        return attend(keep)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refusal(name: str) -> None:
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_ranks_are_checked_while_tracing() -> None:
+    q, k, v, _ = (x.to("meta") for x in dense())
+    with pytest.raises(ValueError, match="q has 3 dimensions"):
+        sinkattn.flash_attn_func(q[0], k, v)

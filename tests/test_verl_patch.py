@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verl plugin: what it registers, puts back and refuses; a stand-in for verl serves where it is not installed."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
+
+from transformers import AttentionInterface, AttentionMaskInterface, GptOssConfig, GptOssForCausalLM
+
+from sinkattn import hf, verl_patch
+
+REGISTRIES = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+CONFIG = GptOssConfig(
+    num_hidden_layers=2,
+    hidden_size=32,
+    intermediate_size=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=50,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    architectures=["GptOssForCausalLM"],
+)
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl 0.9.1 is not installed")
+
+
+@pytest.fixture(autouse=True)
+def unregistered() -> Iterator[None]:
+    """Each test starts without sinkattn in transformers and leaves things as it found them."""
+    verl_patch.remove()
+    before = [registry.pop("sinkattn", None) for registry in REGISTRIES]
+    yield
+    verl_patch.remove()
+    for registry, function in zip(REGISTRIES, before, strict=True):
+        registry.pop("sinkattn", None)
+        if function is not None:
+            registry["sinkattn"] = function
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("verl")
+    module.__version__ = "0.9.1"
+    monkeypatch.setitem(sys.modules, "verl", module)
+    return module
+
+
+def registered() -> list[object]:
+    return [registry.get("sinkattn") for registry in REGISTRIES]
+
+
+@pytest.mark.usefixtures("verl")
+def test_apply_and_remove_are_idempotent() -> None:
+    everything = [dict(registry) for registry in REGISTRIES]
+    verl_patch.apply()
+    assert registered() == [hf.attention_forward, hf.attention_mask]
+    verl_patch.apply()
+    verl_patch.remove()
+    assert [dict(registry) for registry in REGISTRIES] == everything
+    verl_patch.remove()
+    assert [dict(registry) for registry in REGISTRIES] == everything
+
+
+@pytest.mark.usefixtures("verl")
+def test_remove_restores_what_was_there() -> None:
+    for registry in REGISTRIES:
+        registry["sinkattn"] = print
+    verl_patch.apply()
+    assert registered() == [hf.attention_forward, hf.attention_mask]
+    verl_patch.remove()
+    assert registered() == [print, print]
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.9.2", "1.0.0"])
+def test_untested_verl_is_refused(verl: ModuleType, version: str) -> None:
+    verl.__version__ = version
+    with pytest.raises(NotImplementedError, match=version):
+        verl_patch.apply()
+    assert registered() == [None, None]
+
+
+def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(ImportError, match="verl"):
+        verl_patch.apply()
+    assert registered() == [None, None]
+
+
+def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.path[:0] = {[str(p) for p in path]}\n{code}"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+
+SHOW = "\nfrom transformers import AttentionInterface\nprint('sinkattn' in AttentionInterface._global_mapping)"
+
+
+@pytest.mark.parametrize("version", ["0.9.1", "0.0.1"])
+def test_plugin_loading(tmp_path: Path, version: str) -> None:
+    """As verl loads plugins: import the module, drop what it raises. The failure must be heard all the same."""
+    (tmp_path / "verl.py").write_text(
+        f"__version__ = {version!r}\n"
+        "import importlib\n"
+        "try:\n"
+        "    importlib.import_module('sinkattn.verl_patch')\n"
+        "except Exception:\n"
+        "    pass\n"
+    )
+    done = run_python("import verl" + SHOW, tmp_path)
+    assert done.stdout.strip() == str(version == "0.9.1")
+    assert ("verl is 0.0.1" in done.stderr) == (version == "0.0.1")
+
+
+def test_import_without_verl_does_nothing() -> None:
+    done = run_python("import sinkattn.verl_patch; assert 'transformers' not in sys.modules" + SHOW)
+    assert done.stdout.strip() == "False"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Also without the plugin: a rank that holds a part of the sequence would attend to that part only."""
+    ulysses = ModuleType("verl.utils.ulysses")
+    ulysses.get_ulysses_sequence_parallel_world_size = lambda: size
+    monkeypatch.setitem(sys.modules, "verl.utils.ulysses", ulysses)
+    hf.register()
+    model = GptOssForCausalLM._from_config(CONFIG, attn_implementation="sinkattn")
+    ids = torch.arange(1, 9)[None]
+    if size == 1:
+        assert model(ids).logits.isfinite().all()
+    else:
+        with pytest.raises(NotImplementedError, match="ulysses_sequence_parallel_size"):
+            model(ids)
+
+
+def checkpoint(folder: Path) -> Path:
+    """As verl writes it: the name set as an attribute of the config."""
+    hf.register()
+    model = GptOssForCausalLM._from_config(CONFIG, attn_implementation="sinkattn")
+    model.config.attn_implementation = "sinkattn"
+    model.save_pretrained(folder)
+    for registry in REGISTRIES:
+        del registry["sinkattn"]
+    return folder
+
+
+def test_clean_checkpoint(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="sinkattn"):
+        GptOssForCausalLM.from_pretrained(folder)
+    before = json.loads((folder / "config.json").read_text())
+    assert verl_patch.clean_checkpoint(folder)
+    after = json.loads((folder / "config.json").read_text())
+    assert after == {name: value for name, value in before.items() if name != "attn_implementation"}
+    GptOssForCausalLM.from_pretrained(folder)
+    assert not verl_patch.clean_checkpoint(folder)
+
+
+def test_clean_checkpoint_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"attn_implementation": "eager", "text_config": {"attn_implementation": "sinkattn", "n": 1}})
+    )
+    command = [sys.executable, "-m", "sinkattn.verl_patch", str(tmp_path)]
+    assert "cleaned" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    left = json.loads((tmp_path / "config.json").read_text())
+    assert left == {"attn_implementation": "eager", "text_config": {"n": 1}}
+    assert subprocess.run(command[:-1], capture_output=True, text=True).returncode != 0
+
+
+VERL_RUN = """
+import torch, verl, sinkattn.verl_patch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+assert "sinkattn" in AttentionInterface._global_mapping
+from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.model import update_model_config
+config = AutoConfig.from_pretrained({folder!r}, attn_implementation="sinkattn")
+update_model_config(config, override_config_kwargs={{"attn_implementation": "sinkattn"}})
+model = AutoModelForCausalLM.from_config(config)
+apply_monkey_patch(model, use_remove_padding=True)
+ids = torch.arange(1, 13)[None]
+packed = model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5]]), use_cache=False).logits
+alone = torch.cat([model(part).logits for part in ids.split([5, 1, 6], dim=1)], 1)
+assert (packed - alone).abs().max() < 1e-5 * alone.abs().max()
+"""
+
+
+@needs_verl
+def test_verl_itself(tmp_path: Path) -> None:
+    """The real package: the plugin is applied, the override reaches the model, packed input is attended to in parts."""
+    CONFIG.save_pretrained(tmp_path)
+    assert "not available" not in run_python(VERL_RUN.format(folder=str(tmp_path))).stderr

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plants bugs, one at a time, in a copy of the sources, and sees that the test named beside each one fails.
+
+python tools/mutation_check.py              all of them; minutes, since the extension is compiled again for each
+python tools/mutation_check.py sink window  those with one of these words in their name
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FWD, BWD, DECODE = (f"csrc/cpu/cpu_{op}.c" for op in ("fwd", "bwd", "decode"))
+ROWS, MASK, NUMERICS, LAYOUT = "csrc/cpu/cpu_rows.h", "csrc/core/mask.h", "csrc/core/numerics.h", "csrc/core/layout.h"
+EDGES, INVARIANCE, HOSTILE = (
+    "tests/test_edges.py::test_",
+    "tests/test_invariance.py::test_",
+    "tests/test_hostile.py::test_",
+)
+
+
+class Mutation(NamedTuple):
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+MUTATIONS = [
+    Mutation(
+        "sink dropped", FWD, "with_sink && lane < rows->n ?", "with_sink && lane < 0 ?", EDGES + "sink_is_not_dropped"
+    ),
+    Mutation(
+        "sink counted in every split",
+        DECODE,
+        "job->num_splits, !job->parts);",
+        "job->num_splits, true);",
+        EDGES + "sink_is_counted_once_not_per_split",
+    ),
+    Mutation(
+        "sink scaled",
+        FWD,
+        "attend->pivot[lane] = (float)s;",
+        "attend->pivot[lane] = (float)(s * sa_softmax_scale(problem));",
+        EDGES + "sink_is_not_scaled",
+    ),
+    Mutation(
+        "pivot over keys alone",
+        ROWS,
+        "sa_vmax(sa_vmax(sa_vmax(top[0], top[1]), sa_vmax(top[2], top[3])), before);",
+        "sa_vmax(sa_vmax(top[0], top[1]), sa_vmax(top[2], top[3]));",
+        EDGES + "sink_far_above_the_scores_keeps_lse_finite",
+    ),
+    Mutation(
+        "sink of -inf counted as a key",
+        NUMERICS,
+        "return s == -(double)INFINITY ? 0.0 : s == s",
+        "return s == s",
+        EDGES + "sink_of_minus_inf_is_no_sink_bit_for_bit",
+    ),
+    Mutation(
+        "ds_aux negated",
+        BWD,
+        "((dlse ? dlse[at] : 0.0f) - worker->sink_sum[lane]);",
+        "(worker->sink_sum[lane] - (dlse ? dlse[at] : 0.0f));",
+        EDGES + "ds_aux_has_the_sign_of_a_central_difference",
+    ),
+    Mutation(
+        "ds_aux from the rounded out",
+        BWD,
+        "- worker->sink_sum[lane]);",
+        "- worker->delta[lane]);",
+        EDGES + "ds_aux_is_not_taken_from_rounded_out",
+    ),
+    Mutation(
+        "dLSE dropped",
+        BWD,
+        "(dlse ? dlse[at] : 0.0f) - worker->delta[lane];",
+        "0.0f - worker->delta[lane];",
+        EDGES + "gradient_of_the_lse_reaches_q_k_and_the_sink",
+    ),
+    Mutation(
+        "dQ not scaled",
+        BWD,
+        "worker->factor[lane] = (float)sa_softmax_scale(problem);",
+        "worker->factor[lane] = 1.0f;",
+        "tests/test_bwd.py::test_case",
+    ),
+    Mutation(
+        "one segment's dK and dV lost",
+        BWD,
+        "for (int64_t s = 0; s < MAX_SEGMENTS; s++) {\n        const int64_t row",
+        "for (int64_t s = 0; s < MAX_SEGMENTS - 1; s++) {\n        const int64_t row",
+        "tests/test_bwd.py::test_long_sequences_are_summed_in_segments",
+    ),
+    Mutation(
+        "dirty scratch",
+        BWD,
+        "memset(job->dk + first, 0,",
+        "memset(job->dk + first, 0, 0 *",
+        EDGES + "dirty_memory_has_no_effect",
+    ),
+    Mutation(
+        "window one key short",
+        MASK,
+        "keys.begin = sa_clamp(p - band->left, 0,",
+        "keys.begin = sa_clamp(p - band->left + 1, 0,",
+        EDGES + "hugging_face_window_counts_the_row",
+    ),
+    Mutation(
+        "right side one key long",
+        MASK,
+        "keys.end = sa_clamp(p + band->right + 1,",
+        "keys.end = sa_clamp(p + band->right + 2,",
+        EDGES + "key_sets_are_exact",
+    ),
+    Mutation(
+        "sink tokens hidden",
+        MASK,
+        "{ return sa_min(band->num_sink, sa_row_band(band, i).begin); }",
+        "{ return sa_min(band->num_sink, sa_row_band(band, i).begin) * 0; }",
+        EDGES + "key_sets_are_exact",
+    ),
+    Mutation(
+        "causal aligned at the first row",
+        MASK,
+        "band.shift = k_len - q_len;",
+        "band.shift = 0;",
+        EDGES + "causal_is_aligned_at_the_last_row_and_key",
+    ),
+    Mutation(
+        "partial tile taken for visible",
+        MASK,
+        "keys.end <= first.end && (keys.begin",
+        "keys.end <= last.end && (keys.begin",
+        EDGES + "lengths_around_every_tile_size",
+    ),
+    Mutation(
+        "kv heads in another order",
+        "csrc/cpu/cpu_tile.h",
+        "stream.first_head = kv_head * stream.group;",
+        "stream.first_head = (problem->num_kv_heads - 1 - kv_head) * stream.group;",
+        EDGES + "query_heads_of_a_kv_head_are_neighbours",
+    ),
+    Mutation(
+        "division by an empty sum",
+        FWD,
+        "sum == 0.0 ? 0.0f : (float)(1.0 / sum)",
+        "(float)(1.0 / sum)",
+        EDGES + "row_without_keys_and_without_sink_has_lse_minus_inf",
+    ),
+    Mutation(
+        "packed tail left unwritten",
+        FWD,
+        "if (!problem->packed) return;",
+        "if (problem->packed) return;",
+        EDGES + "packed_tail_is_written",
+    ),
+    Mutation(
+        "0 * NaN",
+        FWD,
+        "sa_operand_clean(&attend->values, ops, problem, n, seen.begin != NULL);",
+        "sa_operand_clean(&attend->values, ops, problem, n, false);",
+        EDGES + "dead_cache_rows_do_not_leak",
+    ),
+    Mutation(
+        "int32 offsets",
+        LAYOUT,
+        "return batch * tensor->batch_stride + row",
+        "return (int32_t)(batch * tensor->batch_stride) + row",
+        EDGES + "offsets_beyond_2_31_elements",
+    ),
+    Mutation(
+        "pages not checked",
+        "csrc/core/validate.c",
+        "if (page < 0 || page >= p->num_pages)",
+        "if (page < page)",
+        EDGES + "page_out_of_range_is_not_page_zero",
+    ),
+    Mutation(
+        "decreasing offsets accepted",
+        "csrc/core/validate.c",
+        "if (cu_seqlens[b + 1] < cu_seqlens[b])",
+        "if (b < 0)",
+        HOSTILE + "hostile_integers_are_named",
+    ),
+    Mutation(
+        "invariant ignored",
+        "csrc/core/plan.c",
+        "if (p->invariant || items",
+        "if (items",
+        INVARIANCE + "invariant_decode_is_the_prefill_row",
+    ),
+    Mutation(
+        "pairs of keys begun anywhere",
+        "csrc/cpu/cpu_tile.h",
+        "keys.begin &= ~(int64_t)1;",
+        "keys.begin &= ~(int64_t)0;",
+        INVARIANCE + "row_alone",
+    ),
+    Mutation(
+        "exp off by 1e-4",
+        ROWS,
+        "y = y * f + 0x1.55548ep-3f;",
+        "y = y * f + 0x1.57548ep-3f;",
+        "tests/test_fwd.py::test_case",
+    ),
+    Mutation(
+        "bf16 truncated",
+        ROWS,
+        "rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16,",
+        "rounded = bits >> 16,",
+        "tests/test_fwd.py::test_case",
+    ),
+    Mutation(
+        "strides ignored",
+        "csrc/torch/convert.cpp",
+        "rows.row_stride = is_step(tensor, heads - 1) ?",
+        "rows.row_stride = false ?",
+        EDGES + "every_stride_gives_the_same_bits",
+    ),
+    Mutation(
+        "causal ignored",
+        "sinkattn/ops.py",
+        "return left, 0 if causal else right",
+        "return left, right",
+        EDGES + "row_without_keys_gives_zero_and_the_sink",
+    ),
+    Mutation(
+        "sink of the LSE counted twice",
+        "sinkattn/ops.py",
+        'return (None, s_aux) if return_lse == "raw"',
+        'return (s_aux, s_aux) if return_lse == "raw"',
+        "tests/test_fwd.py::test_return_lse_raw_is_without_the_sink",
+    ),
+]
+
+
+def build(scratch: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the build failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def passes(scratch: Path, *tests: str) -> bool:
+    """Whether pytest passes; a crash is a failure, a test that is not there an error of this script."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+    if done.returncode in (2, 3, 4, 5):
+        raise SystemExit(f"pytest did not run {tests}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return done.returncode == 0
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    missed = []
+    for m in chosen:
+        if m.old not in (ROOT / m.path).read_text():
+            raise SystemExit(f"{m.name}: {m.path} does not have {m.old!r}")
+    with tempfile.TemporaryDirectory(prefix="mutation_check_") as folder:
+        scratch = Path(folder) / "sinkattn"
+        ignored = shutil.ignore_patterns(
+            ".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "asan", "tsan", "fuzz"
+        )
+        shutil.copytree(ROOT, scratch, ignore=ignored)
+        build(scratch)
+        if not passes(scratch, *sorted({m.test for m in chosen})):
+            raise SystemExit("the tests do not pass without a planted bug")
+        for m in chosen:
+            path = scratch / m.path
+            text = path.read_text()
+            path.write_text(text.replace(m.old, m.new))
+            if path.suffix != ".py":
+                build(scratch)
+            caught = not passes(scratch, m.test)
+            print(f"{'caught' if caught else 'MISSED':7} {m.name:34} {m.test}", flush=True)
+            if not caught:
+                missed.append(m.name)
+            path.write_text(text)
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} planted bugs caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
