@@ -38,7 +38,8 @@ SOURCES := $(sort $(wildcard csrc/core/*.c csrc/cpu/*.c))
 ifneq ($(NVCC),)
 SOURCES += $(sort $(wildcard csrc/cuda/*.c csrc/cuda/*.cu csrc/cuda/*/*.cu))
 C_FLAGS += -DSA_WITH_CUDA
-CUDA_FLAGS := -std=c++17 -O3 -DSA_WITH_CUDA -Icsrc -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
+# nvcc's stubs keep a pointer in a static; its guard would make every C program link the C++ runtime.
+CUDA_FLAGS := -std=c++17 -O3 -DSA_WITH_CUDA -Icsrc -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden,-fno-threadsafe-statics,-Wall,-Wextra \
     -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80
 # nvcc may be a wrapper, far from its toolkit: it says itself where its libraries are.
 CUDA_LIBRARIES := $(shell $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | sed -n 's/^\#\$$ LIBRARIES= *//p' | tr -d '"' | tr ' ' '\n' | grep -v stubs)
