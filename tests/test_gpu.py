@@ -115,6 +115,17 @@ def test_head_counts(num_q_heads: int, num_kv_heads: int) -> None:
     )
 
 
+@pytest.mark.parametrize("ratio", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize(("left", "right"), [(127, 0), (0, 0), (40, 30), (0, 79)])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_windows_of_one_key_tile(ratio: int, left: int, right: int, layout: str) -> None:
+    q_lens, k_lens = ((290, 290), (350, 350)) if layout == "dense" else ((290, 0, 7, 101), (290, 5, 200, 100))
+    case = Case(
+        left=left, right=right, ratio=ratio, layout=layout, q_lens=q_lens, k_lens=k_lens, dtype="bf16", seed=ratio
+    )
+    assert_right_on_device(case)
+
+
 def gpt_oss_like(batch: int, length: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     q = torch.randn(batch, length, 16, head_dim, device="cuda", dtype=torch.bfloat16)

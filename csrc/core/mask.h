@@ -50,6 +50,13 @@ SA_HD sa_band sa_band_of(const sinkattn_mask *mask, int64_t q_len, int64_t k_len
     return band;
 }
 
+/* Where row i stands among the keys. */
+SA_HD int64_t sa_position(const sa_band *band, int64_t i) { return i + band->shift; }
+
+/* The first key that the window of a row at this position reaches, were there keys everywhere, and how many it reaches. */
+SA_HD int64_t sa_window_begin(const sa_band *band, int64_t position) { return position - band->left; }
+SA_HD int64_t sa_window_size(const sa_band *band) { return band->left + band->right + 1; }
+
 SA_HD bool sa_visible(const sa_band *band, int64_t i, int64_t j) {
     const int64_t p = i + band->shift;
     return j <= p + band->right && (j >= p - band->left || j < band->num_sink);

@@ -15,8 +15,23 @@
 
 static const char *const op_names[] = {"fwd", "bwd", "decode"};
 
-static bool serves(const sinkattn_variant_info *info, const sinkattn_problem *p) {
-    return info->op == p->op && (info->dtypes & SA_BIT(p->dtype)) && p->head_dim <= info->max_head_dim;
+bool sa_serves_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)p;
+    (void)info;
+    return true;
+}
+
+/* A window without sink tokens, whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys. */
+bool sa_serves_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const int64_t group = p->num_q_heads / p->num_kv_heads;
+    if (group < 2 || info->tile_q % group || p->mask.num_sink_tokens || !p->q_len || !p->k_len || p->softmax_scale < 0.0) return false;
+    const sa_band band = sa_band_of(&p->mask, info->tile_k, info->tile_k);
+    return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k;
+}
+
+static bool serves(const sa_variant *row, const sinkattn_problem *p) {
+    const sinkattn_variant_info *info = &row->info;
+    return info->op == p->op && (info->dtypes & SA_BIT(p->dtype)) && p->head_dim <= info->max_head_dim && row->serves(p, info);
 }
 
 /* The index of the last row that serves, -1 for a miss. */
@@ -24,7 +39,7 @@ static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *de
     int32_t best = -1;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
-        if (serves(&row->info, p) && row->info.backend == device->backend && row->info.arch <= device->arch) best = i;
+        if (serves(row, p) && row->info.backend == device->backend && row->info.arch <= device->arch) best = i;
     return best;
 }
 
@@ -125,7 +140,7 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
     if (!plan) return sa_status(SINKATTN_INVALID, "plan is NULL; it must be given");
     const sa_variant *row = sa_variant_at(plan->variant);
     if (!row) return sa_status(SINKATTN_INVALID, "plan.variant is %" PRId32 "; it must name a compiled kernel", plan->variant);
-    if (!serves(&row->info, problem))
+    if (!serves(row, problem))
         return sa_status(SINKATTN_INVALID, "plan.variant is %s; it must serve %s of %s with head_dim %" PRId64, row->info.name,
                          op_names[problem->op], sa_dtype_name(problem->dtype), problem->head_dim);
     if (row->info.backend == SINKATTN_CPU && row->info.arch > sa_cpu_level())

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core.h"
 
-#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k)                                                                \
+#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k, serves)                                                        \
     sinkattn_status sa_##op##_##backend##_##arch(const void *, const sinkattn_plan *, const sinkattn_context *);                           \
     int64_t sa_##backend##_workspace(const sinkattn_problem *, const sinkattn_plan *);
 #include "variants.def"
@@ -17,15 +17,17 @@ enum {
     SA_ARCH_avx512_bf16 = SINKATTN_CPU_AVX512_BF16,
     SA_ARCH_sm80_d64 = 80,
     SA_ARCH_sm80_d128 = 80,
-    SA_ARCH_sm80_d256 = 80
+    SA_ARCH_sm80_d256 = 80,
+    SA_ARCH_sm90_window = 90
 };
 
 static const sa_variant sa_variants[] = {
-#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k)                                                                \
+#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k, serves)                                                        \
     {{"sa_" #op "_" #backend "_" #arch, (sinkattn_op)SA_OP_##op, (sinkattn_backend)SA_BACKEND_##backend, SA_ARCH_##arch, dtypes,           \
       max_head_dim, tile_q, tile_k},                                                                                                       \
      sa_##op##_##backend##_##arch,                                                                                                         \
-     sa_##backend##_workspace},
+     sa_##backend##_workspace,                                                                                                             \
+     sa_serves_##serves},
 #include "variants.def"
 };
 

@@ -18,7 +18,7 @@ namespace sa {
 namespace {
 
 // The tiles of the rows in variants.def.
-#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k)                                                                \
+#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k, serves)                                                        \
     constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;
 #include "core/variants.def"
 

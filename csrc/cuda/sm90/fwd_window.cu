@@ -1,0 +1,496 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Forward for windows that fit one key tile, head_dim up to 64, on sm_90.
+//
+//     producer warp   K, V of a span | Q tile | Q tile | ...          K, V of the next span | ...
+//     math group g    QK wgmma, softmax over all keys at once, PV wgmma, out through Q's slot      (three groups, each its own tiles)
+//
+// A tile is 64 rows, kTokens tokens x the heads of a group, and sees at most 144 keys: one pass, nothing is rescaled, the sink is in the
+// pivot and in the sum from the start. The window begins at its exact token, since a wgmma operand may start at any row. K and V are read
+// once a span of 96 tokens, with the keys before it. Tiles lie at multiples of kTokens positions: a row's bits are its own.
+//
+// Shared memory: two stages of K and V, 240 keys each, 120 KiB; nine slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32.
+
+#include "cuda/attn/work.cuh"
+#include "cuda/cuda_backend.h"
+#include "cuda/device/ptx_sm90.cuh"
+
+namespace sa {
+namespace {
+
+#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k, serves)                                                        \
+    constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;
+#include "core/variants.def"
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr int kGroups = 3, kThreads = 128 * (kGroups + 1), kTileRows = sa_fwd_cuda_sm90_window_tile_q;
+constexpr int kKeys = sa_fwd_cuda_sm90_window_tile_k, kSpan = 96, kSpanKeys = kSpan + kKeys;
+constexpr int kStages = 2, kSlots = 3, kCheckers = 3, kRowBytes = 128, kSlotBytes = kTileRows * kRowBytes,
+              kKeyBytes = kSpanKeys * kRowBytes;
+
+// A span of tokens of one sequence and kv head.
+struct Span {
+    sa_sequence sequence;
+    int64_t batch, kv_head;
+    int64_t token, key; // of the first tile: its first token, and the first key of that token's window; both may lie outside
+    bool exists, has_sink;
+};
+
+struct Smem {
+    unsigned char keys[kStages][kKeyBytes], values[kStages][kKeyBytes];
+    unsigned char slots[kGroups][kSlots][kSlotBytes];
+    Span spans[kStages];
+    uint64_t kv_full[kStages], kv_ready[kStages], kv_empty[kStages], q_full[kGroups][kSlots], q_empty[kGroups][kSlots];
+    bool unfinite[kStages][kCheckers];
+};
+
+struct Maps {
+    CUtensorMap q, k, v, out;
+};
+
+struct Problem {
+    sa_band window; // of a sequence long enough that nothing is clamped
+    int64_t num_items;
+    int group, tokens;
+    int reach; // keys that a row sees beside its window's first
+    float scale_log2;
+};
+
+__device__ __forceinline__ int64_t span_offset(const sinkattn_fwd_args &args, int64_t b) {
+    return sa_clamp(args.cu_seqlens_q[b], 0, args.problem.q_len) / kSpan + 2 * b;
+}
+
+static inline int64_t num_spans(const sinkattn_problem &problem) {
+    if (problem.packed) return problem.q_len / kSpan + 2 * (problem.batch + 1);
+    return problem.batch * (problem.q_len / kSpan + 2);
+}
+
+__device__ __forceinline__ Span span_at(const sinkattn_fwd_args &args, const Problem &p, int64_t item) {
+    const sinkattn_problem &problem = args.problem;
+    Span span;
+    span.kv_head = item % problem.num_kv_heads;
+    const int64_t n = item / problem.num_kv_heads;
+    int64_t within;
+    if (problem.packed) {
+        int64_t low = 0, high = problem.batch + 1;
+        while (high - low > 1) {
+            const int64_t middle = (low + high) / 2;
+            if (span_offset(args, middle) <= n)
+                low = middle;
+            else
+                high = middle;
+        }
+        span.batch = low;
+        within = n - span_offset(args, low);
+    } else {
+        const int64_t each = problem.q_len / kSpan + 2;
+        span.batch = n / each;
+        within = n % each;
+    }
+    span.has_sink = args.s_aux && span.batch < problem.batch;
+    if (span.batch < problem.batch) {
+        span.sequence = sa_sequence_at(&args, span.batch);
+    } else { // rows past cu_seqlens[batch]: no keys, no sink
+        const int64_t begin = sa_clamp(args.cu_seqlens_q[span.batch], 0, problem.q_len);
+        span.sequence = {0, begin, problem.q_len - begin, 0, 0};
+    }
+    const sa_band band = sa_band_of(&problem.mask, span.sequence.q_len, span.sequence.k_len);
+    const int64_t start = sa_position(&band, 0), base = (start >= 0 ? start : start - kSpan + 1) / kSpan * kSpan; // a multiple of kSpan
+    span.token = base - start + within * kSpan;
+    span.key = sa_window_begin(&p.window, base + within * kSpan);
+    span.exists = within >= 0 && span.token < span.sequence.q_len;
+    return span;
+}
+
+__device__ __forceinline__ void produce(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+    int stage = 0, kv_phase = 0, slot = 0, q_phase = 0;
+    for (int64_t item = blockIdx.x; item < p.num_items; item += gridDim.x) {
+        const Span span = span_at(args, p, item);
+        if (!span.exists) continue;
+        barrier_wait(&smem.kv_empty[stage], kv_phase ^ 1);
+        smem.spans[stage] = span;
+        barrier_arrive_expect(&smem.kv_full[stage], 2 * kKeyBytes);
+        const int key = static_cast<int>(span.sequence.k_begin + span.key), batch = static_cast<int>(span.sequence.batch);
+        tensor_load(smem.keys[stage], &maps.k, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
+        tensor_load(smem.values[stage], &maps.v, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
+        for (int tile = 0; tile < kSpan / p.tokens; tile++) {
+            const int group = tile % kGroups;
+            if (group == 0 && tile > 0) {
+                slot = slot + 1 == kSlots ? 0 : slot + 1;
+                q_phase ^= slot == 0;
+            }
+            barrier_wait(&smem.q_empty[group][slot], q_phase ^ 1);
+            barrier_arrive_expect(&smem.q_full[group][slot], kSlotBytes);
+            tensor_load(smem.slots[group][slot], &maps.q, &smem.q_full[group][slot], 0, static_cast<int>(span.kv_head * p.group),
+                        static_cast<int>(span.sequence.q_begin + span.token + tile * p.tokens), batch);
+        }
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+        q_phase ^= slot == 0;
+        stage ^= 1;
+        kv_phase ^= stage == 0;
+    }
+    barrier_wait(&smem.kv_empty[stage], kv_phase ^ 1);
+    smem.spans[stage].exists = false;
+    barrier_arrive(&smem.kv_full[stage]);
+}
+
+template <class Element> __device__ __forceinline__ bool unfinite(uint32_t pair) {
+    constexpr uint32_t kLow = kExponent<Element>, kHigh = kLow << 16;
+    return (pair & kLow) == kLow || (pair & kHigh) == kHigh;
+}
+
+// The other warps of the producer's group. 0 * NaN is not 0: values that are not finite are zeroed before the math sees them.
+template <class Element> __device__ __forceinline__ void check_values(Smem &smem) {
+    const int checker = threadIdx.x / 32 - 1;
+    for (int stage = 0, phase = 0;; stage ^= 1, phase ^= stage == 0) {
+        barrier_wait(&smem.kv_full[stage], phase);
+        if (!smem.spans[stage].exists) break;
+        bool bad = false;
+        for (int x = threadIdx.x - 32; x < kKeyBytes / 16; x += 32 * kCheckers) {
+            uint4 &chunk = reinterpret_cast<uint4 *>(smem.values[stage])[x];
+            const uint4 halves = chunk;
+            if (!(unfinite<Element>(halves.x) || unfinite<Element>(halves.y) || unfinite<Element>(halves.z) || unfinite<Element>(halves.w)))
+                continue;
+            bad = true;
+            auto *each = reinterpret_cast<uint16_t *>(&chunk);
+            for (int i = 0; i < 8; i++)
+                if ((each[i] & kExponent<Element>) == kExponent<Element>) each[i] = 0;
+        }
+        bad = __any_sync(0xffffffffu, bad);
+        if (threadIdx.x % 32 == 0) smem.unfinite[stage][checker] = bad;
+        async_fence();
+        barrier_arrive(&smem.kv_ready[stage]);
+    }
+}
+
+// The two rows of a thread's accumulators: element i of a row block belongs to row (i / 2) % 2.
+struct ThreadRows {
+    int row[2], token[2], head[2]; // in the tile; token and head of the group
+
+    __device__ __forceinline__ explicit ThreadRows(int group) {
+        for (int i = 0; i < 2; i++) {
+            row[i] = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+            token[i] = row[i] / group;
+            head[i] = row[i] % group;
+        }
+    }
+};
+
+// Columns of the tile that each of the two rows sees: a row's own window, of the keys inside the sequence.
+struct Columns {
+    int begin[2], end[2];
+    bool edge; // the tile reaches past the sequence
+
+    __device__ __forceinline__ Columns(const ThreadRows &rows, const Span &span, int64_t first_key, int reach) {
+        const int low = static_cast<int>(sa_clamp(-first_key, 0, kKeys)),
+                  high = static_cast<int>(sa_clamp(span.sequence.k_len - first_key, 0, kKeys));
+        edge = low > 0 || high < kKeys;
+        for (int i = 0; i < 2; i++) {
+            begin[i] = max(rows.token[i], low);
+            end[i] = min(rows.token[i] + reach + 1, high);
+        }
+    }
+};
+
+struct Softmax {
+    float pivot[2], sum[2]; // pivot in log2 units
+};
+
+template <class Element> __device__ __forceinline__ void qk_product(float (&s)[72], uint32_t q, uint32_t k) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++) wgmma_m64n144k16<Element>(s, operand(q + 32 * step, 0), operand(k + 32 * step, 0), step > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
+// All keys at once: maximum, exponentials, sum. The sink's logits s_aux take part in both.
+template <class Element>
+__device__ __forceinline__ Softmax softmax(uint32_t (&weights)[9][4], float (&s)[72], const Columns &seen, const Problem &p,
+                                           const float (&s_aux)[2]) {
+    const int column = 2 * (threadIdx.x % 4);
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < 18; n++) {
+        if (8 * n < p.tokens || 8 * n + 7 > p.reach || seen.edge) { // elsewhere every row sees every key
+#pragma unroll
+            for (int x = 0; x < 4; x++)
+                if (8 * n + column + (x & 1) < seen.begin[x / 2] || 8 * n + column + (x & 1) >= seen.end[x / 2]) s[4 * n + x] = -INFINITY;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+    }
+    Softmax rows;
+    float from[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float key = quad_max(top[i]) * p.scale_log2, sink = s_aux[i] * kLog2e;
+        rows.pivot[i] = key > sink ? key : sink; // a NaN in s_aux stays
+        from[i] = rows.pivot[i] == -INFINITY ? 0.0f : rows.pivot[i];
+        rows.sum[i] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 72; i += 2) {
+        const int r = i / 2 & 1;
+        const float x = exp2_approx(fmaf(s[i], p.scale_log2, -from[r])), y = exp2_approx(fmaf(s[i + 1], p.scale_log2, -from[r]));
+        rows.sum[r] += x + y;
+        weights[i / 8][i / 2 % 4] = pack_halves<Element>(x, y);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float sink = s_aux[i] * kLog2e;
+        const float added = sink == -INFINITY ? 0.0f : sink == rows.pivot[i] ? 1.0f : exp2_approx(sink - from[i]);
+        rows.sum[i] = quad_sum(rows.sum[i]) + added;
+    }
+    return rows;
+}
+
+template <class Element> __device__ __forceinline__ void pv_product(float (&o)[32], const uint32_t (&weights)[9][4], uint32_t v) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 9; step++)
+        wgmma_m64n64k16<Element>(o, weights[step], operand(v + step * 16 * kRowBytes, kKeyBytes), step > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
+// Adds, to the rows that see them, the values that check_values took away, read again from global memory.
+template <class Element>
+__device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const Span &span, int64_t first_key,
+                                           const Columns &seen) {
+    const auto *values = static_cast<const uint16_t *>(args.v.data);
+    const int column = 2 * (threadIdx.x % 4);
+#pragma unroll 1
+    for (int j = min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]); j++) {
+        const uint16_t *row = values + sa_offset(&args.v, span.sequence.batch, span.sequence.k_begin + first_key + j, span.kv_head);
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            const int x = 8 * (i / 4) + column + (i & 1), r = i / 2 & 1;
+            if (x >= args.problem.head_dim || j < seen.begin[r] || j >= seen.end[r]) continue;
+            if ((row[x] & kExponent<Element>) == kExponent<Element>) o[i] += widen<Element>(row[x]);
+        }
+    }
+}
+
+template <class Element>
+__device__ __forceinline__ void stage_out(unsigned char *slot, const float (&o)[32], const Softmax &softmax, const ThreadRows &rows) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float factor = softmax.sum[i] == 0.0f ? 0.0f : 1.0f / softmax.sum[i];
+        const int row = rows.row[i];
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            *reinterpret_cast<uint32_t *>(slot + row * kRowBytes + ((n ^ (row & 7)) << 4) + 4 * (threadIdx.x % 4)) =
+                pack_halves<Element>(o[4 * n + 2 * i] * factor, o[4 * n + 2 * i + 1] * factor);
+    }
+}
+
+__device__ __forceinline__ void write_lse(const Softmax &softmax, const sinkattn_fwd_args &args, const Span &span, int64_t token,
+                                          const ThreadRows &rows, int group, const float (&s_aux)[2]) {
+    if (threadIdx.x % 4) return;
+    for (int i = 0; i < 2; i++) {
+        if (token + rows.token[i] < 0 || token + rows.token[i] >= span.sequence.q_len) continue;
+        const float pivot =
+            softmax.pivot[i] == s_aux[i] * kLog2e ? s_aux[i] : softmax.pivot[i] * kLn2; // a row without keys gets s_aux itself
+        static_cast<float *>(
+            args.lse)[sa_row_index(&args.problem, &span.sequence, span.kv_head * group + rows.head[i], token + rows.token[i])] =
+            softmax.sum[i] == 0.0f ? -INFINITY : pivot + logf(softmax.sum[i]);
+    }
+}
+
+// Rows of a tile that holds rows of no or of another sequence: by the threads, not by a copy.
+__device__ __forceinline__ void write_rows(const unsigned char *slot, const sinkattn_fwd_args &args, const Span &span, int64_t token,
+                                           int group) {
+    auto *out = static_cast<uint16_t *>(args.out.data);
+    for (int x = threadIdx.x % 128; x < kTileRows * 8; x += 128) {
+        const int row = x / 8, chunk = x % 8;
+        const int64_t i = token + row / group;
+        if (i < 0 || i >= span.sequence.q_len || chunk * 8 >= args.problem.head_dim) continue;
+        const int64_t at = sa_offset(&args.out, span.sequence.batch, span.sequence.q_begin + i, span.kv_head * group + row % group);
+        *reinterpret_cast<uint4 *>(out + at + chunk * 8) =
+            *reinterpret_cast<const uint4 *>(slot + row * kRowBytes + ((chunk ^ (row & 7)) << 4));
+    }
+}
+
+// Slots of one math group, in turn. A slot is free again once the copy of out has read it; that wait is put off by a tile.
+struct SlotRing {
+    int slot = 0, phase = 0, copied = -1;
+
+    __device__ __forceinline__ void next() {
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+        phase ^= slot == 0;
+    }
+};
+
+__device__ __forceinline__ void write_tile(Smem &smem, SlotRing &ring, const sinkattn_fwd_args &args, const Maps &maps, const Span &span,
+                                           int64_t token, const Problem &p, int math_group) {
+    const bool leader = threadIdx.x % 128 == 0, whole = token >= 0 && token + p.tokens <= span.sequence.q_len;
+    unsigned char *slot = smem.slots[math_group][ring.slot];
+    async_fence();
+    named_barrier<128>(1 + math_group);
+    if (!whole) {
+        write_rows(slot, args, span, token, p.group);
+        async_fence();
+        named_barrier<128>(1 + math_group);
+    }
+    if (!leader) return;
+    uint64_t *free = smem.q_empty[math_group];
+    if (whole) {
+        tensor_store(&maps.out, slot, 0, static_cast<int>(span.kv_head * p.group), static_cast<int>(span.sequence.q_begin + token),
+                     static_cast<int>(span.sequence.batch));
+        store_commit();
+        store_wait_read<1>();
+    } else {
+        store_wait_read<0>();
+        barrier_arrive(&free[ring.slot]);
+    }
+    if (ring.copied >= 0) barrier_arrive(&free[ring.copied]);
+    ring.copied = whole ? ring.slot : -1;
+}
+
+template <class Element>
+__device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+    const int math_group = threadIdx.x / 128 - 1;
+    const ThreadRows rows(p.group);
+    SlotRing ring;
+    for (int stage = 0, phase = 0;; stage ^= 1, phase ^= stage == 0) {
+        barrier_wait(&smem.kv_full[stage], phase);
+        const Span &span = smem.spans[stage];
+        if (!span.exists) break;
+        float s_aux[2];
+        for (int i = 0; i < 2; i++)
+            s_aux[i] = span.has_sink
+                           ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + rows.head[i]))
+                           : -INFINITY;
+        barrier_wait(&smem.kv_ready[stage], phase);
+        const bool hidden = smem.unfinite[stage][0] || smem.unfinite[stage][1] || smem.unfinite[stage][2];
+        for (int tile = math_group; tile < kSpan / p.tokens; tile += kGroups, ring.next()) {
+            const int64_t token = span.token + tile * p.tokens, first_key = span.key + tile * p.tokens;
+            unsigned char *slot = smem.slots[math_group][ring.slot];
+            const uint32_t first_row = tile * p.tokens * kRowBytes;
+            float s[72], o[32];
+            uint32_t weights[9][4];
+            barrier_wait(&smem.q_full[math_group][ring.slot], ring.phase);
+            qk_product<Element>(s, shared_address(slot), shared_address(smem.keys[stage]) + first_row);
+            const Columns seen(rows, span, first_key, p.reach);
+            const Softmax result = softmax<Element>(weights, s, seen, p, s_aux);
+            pv_product<Element>(o, weights, shared_address(smem.values[stage]) + first_row);
+            if (hidden) add_hidden<Element>(o, args, span, first_key, seen);
+            stage_out<Element>(slot, o, result, rows);
+            write_lse(result, args, span, token, rows, p.group, s_aux);
+            write_tile(smem, ring, args, maps, span, token, p, math_group);
+        }
+        if (threadIdx.x % 128 == 0) barrier_arrive(&smem.kv_empty[stage]);
+    }
+    if (threadIdx.x % 128 == 0) store_wait();
+}
+
+template <class Element>
+__global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_constant__ sinkattn_fwd_args args,
+                                                             const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
+                                                             unsigned *error_word) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Smem &smem = *reinterpret_cast<Smem *>(shared);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; i++) {
+            barrier_init(&smem.kv_full[i], 1);
+            barrier_init(&smem.kv_ready[i], 32 * kCheckers);
+            barrier_init(&smem.kv_empty[i], kGroups);
+        }
+        for (int g = 0; g < kGroups; g++)
+            for (int i = 0; i < kSlots; i++) {
+                barrier_init(&smem.q_full[g][i], 1);
+                barrier_init(&smem.q_empty[g][i], 1);
+            }
+        barrier_init_fence();
+    }
+    if (blockIdx.x == 0 && args.problem.packed) {
+        check_cu_seqlens(args.cu_seqlens_q, args.problem.batch, args.problem.q_len, error_word);
+        check_cu_seqlens(args.cu_seqlens_k, args.problem.batch, args.problem.k_len, error_word);
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_down<40>();
+        if (threadIdx.x == 0) produce(smem, args, maps, p);
+        if (threadIdx.x >= 32) check_values<Element>(smem);
+    } else {
+        registers_up<152>();
+        compute<Element>(smem, args, maps, p);
+    }
+#endif
+}
+
+using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+sinkattn_status find_encode(Encode *encode) {
+    void *function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    if (error == cudaSuccess && found != cudaDriverEntryPointSuccess)
+        return sa_status(SINKATTN_DEVICE, "the CUDA driver has no cuTensorMapEncodeTiled; it must be that of CUDA 12.0 or later");
+    *encode = reinterpret_cast<Encode>(function);
+    return sa_cuda_status("cudaGetDriverEntryPointByVersion", error);
+}
+
+// [batch, rows, heads, head_dim], in boxes of `tokens` rows x `heads_a_box` heads x 64.
+sinkattn_status encode_map(Encode encode, CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t rows,
+                           int64_t heads, int tokens, int heads_a_box, const char *name) {
+    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
+                                static_cast<cuuint64_t>(p.packed ? 1 : p.batch)};
+    const cuuint64_t strides[] = {static_cast<cuuint64_t>(tensor.head_stride * 2), static_cast<cuuint64_t>(tensor.row_stride * 2),
+                                  static_cast<cuuint64_t>((p.packed ? tensor.row_stride : tensor.batch_stride) * 2)};
+    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(heads_a_box), static_cast<cuuint32_t>(tokens), 1}, steps[] = {1, 1, 1, 1};
+    const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return sa_ok();
+    return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
+                     static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
+                     static_cast<long long>(tensor.head_stride));
+}
+
+template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.problem;
+    if (problem.batch == 0 && !problem.packed) return sa_ok();
+    if (problem.q_len == 0) return sa_ok();
+    Problem p;
+    p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
+    p.tokens = kTileRows / p.group;
+    p.window = sa_band_of(&problem.mask, kKeys, kKeys);
+    p.reach = static_cast<int>(sa_window_size(&p.window)) - 1;
+    p.num_items = num_spans(problem) * problem.num_kv_heads;
+    p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
+    Encode encode = nullptr;
+    unsigned *error_word;
+    Maps maps;
+    sinkattn_status status = find_encode(&encode);
+    if (!status.code) status = sa_cuda_error_word(&error_word);
+    if (!status.code) status = encode_map(encode, &maps.q, problem, args.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
+    if (!status.code) status = encode_map(encode, &maps.k, problem, args.k, problem.k_len, problem.num_kv_heads, kSpanKeys, 1, "k");
+    if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, kSpanKeys, 1, "v");
+    if (!status.code)
+        status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.tokens, p.group, "out");
+    if (!status.code)
+        status =
+            sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(window_kernel<Element>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                                        static_cast<int>(sizeof(Smem))));
+    if (status.code) return status;
+    int device, sms;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    const unsigned blocks = static_cast<unsigned>(sa_min(p.num_items, sms));
+    window_kernel<Element><<<blocks, kThreads, sizeof(Smem), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
+    return sa_cuda_status("sa_fwd_cuda_sm90_window", cudaGetLastError());
+}
+
+} // namespace
+} // namespace sa
+
+extern "C" sinkattn_status sa_fwd_cuda_sm90_window(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+    const auto &fwd = *static_cast<const sinkattn_fwd_args *>(args);
+    if (fwd.problem.dtype == SINKATTN_BF16) return sa::launch<sa::Bf16>(fwd, *context);
+    return sa::launch<sa::Fp16>(fwd, *context);
+}
