@@ -216,9 +216,9 @@ def report(results: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--length", type=int, default=1024, help="tokens a row")
-    parser.add_argument("--batch", type=int, default=1, help="rows a step")
+    parser.add_argument("--batch", type=int, default=2, help="rows a step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the arithmetic")

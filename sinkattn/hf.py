@@ -206,10 +206,8 @@ def _refuse(
         raise NotImplementedError(
             f"sinkattn: {unknown} may change the result in unknown ways: leave out or use eager attention"
         )
-    for part in (
-        "compressor",
-        "indexer",
-    ):  # of layers that add keys or pick some, and tell eager attention by a 4-D mask
+    # Layers that add keys or pick some, and say so by a 4-D mask where one is made.
+    for part in ("compressor", "indexer"):
         if getattr(module, part, None) is not None:
             raise NotImplementedError(f"sinkattn: {type(module).__name__} has a key {part}; use eager attention")
     # verl cuts the sequence over its Ulysses group, and leaves it to the attention to trade heads for the rest of it.
@@ -219,9 +217,9 @@ def _refuse(
 
 
 def _check_mask(mask: Tensor, batch: int, q_len: int, k_len: int, causal: bool) -> None:
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        got = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise NotImplementedError(f"sinkattn: attention_mask is {got}, not [batch, kv_len]; use eager attention")
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise NotImplementedError(f"sinkattn: attention_mask is {got}, not bool [batch, kv_len]; use eager attention")
     if mask.shape[0] != batch or not q_len <= mask.shape[1] <= k_len:
         raise ValueError(
             f"sinkattn: attention_mask has shape {tuple(mask.shape)}; batch is {batch} and kv_len must lie between"

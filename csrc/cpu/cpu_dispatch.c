@@ -16,7 +16,7 @@ enum { NUM_LEVELS = sizeof level_names / sizeof *level_names };
 
 #if defined(__x86_64__)
 /* Asked of the compiler's runtime, which also asks whether the system saves the registers; F16C has no name in every compiler. */
-int32_t sa_cpu_level(void) {
+static int32_t read_level(void) {
     unsigned eax, ebx, ecx = 0, edx;
     __builtin_cpu_init();
     const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
@@ -36,15 +36,26 @@ static void read_name(char *name) {
     memcpy(name, words, sizeof words);
 }
 #else
-int32_t sa_cpu_level(void) { return SINKATTN_CPU_SCALAR; }
+static int32_t read_level(void) { return SINKATTN_CPU_SCALAR; }
 
 static void read_name(char *name) { memcpy(name, "cpu", 4); }
 #endif
 
+/* Read once, when the library is loaded: cpuid traps in a virtual machine, and takes longer there than a small call. */
+static int32_t cpu_level;
+static char cpu_name[48];
+
+__attribute__((constructor)) static void read_cpu(void) {
+    cpu_level = read_level();
+    read_name(cpu_name);
+}
+
+int32_t sa_cpu_level(void) { return cpu_level; }
+
 sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device) {
     if (!device) return sa_status(SINKATTN_INVALID, "device is NULL; it must be given");
     if (workers < 1) return sa_status(SINKATTN_INVALID, "workers is %" PRId32 "; it must be at least 1", workers);
-    int32_t level = sa_cpu_level();
+    int32_t level = cpu_level;
     const char *wanted = getenv("SINKATTN_CPU_LEVEL");
     if (wanted && *wanted) {
         int32_t named = 0;
@@ -58,7 +69,7 @@ sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device) {
         level = named;
     }
     *device = (sinkattn_device){.backend = SINKATTN_CPU, .arch = level, .workers = workers};
-    read_name(device->name);
+    memcpy(device->name, cpu_name, sizeof cpu_name);
     return sa_ok();
 }
 

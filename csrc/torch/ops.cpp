@@ -113,12 +113,19 @@ std::vector<int64_t> lse_shape(const sinkattn_problem &problem) {
 
 template <class Args> using Run = sinkattn_status (*)(const Args *, const sinkattn_plan *, const sinkattn_context *);
 
+// A second thread costs more than it brings where there is next to nothing to do.
+int threads_for(const sinkattn_problem &p) {
+    const double products = static_cast<double>(p.batch) * static_cast<double>(p.q_len) * static_cast<double>(p.k_len) *
+                            static_cast<double>(p.num_q_heads) * static_cast<double>(p.head_dim);
+    return products < 65536.0 ? 1 : at::get_num_threads();
+}
+
 // scratch: the caller's workspace, for captured graphs; absent: allocated here, and gone afterwards.
 template <class Args>
 void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, const at::Tensor &q, const Maybe &scratch = {}) {
     const c10::DeviceGuard guard(q.device());
     sinkattn_device device{};
-    raise_on(q.is_cpu() ? sinkattn_query_cpu(at::get_num_threads(), &device) : sinkattn_query_cuda(q.get_device(), &device));
+    raise_on(q.is_cpu() ? sinkattn_query_cpu(threads_for(problem), &device) : sinkattn_query_cuda(q.get_device(), &device));
     sinkattn_plan plan{};
     raise_on(sinkattn_make_plan(&problem, &device, &plan));
     if (scratch) {

@@ -39,6 +39,7 @@ static void choose_decode(sinkattn_problem *p) {
     p->mask.right = 0;
     p->invariant = one_in(4);
     p->num_splits = p->invariant ? pick(0, 1) : AMONG(0, 0, 1, 2, 3, 50);
+    if (p->num_splits > 1 && one_in(2)) p->k_len = pick(257, 700);
     if (one_in(2)) return;
     p->page_size = AMONG(1, 3, 16, 64, 128, 256);
     p->k_len = p->page_size * sa_ceil_div(p->k_len, p->page_size);
