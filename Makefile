@@ -40,7 +40,7 @@ SOURCES += $(sort $(wildcard csrc/cuda/*.c csrc/cuda/*.cu csrc/cuda/*/*.cu))
 C_FLAGS += -DSA_WITH_CUDA
 # nvcc's stubs keep a pointer in a static; its guard would make every C program link the C++ runtime.
 CUDA_FLAGS := -std=c++17 -O3 -DSA_WITH_CUDA -Icsrc -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden,-fno-threadsafe-statics,-Wall,-Wextra \
-    -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=sm_80
+    -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=[sm_80,compute_80]
 # nvcc may be a wrapper, far from its toolkit: it says itself where its libraries are.
 CUDA_LIBRARIES := $(shell $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | sed -n 's/^\#\$$ LIBRARIES= *//p' | tr -d '"' | tr ' ' '\n' | grep -v stubs)
 LINK_LIBS += $(CUDA_LIBRARIES) -lcudart_static -ldl -lpthread -lrt

@@ -66,6 +66,8 @@ def _one_s_aux(s_aux: Tensor | None, learnable_sink: Tensor | None, sinks: Tenso
 
 def _window(window_size: Window, causal: bool) -> tuple[int, int]:
     left, right = (-1 if side is None else side for side in window_size)
+    if right < -1:
+        raise ValueError(f"sinkattn: window_size_right is {right}; it must be -1 (unbounded) or at least 0")
     return left, 0 if causal else right
 
 
@@ -166,8 +168,8 @@ def flash_attn_varlen_func(
 
 
 def _check_append(slots: Tensor, pages: Tensor | None, capacity: int, num_pages: int) -> None:
-    """On the CPU, before anything is written; a GPU would have to wait for the answer."""
-    if slots.numel() == 0 or slots.device.type != "cpu" or torch.compiler.is_compiling():
+    """Before anything is written."""
+    if slots.numel() == 0:
         return
     first, last = (int(end) for end in slots.aminmax())
     if first < 0 or last >= capacity:
@@ -181,11 +183,16 @@ def _check_append(slots: Tensor, pages: Tensor | None, capacity: int, num_pages:
             )
 
 
-@torch.no_grad()
+@torch.library.custom_op("sinkattn::append_kv", mutates_args=("k_cache", "v_cache"))
 def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None
 ) -> Tensor:
-    """Writes k, v [batch, new, num_kv_heads, head_dim] behind the keys in use; the keys in use afterwards, [batch]."""
+    """Writes k, v [batch, new, num_kv_heads, head_dim] behind the keys in use; the keys in use afterwards, [batch].
+
+    An op, so that a compiled graph checks lengths as eager code does.
+    """
+    if k_cache.device.type != "cpu":
+        raise NotImplementedError(f"sinkattn: k and v are appended on the CPU, not on {k_cache.device}; write them first")
     batch, new = k.shape[0], k.shape[1]
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if tensor.shape != (batch, new, *cache.shape[2:]):
@@ -206,6 +213,13 @@ def _append(
     k_cache.index_put_(where, k)
     v_cache.index_put_(where, v)
     return cache_seqlens + new
+
+
+@_append.register_fake
+def _(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None
+) -> Tensor:
+    return torch.empty_like(cache_seqlens)
 
 
 def flash_attn_with_kvcache(
@@ -252,8 +266,6 @@ def flash_attn_with_kvcache(
     return_lse = return_lse or return_softmax_lse
     s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
     left, right = _window(window_size, causal)
-    if right < -1:
-        raise ValueError(f"sinkattn: window_size_right is {right}; it must be -1 (unbounded) or at least 0")
     if right != 0 and q.shape[1] > 1:
         raise NotImplementedError(
             f"sinkattn: {q.shape[1]} rows with causal=False; rows of one call are causal among themselves, give"

@@ -142,7 +142,7 @@ def test_visible_pairs(window: tuple[int | None, int | None], num_sink_tokens: i
 
 @pytest.mark.parametrize("arguments", [(-1, 3), (3, -1), (3, 3, (-2, 0)), (3, 3, (0, 0), -1)])
 def test_visible_pairs_refuses(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="must be at least 0, window sides at least -1"):
+    with pytest.raises(ValueError, match="num_sink_tokens at least 0, window sides at least -1"):
         sinkattn.visible_pairs(*arguments)
 
 

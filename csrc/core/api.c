@@ -64,7 +64,7 @@ const char *sinkattn_build_info(void) {
 }
 
 int64_t sinkattn_visible_pairs(const sinkattn_mask *mask, int64_t q_len, int64_t k_len) {
-    if (!mask || sa_validate_mask(mask).code != SINKATTN_OK || q_len < 0 || k_len < 0 || q_len > INT64_MAX - k_len) return -1;
+    if (!mask || sa_validate_mask(mask).code != SINKATTN_OK || q_len < 0 || k_len < 0 || sa_max(q_len, k_len) > INT32_MAX) return -1;
     const sa_band band = sa_band_of(mask, q_len, k_len);
     return sa_pair_count(&band);
 }

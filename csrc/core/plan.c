@@ -35,11 +35,17 @@ static bool serves(const sa_variant *row, const sinkattn_problem *p) {
 }
 
 /* The index of the last row that serves, -1 for a miss. */
+/* sm_90a code, which wgmma and TMA need, runs on 9.0 alone; older CUDA rows carry code that newer devices translate. */
+static bool runs_on(const sinkattn_variant_info *info, const sinkattn_device *device) {
+    const bool exact = info->backend == SINKATTN_CUDA && info->arch >= 90;
+    return info->backend == device->backend && (exact ? info->arch == device->arch : info->arch <= device->arch);
+}
+
 static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *device) {
     int32_t best = -1;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
-        if (serves(row, p) && row->info.backend == device->backend && row->info.arch <= device->arch) best = i;
+        if (serves(row, p) && runs_on(&row->info, device)) best = i;
     return best;
 }
 

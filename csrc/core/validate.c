@@ -3,6 +3,7 @@
  * Every rule of the interface, once, in the order null, dtype, shape, stride, alignment, range. Tensors are checked as a list of
  * operands, so that a rule is written once for all of them. Products of sizes are never formed unchecked.
  */
+#include <float.h>
 #include <inttypes.h>
 #include <math.h>
 
@@ -18,8 +19,8 @@
 
 /* No size reaches a tensor of more elements, which leaves room to count bytes, splits and statistics in int64. */
 #define SA_MAX_ELEMENTS (INT64_C(1) << 48)
-#define SA_MAX_LEN (INT64_C(1) << 36) /* of one sequence: tiles of its keys are numbered in int32 */
 #define SA_ROW_ALIGNMENT 16
+#define SA_MAX_STRIDE (INT64_MAX / 16)
 
 typedef struct operand {
     const char *name;
@@ -235,7 +236,10 @@ static sinkattn_status check_stride(const operand *o, const sinkattn_problem *p)
                     {"row_stride", o->rows, o->tensor->row_stride},
                     {"head_stride", o->heads, o->tensor->head_stride}};
     for (int i = 0; i < 3; i++) {
-        if (axes[i].size == 1) axes[i].stride = 0;
+        if (axes[i].stride > SA_MAX_STRIDE || axes[i].stride < -SA_MAX_STRIDE)
+            return sa_status(SINKATTN_INVALID, "%s.%s is %" PRId64 "; its bytes must be countable in int64", o->name, axes[i].name,
+                             axes[i].stride);
+        if (axes[i].size == 1) axes[i].stride = 0; /* never stepped, so any value that can be multiplied will do */
         if (axes[i].stride < 0 || axes[i].stride % step != 0)
             return sa_status(SINKATTN_INVALID,
                              "%s.%s is %" PRId64 "; it must be a multiple of %" PRId64 " elements (16 bytes), not negative", o->name,
@@ -304,7 +308,10 @@ static sinkattn_status check_splits(const sinkattn_problem *p) {
 }
 
 static sinkattn_status check_range(const sinkattn_problem *p) {
-    if (!isfinite(p->softmax_scale)) return sa_status(SINKATTN_INVALID, "softmax_scale is %g; it must be finite", p->softmax_scale);
+    const double size = fabs(p->softmax_scale), largest = p->dtype == SINKATTN_FP64 ? DBL_MAX : (double)FLT_MAX;
+    if (!(size == 0.0 || (size >= (double)FLT_MIN && size <= largest)))
+        return sa_status(SINKATTN_INVALID, "softmax_scale is %g; it must be finite, and neither too large nor too small for %s",
+                         p->softmax_scale, p->dtype == SINKATTN_FP64 ? "fp64" : "fp32");
     SA_TRY(sa_validate_mask(&p->mask));
     return check_splits(p);
 }

@@ -47,7 +47,7 @@ typedef struct bwd_job {
 
 static int64_t num_segments(int64_t q_len) { return sa_clamp(sa_ceil_div(q_len, MIN_SEGMENT), 1, MAX_SEGMENTS); }
 
-/* Slot rows of all segments and kv heads, from sizes alone: what sa_plan_slots will at most use. */
+/* Slot rows of all segments and kv heads, from sizes alone: what plan_slots will at most use. */
 static int64_t max_slot_rows(const sinkattn_problem *problem, int64_t tile_k) {
     const int64_t sequences = problem->packed ? 1 : problem->batch;
     const int64_t segments = problem->packed ? sa_min(MAX_SEGMENTS * problem->batch, problem->batch + problem->q_len / MIN_SEGMENT)

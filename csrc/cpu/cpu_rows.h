@@ -59,9 +59,10 @@ SA_INLINE sa_vh sa_round_bf16(sa_vf x) {
 
 SA_INLINE sa_vf sa_widen_fp16(sa_vh half) {
     const sa_vu x = __builtin_convertvector(half, sa_vu), sign = (x & 0x8000u) << 16, magnitude = x & 0x7fffu;
-    const sa_vf normal = (sa_vf)(magnitude << 13) * 0x1p112f; /* scales subnormals too; exponent 31 becomes 2^16.. */
-    const sa_vu special = (sa_vu)(magnitude >= 0x7c00u);
-    return (sa_vf)(sign | (((sa_vu)normal & ~special) | ((0x7f800000u | (magnitude << 13)) & special)));
+    const sa_vf small = __builtin_convertvector((sa_vi)magnitude, sa_vf) * 0x1p-24f; /* right also where the CPU flushes subnormals */
+    const sa_vu is_small = (sa_vu)(magnitude < 0x400u), special = (sa_vu)(magnitude >= 0x7c00u);
+    const sa_vu finite = ((sa_vu)small & is_small) | (((magnitude << 13) + (112u << 23)) & ~is_small);
+    return (sa_vf)(sign | ((finite & ~special) | ((0x7f800000u | (magnitude << 13)) & special)));
 }
 
 SA_INLINE sa_vh sa_narrow_fp16(sa_vf x) {

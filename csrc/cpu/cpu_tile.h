@@ -147,7 +147,7 @@ static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_strea
 }
 
 /* Rows as the products take them. Where a masked element would multiply a NaN or infinity, 0 * NaN must not reach lanes that do not
- * see it: such elements are zeroed in a copy, and the lanes that do see them get their term from sa_add_unfinite. */
+ * see it: such elements are zeroed in a copy, and the lanes that do see them get their term from sa_add_hidden. */
 typedef struct sa_operand {
     const void **rows;   /* [capacity] as given */
     const void **clean;  /* [capacity] with the copies in place of rows that have something to hide */
@@ -203,8 +203,9 @@ static inline void sa_operand_clean(sa_operand *operand, const sa_cpu_ops *ops, 
 
 /* Native rows at one distance are read in place. */
 static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, const void *const *rows,
-                                       int64_t n, int64_t row_bytes) {
+                                       int64_t n, int64_t row_stride) {
     if (ops->pack == 1 && problem->dtype != SINKATTN_FP32) return false;
+    const int64_t row_bytes = n > 1 ? row_stride * sa_dtype_bytes(problem->dtype) : 0; /* one row's stride may be anything */
     for (int64_t i = 1; i < n; i++)
         if ((const char *)rows[i] != (const char *)rows[0] + i * row_bytes) return false;
     operand->read = (const sa_cell *)rows[0];
@@ -215,7 +216,7 @@ static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *op
 /* [n][head_dim / pack], neighbours along head_dim. */
 static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
                                     int64_t row_stride) {
-    if (sa_operand_in_place(operand, ops, problem, operand->rows, n, row_stride * sa_dtype_bytes(problem->dtype))) return;
+    if (sa_operand_in_place(operand, ops, problem, operand->rows, n, row_stride)) return;
     operand->read = operand->cells;
     operand->read_row = problem->head_dim / ops->pack;
     ops->rows_to_cells(operand->rows, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
@@ -224,8 +225,7 @@ static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, 
 /* [n / pack][head_dim], neighbours along the rows, from clean. */
 static inline void sa_operand_pairs(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
                                     int64_t row_stride) {
-    if (ops->pack == 1 && sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride * sa_dtype_bytes(problem->dtype)))
-        return;
+    if (ops->pack == 1 && sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride)) return;
     operand->read = operand->cells;
     operand->read_row = problem->head_dim;
     ops->rows_to_pairs(operand->clean, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);

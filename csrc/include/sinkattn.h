@@ -187,7 +187,7 @@ sinkattn_status sinkattn_check_errors(int32_t ordinal);
 const char *sinkattn_build_info(void);
 
 /* (query, key) pairs that a sequence of these lengths computes a score for: the work that FLOP counts are made of; -1 for negative
- * arguments. */
+ * arguments and for lengths above 2^31 - 1. */
 int64_t sinkattn_visible_pairs(const sinkattn_mask *mask, int64_t q_len, int64_t k_len);
 
 #ifdef __cplusplus

@@ -113,11 +113,12 @@ std::vector<int64_t> lse_shape(const sinkattn_problem &problem) {
 
 template <class Args> using Run = sinkattn_status (*)(const Args *, const sinkattn_plan *, const sinkattn_context *);
 
-// A second thread costs more than it brings where there is next to nothing to do.
+// A second thread costs more than it brings where there is next to nothing to do. A decode's splits depend on the threads, so that its
+// plan must be the one that sinkattn.plan gives.
 int threads_for(const sinkattn_problem &p) {
     const double products = static_cast<double>(p.batch) * static_cast<double>(p.q_len) * static_cast<double>(p.k_len) *
                             static_cast<double>(p.num_q_heads) * static_cast<double>(p.head_dim);
-    return products < 65536.0 ? 1 : at::get_num_threads();
+    return p.op != SINKATTN_DECODE && products < 65536.0 ? 1 : at::get_num_threads();
 }
 
 // scratch: the caller's workspace, for captured graphs; absent: allocated here, and gone afterwards.

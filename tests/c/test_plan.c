@@ -69,6 +69,36 @@ static void test_the_best_row_is_taken(void) {
     }
 }
 
+#ifdef SA_WITH_CUDA
+/* sm_90a code runs on 9.0 alone, the sm_80 rows everywhere from 8.0; a window must fit the row's key tile. */
+static void test_the_cuda_row_is_taken(void) {
+    static const struct {
+        int32_t arch;
+        int64_t num_q_heads, window;
+        const char *name;
+    } cases[] = {
+        {80, 16, 128, "sa_fwd_cuda_sm80_d64"},    {90, 16, 128, "sa_fwd_cuda_sm90_window"}, {100, 16, 128, "sa_fwd_cuda_sm80_d64"},
+        {90, 16, 137, "sa_fwd_cuda_sm90_window"}, {90, 16, 138, "sa_fwd_cuda_sm80_d64"},    {90, 2, 128, "sa_fwd_cuda_sm80_d64"},
+        {90, 6, 128, "sa_fwd_cuda_sm80_d64"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const sinkattn_problem problem = {.op = SINKATTN_FWD,
+                                          .dtype = SINKATTN_BF16,
+                                          .batch = 1,
+                                          .num_q_heads = cases[i].num_q_heads,
+                                          .num_kv_heads = 2,
+                                          .head_dim = 64,
+                                          .q_len = 1000,
+                                          .k_len = 1000,
+                                          .mask = {.has_left = true, .left = cases[i].window - 1, .has_right = true}};
+        const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = cases[i].arch, .workers = 132};
+        const char *name = chosen(&problem, &device);
+        CHECK(strcmp(name, cases[i].name) == 0, "arch %d, window %d: %s is taken, %s is best", (int)cases[i].arch, (int)cases[i].window,
+              name, cases[i].name);
+    }
+}
+#endif
+
 static void test_a_miss_lists_what_is_compiled(void) {
     sinkattn_problem problem = prefill(SINKATTN_FWD, SINKATTN_FP64);
     sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
@@ -246,6 +276,9 @@ static void test_plans_that_do_not_fit_are_refused(void) {
 }
 
 const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken},
+#ifdef SA_WITH_CUDA
+                           {"the CUDA row is taken", test_the_cuda_row_is_taken},
+#endif
                            {"a miss lists what is compiled", test_a_miss_lists_what_is_compiled},
                            {"decode splits", test_decode_splits},
                            {"plans of extreme sizes", test_plans_of_extreme_sizes},

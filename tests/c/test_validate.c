@@ -90,7 +90,8 @@ CHANGE(negative_stride, f->k.batch_stride = -f->k.batch_stride)
 CHANGE(negative_head_stride, f->v.head_stride = -8)
 CHANGE(half_aligned_stride, f->v.head_stride += 2)
 CHANGE(endless_stride, f->k.batch_stride = INT64_MAX - 7)
-CHANGE(endless_bytes, f->k.row_stride = INT64_C(1) << 60)
+CHANGE(endless_bytes, f->k.row_stride = INT64_C(1) << 58)
+CHANGE(endless_unused_stride, p->q_len = 1; f->q.row_stride = INT64_MIN)
 CHANGE(out_on_itself, f->out.row_stride = 0)
 CHANGE(out_over_itself, f->out.head_stride = 0)
 CHANGE(out_interleaved, f->out.row_stride = f->out.head_stride)
@@ -193,8 +194,9 @@ static const malformed table[] = {
     {FWD, negative_stride, SINKATTN_INVALID, "k.batch_stride is -"},
     {DECODE, negative_head_stride, SINKATTN_INVALID, "v.head_stride is -8"},
     {BWD, half_aligned_stride, SINKATTN_INVALID, "v.head_stride is"},
-    {FWD, endless_stride, SINKATTN_INVALID, "k has strides 9223372036854775800"},
+    {FWD, endless_stride, SINKATTN_INVALID, "k.batch_stride is 9223372036854775800; its bytes must be countable"},
     {FWD, endless_bytes, SINKATTN_INVALID, "bytes must be countable"},
+    {FWD, endless_unused_stride, SINKATTN_INVALID, "q.row_stride is -9223372036854775808"},
     {FWD, out_on_itself, SINKATTN_INVALID, "rows must not overlap"},
     {DECODE, out_over_itself, SINKATTN_INVALID, "rows must not overlap"},
     {PACKED, out_interleaved, SINKATTN_INVALID, "rows must not overlap"},
