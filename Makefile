@@ -91,7 +91,11 @@ $(ARCHIVE): $(OBJECTS)
 $(BUILD)/test_c: $(C_TEST_OBJECTS) $(ARCHIVE)
 	$(CC) $(C_FLAGS) $^ -o $@ $(LINK_LIBS) -lpthread
 
-test-c: $(BUILD)/test_c
+$(BUILD)/attention: examples/attention.c $(ARCHIVE)
+	$(CC) $(C_FLAGS) $(WARNINGS) $^ -o $@ $(LINK_LIBS)
+
+test-c: $(BUILD)/test_c $(BUILD)/attention
+	$(BUILD)/attention
 	$(BUILD)/test_c
 
 test-sanitize:
@@ -159,7 +163,7 @@ demo: $(call installed,demo)
 
 # ---- style ----
 
-C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c)
+C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c examples/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
 
 lint: $(call installed,lint)

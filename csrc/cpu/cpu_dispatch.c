@@ -42,11 +42,11 @@ static void read_name(char *name) { memcpy(name, "cpu", 4); }
 #endif
 
 /* Read once, when the library is loaded: cpuid traps in a virtual machine, and takes longer there than a small call. */
-static int32_t cpu_level;
+static uint8_t cpu_level;
 static char cpu_name[48];
 
 __attribute__((constructor)) static void read_cpu(void) {
-    cpu_level = read_level();
+    cpu_level = (uint8_t)read_level();
     read_name(cpu_name);
 }
 

@@ -16,6 +16,7 @@ typedef uint16_t sa_vh __attribute__((vector_size(SA_VL * 2), aligned(2), may_al
 
 #define SA_INLINE static inline __attribute__((always_inline))
 #define SA_UNROLL _Pragma("GCC unroll 8")
+#define SA_STEP ((int64_t)SA_VL)
 enum { SA_ROWS = 6 };
 
 #ifdef SA_CELL_MADD
@@ -93,7 +94,7 @@ SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int 
     for (int64_t x = 0; x < g->k; x++, a += a_col, b += b_row) {
         sa_vu right[SA_PANEL];
         SA_UNROLL
-        for (int v = 0; v < vectors; v++) right[v] = sa_load_vu(b + v * SA_VL);
+        for (int v = 0; v < vectors; v++) right[v] = sa_load_vu(b + v * SA_STEP);
         SA_UNROLL
         for (int r = 0; r < rows; r++) {
             const sa_vu left = sa_splat_cell(a[r * a_row]);
@@ -111,7 +112,7 @@ SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int 
             else if (g->join == SA_ADD)
                 sa_store_vf(c, sa_load_vf(c) + sum[r][v]);
             else
-                sa_store_vf(c, sa_load_vf(c) * sa_load_vf(g->beta + lane + v * SA_VL) + sum[r][v]);
+                sa_store_vf(c, sa_load_vf(c) * sa_load_vf(g->beta + lane + v * SA_STEP) + sum[r][v]);
         }
     }
 }
@@ -131,9 +132,9 @@ SA_INLINE void sa_panel(const sa_product *g, int64_t lane, const int vectors) {
 
 static void sa_product_run(const sa_product *g) {
     int64_t lane = 0;
-    for (; lane + SA_PANEL * SA_VL <= g->lanes; lane += SA_PANEL * SA_VL) sa_panel(g, lane, SA_PANEL);
+    for (; lane + SA_PANEL * SA_STEP <= g->lanes; lane += SA_PANEL * SA_STEP) sa_panel(g, lane, SA_PANEL);
 #if SA_PANEL * SA_VL > 16
-    for (; lane + 2 * SA_VL <= g->lanes; lane += 2 * SA_VL) sa_panel(g, lane, 2);
+    for (; lane + 2 * SA_STEP <= g->lanes; lane += 2 * SA_STEP) sa_panel(g, lane, 2);
     for (; lane < g->lanes; lane += SA_VL) sa_panel(g, lane, 1);
 #endif
 }

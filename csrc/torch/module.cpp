@@ -141,7 +141,8 @@ py::dict plan(const std::string &op, const py::dict &device, const std::string &
 int64_t visible_pairs(int64_t q_len, int64_t k_len, int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
     const sinkattn_mask mask = sinkattn::mask_of(window_size_left, window_size_right, num_sink_tokens);
     const int64_t pairs = sinkattn_visible_pairs(&mask, q_len, k_len);
-    if (pairs < 0) throw py::value_error("sinkattn: lengths must be from 0 to 2^31 - 1, num_sink_tokens at least 0, window sides at least -1");
+    if (pairs < 0)
+        throw py::value_error("sinkattn: lengths must be from 0 to 2^31 - 1, num_sink_tokens at least 0, window sides at least -1");
     return pairs;
 }
 
