@@ -6,6 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <initializer_list>
+#include <utility>
+
 #include "convert.h"
 
 namespace sinkattn {
@@ -23,37 +26,52 @@ at::Tensor empty_lse(const at::Tensor &q) {
     return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, options);
 }
 
+// A tensor on the meta device brings a call here, whatever device the others are on.
+void check_devices(const at::Tensor &q, std::initializer_list<std::pair<const char *, const Maybe *>> tensors) {
+    for (const auto &[name, tensor] : tensors)
+        if (*tensor) check_device(**tensor, name, q);
+}
+
 Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
                         const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
                         std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/,
                         c10::SymInt /*num_sink_tokens*/) {
     check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
-    if (s_aux) check_device(*s_aux, "s_aux", q);
+    check_devices(q, {{"s_aux", &s_aux}, {"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k", &cu_seqlens_k}});
     return {empty_contiguous(q), empty_lse(q)};
 }
 
-Tensors4 flash_attn_bwd(const at::Tensor & /*dout*/, const Maybe & /*dlse*/, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                        const at::Tensor & /*out*/, const at::Tensor & /*lse*/, const Maybe &s_aux, const Maybe &cu_seqlens_q,
+Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                        const at::Tensor &out, const at::Tensor &lse, const Maybe &s_aux, const Maybe &cu_seqlens_q,
                         const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
                         std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/,
                         c10::SymInt /*num_sink_tokens*/) {
     check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
+    check_device(dout, "dout", q);
+    check_device(out, "out", q);
+    check_device(lse, "lse", q);
+    check_devices(q, {{"dlse", &dlse}, {"s_aux", &s_aux}, {"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k", &cu_seqlens_k}});
     at::Tensor ds_aux = s_aux ? empty_contiguous(*s_aux) : at::empty({0}, q.options().dtype(at::kFloat));
     return {empty_contiguous(q), empty_contiguous(k), empty_contiguous(v), std::move(ds_aux)};
 }
 
-Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe & /*s_aux*/,
-                      const Maybe & /*cache_seqlens*/, const Maybe & /*block_table*/, std::optional<double> /*softmax_scale*/,
+Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                      const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> /*softmax_scale*/,
                       c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/) {
     check_cache_ranks(q, k_cache, v_cache);
+    check_devices(q, {{"s_aux", &s_aux}, {"cache_seqlens", &cache_seqlens}, {"block_table", &block_table}});
     return {empty_contiguous(q), empty_lse(q)};
 }
 
-void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe & /*s_aux*/,
-                      const Maybe & /*cache_seqlens*/, const Maybe & /*block_table*/, std::optional<double> /*softmax_scale*/,
+void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                      const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> /*softmax_scale*/,
                       c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/,
-                      at::Tensor & /*out*/, at::Tensor & /*lse*/, at::Tensor & /*scratch*/) {
+                      at::Tensor &out, at::Tensor &lse, at::Tensor &scratch) {
     check_cache_ranks(q, k_cache, v_cache);
+    check_devices(q, {{"s_aux", &s_aux}, {"cache_seqlens", &cache_seqlens}, {"block_table", &block_table}});
+    check_device(out, "out", q);
+    check_device(lse, "lse", q);
+    check_device(scratch, "scratch", q);
 }
 
 } // namespace
