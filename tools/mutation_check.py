@@ -58,10 +58,10 @@ MUTATIONS = [
         EDGES + "sink_far_above_the_scores_keeps_lse_finite",
     ),
     Mutation(
-        "sink of -inf counted as a key",
+        "sink of -inf weighs 1 in an empty row",
         NUMERICS,
-        "return s == -(double)INFINITY ? 0.0 : s == s",
-        "return s == s",
+        "if (x == -(double)INFINITY) return 0.0;",
+        "if (x != pivot && x == -(double)INFINITY) return 0.0;",
         EDGES + "sink_of_minus_inf_is_no_sink_bit_for_bit",
     ),
     Mutation(
