@@ -17,11 +17,6 @@
 namespace sa {
 namespace {
 
-// The tiles of the rows in variants.def.
-#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k, serves)                                                        \
-    constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;
-#include "core/variants.def"
-
 template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_> struct Config {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_;
@@ -34,8 +29,6 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_> struct Config
     static_assert(kTileQ % kWarpRows == 0 && kThreads % kChunks == 0 && kTileK % (kThreads / kChunks) == 0,
                   "threads share the work evenly");
 };
-
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 template <class C> __device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row, int chunk) {
     return base + row * C::kRowBytes + ((chunk ^ (row & 7)) << 4);

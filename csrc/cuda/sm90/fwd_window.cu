@@ -18,11 +18,6 @@
 namespace sa {
 namespace {
 
-#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k, serves)                                                        \
-    constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;
-#include "core/variants.def"
-
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kGroups = 3, kThreads = 128 * (kGroups + 1), kTileRows = sa_fwd_cuda_sm90_window_tile_q;
 constexpr int kKeys = sa_fwd_cuda_sm90_window_tile_k, kSpan = 96, kSpanKeys = kSpan + kKeys;
 constexpr int kStages = 2, kSlots = 3, kCheckers = 3, kRowBytes = 128, kSlotBytes = kTileRows * kRowBytes,
