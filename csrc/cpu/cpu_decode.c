@@ -26,11 +26,7 @@ static int64_t num_row_tiles(const sinkattn_problem *problem, int64_t tile_q) {
 static decode_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     decode_job job = {NULL, NULL, NULL, info->tile_q, num_row_tiles(problem, info->tile_q), plan->num_splits};
-    job.workers = sa_take(scratch, plan->workers * (int64_t)sizeof *job.workers);
-    for (int32_t w = 0; w < plan->workers; w++) {
-        const sa_attend attend = sa_take_attend(scratch, ops, problem, info);
-        if (job.workers) job.workers[w] = attend;
-    }
+    job.workers = sa_take_workers(scratch, ops, problem, plan);
     if (job.num_splits == 1) return job;
     const int64_t num_parts = problem->batch * problem->num_kv_heads * job.num_row_tiles * job.num_splits;
     job.parts = sa_take(scratch, num_parts * (int64_t)sizeof *job.parts);

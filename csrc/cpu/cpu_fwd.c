@@ -8,7 +8,8 @@
  */
 #include "cpu/cpu_fwd.h"
 
-sa_attend sa_take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_variant_info *info) {
+static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem,
+                             const sinkattn_variant_info *info) {
     const int64_t tile_q = info->tile_q, float_bytes = (int64_t)sizeof(float);
     sa_attend attend;
     attend.ops = ops;
@@ -25,6 +26,15 @@ sa_attend sa_take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinka
     attend.alpha = sa_take(scratch, tile_q * float_bytes);
     attend.out_rows = sa_take(scratch, tile_q * (int64_t)sizeof *attend.out_rows);
     return attend;
+}
+
+sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    sa_attend *workers = sa_take(scratch, plan->workers * (int64_t)sizeof *workers);
+    for (int32_t w = 0; w < plan->workers; w++) {
+        const sa_attend attend = take_attend(scratch, ops, problem, sinkattn_variant(plan->variant));
+        if (workers) workers[w] = attend;
+    }
+    return workers;
 }
 
 static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
@@ -136,18 +146,9 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     sa_attend_store(&job->workers[worker], &stream, &rows);
 }
 
-static sa_attend *take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    sa_attend *workers = sa_take(scratch, plan->workers * (int64_t)sizeof *workers);
-    for (int32_t w = 0; w < plan->workers; w++) {
-        const sa_attend attend = sa_take_attend(scratch, ops, problem, sinkattn_variant(plan->variant));
-        if (workers) workers[w] = attend;
-    }
-    return workers;
-}
-
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     sa_scratch scratch = {NULL, 0};
-    take_workers(&scratch, NULL, problem, plan);
+    sa_take_workers(&scratch, NULL, problem, plan);
     return scratch.used + 64;
 }
 
@@ -167,7 +168,7 @@ static sinkattn_status fwd_run(const sa_cpu_ops *ops, const void *arguments, con
     const sinkattn_problem *problem = &args->problem;
     const int64_t tile_q = sinkattn_variant(plan->variant)->tile_q;
     sa_scratch scratch = sa_scratch_of(context);
-    fwd_job job = {args, take_workers(&scratch, ops, problem, plan), tile_q,
+    fwd_job job = {args, sa_take_workers(&scratch, ops, problem, plan), tile_q,
                    sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, tile_q)};
     sa_parallel_for(context, plan->workers, job.num_tiles * problem->num_kv_heads, fwd_item, &job);
     fwd_tail(args);
