@@ -45,6 +45,7 @@ typedef struct sa_variant {
 
 /* plan.c: what rows of variants.def ask for beside dtype and head_dim. */
 bool sa_serves_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+bool sa_serves_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 bool sa_serves_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 
 const sa_variant *sa_variant_at(int32_t i);

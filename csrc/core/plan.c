@@ -21,6 +21,11 @@ bool sa_serves_any(const sinkattn_problem *p, const sinkattn_variant_info *info)
     return true;
 }
 
+/* All heads of a token fit a tile of rows; there is something to describe to the copy engine; scores may be scaled after their maximum. */
+bool sa_serves_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return p->num_q_heads / p->num_kv_heads <= info->tile_q && p->q_len && p->k_len && p->softmax_scale >= 0.0;
+}
+
 /* A window without sink tokens, whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys. */
 bool sa_serves_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const int64_t group = p->num_q_heads / p->num_kv_heads;

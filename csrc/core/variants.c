@@ -18,6 +18,8 @@ enum {
     SA_ARCH_sm80_d64 = 80,
     SA_ARCH_sm80_d128 = 80,
     SA_ARCH_sm80_d256 = 80,
+    SA_ARCH_sm90_d64 = 90,
+    SA_ARCH_sm90_d128 = 90,
     SA_ARCH_sm90_window = 90
 };
 

@@ -27,11 +27,30 @@ struct Work {
     bool has_sink;
 };
 
-// Tiles of sequence b begin at rows before it / tile_rows + b: enough for each, found without a prefix sum.
-__device__ __forceinline__ int64_t first_tile(const sinkattn_fwd_args &args, int64_t group, int64_t tile_rows, int64_t b) {
-    return sa_clamp(args.cu_seqlens_q[b], 0, args.problem.q_len) * group / tile_rows + b;
+// The sequence of a packed batch that item n belongs to: the last one whose first item is at most n. Sequence `batch` is the tail.
+template <class FirstItem> __device__ __forceinline__ int64_t find_sequence(int64_t batch, int64_t n, const FirstItem &first_item) {
+    int64_t low = 0, high = batch + 1;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (first_item(middle) <= n)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
 }
 
+__device__ __forceinline__ int64_t rows_before(const sinkattn_fwd_args &args, int64_t b) {
+    return sa_clamp(args.cu_seqlens_q[b], 0, args.problem.q_len);
+}
+
+__device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args &args, int64_t b) {
+    if (b < args.problem.batch) return sa_sequence_at(&args, b);
+    const int64_t begin = rows_before(args, b);
+    return {0, begin, args.problem.q_len - begin, 0, 0};
+}
+
+// Tiles of packed sequence b begin at rows before it / tile_rows + b: enough for each, found without a prefix sum.
 static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t tile_rows) {
     const int64_t group = problem.num_q_heads / problem.num_kv_heads;
     if (problem.packed) return problem.q_len * group / tile_rows + problem.batch + 1;
@@ -47,28 +66,15 @@ __device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t
     const int64_t tile = num_tiles - 1 - item / problem.num_kv_heads;
     int64_t b, within;
     if (problem.packed) {
-        int64_t low = 0, high = problem.batch + 1; // the last sequence whose first tile is at most this one
-        while (high - low > 1) {
-            const int64_t middle = (low + high) / 2;
-            if (first_tile(args, work.group, tile_rows, middle) <= tile)
-                low = middle;
-            else
-                high = middle;
-        }
-        b = low;
-        within = tile - first_tile(args, work.group, tile_rows, b);
+        const auto first_tile = [&](int64_t x) { return rows_before(args, x) * work.group / tile_rows + x; };
+        b = find_sequence(problem.batch, tile, first_tile);
+        within = tile - first_tile(b);
     } else {
-        const int64_t tiles = sa_ceil_div(problem.q_len * work.group, tile_rows);
-        b = tile / tiles;
-        within = tile % tiles;
+        b = tile % problem.batch;
+        within = tile / problem.batch;
     }
     work.has_sink = args.s_aux && b < problem.batch;
-    if (b < problem.batch) {
-        work.sequence = sa_sequence_at(&args, b);
-    } else {
-        const int64_t begin = sa_clamp(args.cu_seqlens_q[b], 0, problem.q_len);
-        work.sequence = {0, begin, problem.q_len - begin, 0, 0};
-    }
+    work.sequence = sequence_or_tail(args, b);
     work.band = sa_band_of(&problem.mask, work.sequence.q_len, work.sequence.k_len);
     work.rows.begin = within * tile_rows;
     work.rows.end = sa_min(work.rows.begin + tile_rows, work.sequence.q_len * work.group);

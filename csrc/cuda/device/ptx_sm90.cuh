@@ -68,9 +68,12 @@ __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_
 // What threads wrote to shared memory, for wgmma and the copy engine to read.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A barrier among kThreads threads of the block that name the same id.
+// A barrier among kThreads threads of the block that name the same id; those that only arrive do not wait.
 template <int kThreads> __device__ __forceinline__ void named_barrier(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+template <int kThreads> __device__ __forceinline__ void named_barrier_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
 template <int kRegisters> __device__ __forceinline__ void registers_up() {
@@ -82,10 +85,13 @@ template <int kRegisters> __device__ __forceinline__ void registers_down() {
 
 // ---- wgmma: rows of 64 16-bit elements, swizzled by 128 bytes ----
 
-// A tile may start at any row. `half_step` is the distance of the 64-column halves of an operand whose columns are N, in bytes.
+// A tile may start at any row. `half_step` is the distance of the 64-column halves of an operand whose columns are N, in bytes. The address
+// has its own bits, so that adding to it is adding to the whole.
 __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t half_step) {
-    return static_cast<uint64_t>((address & 0x3ffffu) >> 4) | static_cast<uint64_t>(half_step >> 4) << 16 |
-           static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+    return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+}
+__device__ __forceinline__ uint64_t operand_at(uint64_t operand, uint32_t bytes) {
+    return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -94,83 +100,61 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d[64 x 144] = (accumulate ? d : 0) + a[64 x 16] b[144 x 16]^T, both from shared memory, K along the rows.
-template <class Element> __device__ __forceinline__ void wgmma_m64n144k16(float (&d)[72], uint64_t a, uint64_t b, bool accumulate);
-
-template <> __device__ __forceinline__ void wgmma_m64n144k16<Bf16>(float (&d)[72], uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %74, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "
-        "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, %72, %73, p, 1, 1, 0, 0;\n"
-        "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-          "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-          "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-          "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-          "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
-          "+f"(d[70]), "+f"(d[71])
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+// The compiler moves arithmetic across the waits for wgmma. These values are computed before what follows, and used after what precedes.
+template <int kLength> __device__ __forceinline__ void computed(float (&d)[kLength]) {
+#pragma unroll
+    for (int i = 0; i < kLength; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-template <> __device__ __forceinline__ void wgmma_m64n144k16<Fp16>(float (&d)[72], uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %74, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n144k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "
-        "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-        "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71}, %72, %73, p, 1, 1, 0, 0;\n"
-        "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-          "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-          "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-          "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-          "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),
-          "+f"(d[70]), "+f"(d[71])
-        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
+// Accumulators d[i] ... as operands of the assembler, and their numbers in its text.
+#define SA_D8(d, i)                                                                                                                        \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SA_D32(d, i) SA_D8(d, i), SA_D8(d, i + 8), SA_D8(d, i + 16), SA_D8(d, i + 24)
+#define SA_D40(d) SA_D32(d, 0), SA_D8(d, 32)
+#define SA_D64(d) SA_D32(d, 0), SA_D32(d, 32)
+#define SA_D72(d) SA_D64(d), SA_D8(d, 64)
+#define SA_N32                                                                                                                             \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "   \
+    "%28, %29, %30, %31"
+#define SA_N40 SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define SA_N64                                                                                                                             \
+    SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "    \
+           "%56, %57, %58, %59, %60, %61, %62, %63"
+#define SA_N72 SA_N64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 
-// d[64 x 64] = (accumulate ? d : 0) + a[64 x 16] b[16 x 64], a from registers, b from shared memory with N along its rows.
-template <class Element>
-__device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate);
+// d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[N x 16]^T, both from shared memory, K along the rows. N is twice the length of d.
+template <class Element, int kLength>
+__device__ __forceinline__ void wgmma_shared(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
 
-template <> __device__ __forceinline__ void wgmma_m64n64k16<Bf16>(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-                 "%26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"
-                 "}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
-                   "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-                   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-}
+// d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], a from registers, b from shared memory with N along its rows.
+template <class Element, int kLength>
+__device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 
-template <> __device__ __forceinline__ void wgmma_m64n64k16<Fp16>(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-                 "%26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"
-                 "}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
-                   "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-                   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-}
+// The operands after d have the numbers r0, r1, ...
+#define SA_WGMMA_SHARED(Element, type, length, n, names, r0, r1, r2, ...)                                                                  \
+    template <>                                                                                                                            \
+    __device__ __forceinline__ void wgmma_shared<Element, length>(float (&d)[length], uint64_t a, uint64_t b, bool accumulate) {           \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type           \
+                     " {" names "}, " r0 ", " r1 ", p, 1, 1, 0, 0;\n}"                                                                     \
+                     : __VA_ARGS__                                                                                                         \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                                 \
+    }
+#define SA_WGMMA_REGISTERS(Element, type, length, n, names, r0, r1, r2, r3, r4, r5, ...)                                                   \
+    template <>                                                                                                                            \
+    __device__ __forceinline__ void wgmma_registers<Element, length>(float (&d)[length], const uint32_t (&a)[4], uint64_t b,               \
+                                                                     bool accumulate) {                                                    \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type           \
+                     " {" names "}, {" r0 ", " r1 ", " r2 ", " r3 "}, " r4 ", p, 1, 1, 1;\n}"                                              \
+                     : __VA_ARGS__                                                                                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));                             \
+    }
+#define SA_WGMMA(Element, type)                                                                                                            \
+    SA_WGMMA_SHARED(Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d))                                                       \
+    SA_WGMMA_SHARED(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                                                      \
+    SA_WGMMA_SHARED(Element, type, 72, "144", SA_N72, "%72", "%73", "%74", SA_D72(d))                                                      \
+    SA_WGMMA_REGISTERS(Element, type, 32, "64", SA_N32, "%32", "%33", "%34", "%35", "%36", "%37", SA_D32(d, 0))                            \
+    SA_WGMMA_REGISTERS(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", "%67", "%68", "%69", SA_D64(d))
+SA_WGMMA(Bf16, "bf16")
+SA_WGMMA(Fp16, "f16")
 
 } // namespace sa

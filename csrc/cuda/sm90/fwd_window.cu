@@ -11,17 +11,14 @@
 //
 // Shared memory: two stages of K and V, 240 keys each, 120 KiB; nine slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32.
 
-#include "cuda/attn/work.cuh"
-#include "cuda/cuda_backend.h"
-#include "cuda/device/ptx_sm90.cuh"
+#include "cuda/attn/sm90.cuh"
 
 namespace sa {
 namespace {
 
 constexpr int kGroups = 3, kThreads = 128 * (kGroups + 1), kTileRows = sa_fwd_cuda_sm90_window_tile_q;
 constexpr int kKeys = sa_fwd_cuda_sm90_window_tile_k, kSpan = 96, kSpanKeys = kSpan + kKeys;
-constexpr int kStages = 2, kSlots = 3, kCheckers = 3, kRowBytes = 128, kSlotBytes = kTileRows * kRowBytes,
-              kKeyBytes = kSpanKeys * kRowBytes;
+constexpr int kStages = 2, kSlots = 3, kCheckers = 3, kSlotBytes = kTileRows * kRowBytes, kKeyBytes = kSpanKeys * kRowBytes;
 
 // A span of tokens of one sequence and kv head.
 struct Span {
@@ -51,10 +48,6 @@ struct Problem {
     float scale_log2;
 };
 
-__device__ __forceinline__ int64_t span_offset(const sinkattn_fwd_args &args, int64_t b) {
-    return sa_clamp(args.cu_seqlens_q[b], 0, args.problem.q_len) / kSpan + 2 * b;
-}
-
 static inline int64_t num_spans(const sinkattn_problem &problem) {
     if (problem.packed) return problem.q_len / kSpan + 2 * (problem.batch + 1);
     return problem.batch * (problem.q_len / kSpan + 2);
@@ -67,28 +60,16 @@ __device__ __forceinline__ Span span_at(const sinkattn_fwd_args &args, const Pro
     const int64_t n = item / problem.num_kv_heads;
     int64_t within;
     if (problem.packed) {
-        int64_t low = 0, high = problem.batch + 1;
-        while (high - low > 1) {
-            const int64_t middle = (low + high) / 2;
-            if (span_offset(args, middle) <= n)
-                low = middle;
-            else
-                high = middle;
-        }
-        span.batch = low;
-        within = n - span_offset(args, low);
+        const auto first_span = [&](int64_t b) { return rows_before(args, b) / kSpan + 2 * b; };
+        span.batch = find_sequence(problem.batch, n, first_span);
+        within = n - first_span(span.batch);
     } else {
         const int64_t each = problem.q_len / kSpan + 2;
         span.batch = n / each;
         within = n % each;
     }
     span.has_sink = args.s_aux && span.batch < problem.batch;
-    if (span.batch < problem.batch) {
-        span.sequence = sa_sequence_at(&args, span.batch);
-    } else { // rows past cu_seqlens[batch]: no keys, no sink
-        const int64_t begin = sa_clamp(args.cu_seqlens_q[span.batch], 0, problem.q_len);
-        span.sequence = {0, begin, problem.q_len - begin, 0, 0};
-    }
+    span.sequence = sequence_or_tail(args, span.batch);
     const sa_band band = sa_band_of(&problem.mask, span.sequence.q_len, span.sequence.k_len);
     const int64_t start = sa_position(&band, 0), base = (start >= 0 ? start : start - kSpan + 1) / kSpan * kSpan; // a multiple of kSpan
     span.token = base - start + within * kSpan;
@@ -129,47 +110,19 @@ __device__ __forceinline__ void produce(Smem &smem, const sinkattn_fwd_args &arg
     barrier_arrive(&smem.kv_full[stage]);
 }
 
-template <class Element> __device__ __forceinline__ bool unfinite(uint32_t pair) {
-    constexpr uint32_t kLow = kExponent<Element>, kHigh = kLow << 16;
-    return (pair & kLow) == kLow || (pair & kHigh) == kHigh;
-}
-
-// The other warps of the producer's group. 0 * NaN is not 0: values that are not finite are zeroed before the math sees them.
+// The other warps of the producer's group.
 template <class Element> __device__ __forceinline__ void check_values(Smem &smem) {
     const int checker = threadIdx.x / 32 - 1;
     for (int stage = 0, phase = 0;; stage ^= 1, phase ^= stage == 0) {
         barrier_wait(&smem.kv_full[stage], phase);
         if (!smem.spans[stage].exists) break;
-        bool bad = false;
-        for (int x = threadIdx.x - 32; x < kKeyBytes / 16; x += 32 * kCheckers) {
-            uint4 &chunk = reinterpret_cast<uint4 *>(smem.values[stage])[x];
-            const uint4 halves = chunk;
-            if (!(unfinite<Element>(halves.x) || unfinite<Element>(halves.y) || unfinite<Element>(halves.z) || unfinite<Element>(halves.w)))
-                continue;
-            bad = true;
-            auto *each = reinterpret_cast<uint16_t *>(&chunk);
-            for (int i = 0; i < 8; i++)
-                if ((each[i] & kExponent<Element>) == kExponent<Element>) each[i] = 0;
-        }
+        bool bad = zero_unfinite<Element, 32 * kCheckers>(smem.values[stage], kKeyBytes, threadIdx.x - 32);
         bad = __any_sync(0xffffffffu, bad);
         if (threadIdx.x % 32 == 0) smem.unfinite[stage][checker] = bad;
         async_fence();
         barrier_arrive(&smem.kv_ready[stage]);
     }
 }
-
-// The two rows of a thread's accumulators: element i of a row block belongs to row (i / 2) % 2.
-struct ThreadRows {
-    int row[2], token[2], head[2]; // in the tile; token and head of the group
-
-    __device__ __forceinline__ explicit ThreadRows(int group) {
-        for (int i = 0; i < 2; i++) {
-            row[i] = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
-            token[i] = row[i] / group;
-            head[i] = row[i] % group;
-        }
-    }
-};
 
 // Columns of the tile that each of the two rows sees: a row's own window, of the keys inside the sequence.
 struct Columns {
@@ -194,9 +147,10 @@ struct Softmax {
 template <class Element> __device__ __forceinline__ void qk_product(float (&s)[72], uint32_t q, uint32_t k) {
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) wgmma_m64n144k16<Element>(s, operand(q + 32 * step, 0), operand(k + 32 * step, 0), step > 0);
+    for (int step = 0; step < 4; step++) wgmma_shared<Element>(s, operand(q + 32 * step, 0), operand(k + 32 * step, 0), step > 0);
     wgmma_commit();
     wgmma_wait<0>();
+    computed(s);
 }
 
 // All keys at once: maximum, exponentials, sum. The sink's logits s_aux take part in both.
@@ -244,27 +198,21 @@ template <class Element> __device__ __forceinline__ void pv_product(float (&o)[3
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 9; step++)
-        wgmma_m64n64k16<Element>(o, weights[step], operand(v + step * 16 * kRowBytes, kKeyBytes), step > 0);
+        wgmma_registers<Element>(o, weights[step], operand(v + step * 16 * kRowBytes, kKeyBytes), step > 0);
     wgmma_commit();
     wgmma_wait<0>();
+    computed(o);
 }
 
-// Adds, to the rows that see them, the values that check_values took away, read again from global memory.
 template <class Element>
 __device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const Span &span, int64_t first_key,
                                            const Columns &seen) {
-    const auto *values = static_cast<const uint16_t *>(args.v.data);
-    const int column = 2 * (threadIdx.x % 4);
 #pragma unroll 1
-    for (int j = min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]); j++) {
-        const uint16_t *row = values + sa_offset(&args.v, span.sequence.batch, span.sequence.k_begin + first_key + j, span.kv_head);
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-            const int x = 8 * (i / 4) + column + (i & 1), r = i / 2 & 1;
-            if (x >= args.problem.head_dim || j < seen.begin[r] || j >= seen.end[r]) continue;
-            if ((row[x] & kExponent<Element>) == kExponent<Element>) o[i] += widen<Element>(row[x]);
-        }
-    }
+    for (int j = min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]); j++)
+        add_unfinite<Element>(o,
+                              static_cast<const uint16_t *>(args.v.data) +
+                                  sa_offset(&args.v, span.sequence.batch, span.sequence.k_begin + first_key + j, span.kv_head),
+                              args.problem.head_dim, [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
 }
 
 template <class Element>
@@ -272,7 +220,7 @@ __device__ __forceinline__ void stage_out(unsigned char *slot, const float (&o)[
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const float factor = softmax.sum[i] == 0.0f ? 0.0f : 1.0f / softmax.sum[i];
-        const int row = rows.row[i];
+        const int row = rows.row(i);
 #pragma unroll
         for (int n = 0; n < 8; n++)
             *reinterpret_cast<uint32_t *>(slot + row * kRowBytes + ((n ^ (row & 7)) << 4) + 4 * (threadIdx.x % 4)) =
@@ -288,7 +236,7 @@ __device__ __forceinline__ void write_lse(const Softmax &softmax, const sinkattn
         const float pivot =
             softmax.pivot[i] == s_aux[i] * kLog2e ? s_aux[i] : softmax.pivot[i] * kLn2; // a row without keys gets s_aux itself
         static_cast<float *>(
-            args.lse)[sa_row_index(&args.problem, &span.sequence, span.kv_head * group + rows.head[i], token + rows.token[i])] =
+            args.lse)[sa_row_index(&args.problem, &span.sequence, span.kv_head * group + rows.head(i), token + rows.token[i])] =
             softmax.sum[i] == 0.0f ? -INFINITY : pivot + logf(softmax.sum[i]);
     }
 }
@@ -346,7 +294,7 @@ __device__ __forceinline__ void write_tile(Smem &smem, SlotRing &ring, const sin
 template <class Element>
 __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
     const int math_group = threadIdx.x / 128 - 1;
-    const ThreadRows rows(p.group);
+    const ThreadRows rows(0, p.group);
     SlotRing ring;
     for (int stage = 0, phase = 0;; stage ^= 1, phase ^= stage == 0) {
         barrier_wait(&smem.kv_full[stage], phase);
@@ -355,7 +303,7 @@ __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &arg
         float s_aux[2];
         for (int i = 0; i < 2; i++)
             s_aux[i] = span.has_sink
-                           ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + rows.head[i]))
+                           ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + rows.head(i)))
                            : -INFINITY;
         barrier_wait(&smem.kv_ready[stage], phase);
         const bool hidden = smem.unfinite[stage][0] || smem.unfinite[stage][1] || smem.unfinite[stage][2];
@@ -416,37 +364,6 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
 #endif
 }
 
-using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-sinkattn_status find_encode(Encode *encode) {
-    void *function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    if (error == cudaSuccess && found != cudaDriverEntryPointSuccess)
-        return sa_status(SINKATTN_DEVICE, "the CUDA driver has no cuTensorMapEncodeTiled; it must be that of CUDA 12.0 or later");
-    *encode = reinterpret_cast<Encode>(function);
-    return sa_cuda_status("cudaGetDriverEntryPointByVersion", error);
-}
-
-// [batch, rows, heads, head_dim], in boxes of `tokens` rows x `heads_a_box` heads x 64.
-sinkattn_status encode_map(Encode encode, CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t rows,
-                           int64_t heads, int tokens, int heads_a_box, const char *name) {
-    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
-                                static_cast<cuuint64_t>(p.packed ? 1 : p.batch)};
-    const cuuint64_t strides[] = {static_cast<cuuint64_t>(tensor.head_stride * 2), static_cast<cuuint64_t>(tensor.row_stride * 2),
-                                  static_cast<cuuint64_t>((p.packed ? tensor.row_stride : tensor.batch_stride) * 2)};
-    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(heads_a_box), static_cast<cuuint32_t>(tokens), 1}, steps[] = {1, 1, 1, 1};
-    const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result == CUDA_SUCCESS) return sa_ok();
-    return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
-                     static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
-                     static_cast<long long>(tensor.head_stride));
-}
-
 template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
     if (problem.batch == 0 && !problem.packed) return sa_ok();
@@ -473,10 +390,7 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
             sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(window_kernel<Element>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                                         static_cast<int>(sizeof(Smem))));
     if (status.code) return status;
-    int device, sms;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    const unsigned blocks = static_cast<unsigned>(sa_min(p.num_items, sms));
+    const unsigned blocks = static_cast<unsigned>(sa_min(p.num_items, num_multiprocessors()));
     window_kernel<Element><<<blocks, kThreads, sizeof(Smem), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
     return sa_cuda_status("sa_fwd_cuda_sm90_window", cudaGetLastError());
 }
