@@ -64,9 +64,24 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"reason +sa_decode_cpu_\w+ is the best row for bf16, head_dim 64", out)
     assert main(["plan", "fwd", "--head-dim", "12"]) == 1
     assert "head_dim is 12; it must be a multiple of 8" in capsys.readouterr().err
+    assert main(["plan", "fwd", "--arch", "90"]) == 1
+    assert "--arch and --sms come together" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     assert "--num-sink-tokens" in capsys.readouterr().out
+
+
+def test_command_line_for_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", "fwd", "--arch", "90", "--sms", "132", "--q-len", "4096", "--window-size-right", "0"])
+    shown = capsys.readouterr()
+    if any(variant["backend"] == "cuda" for variant in sinkattn.variants()):
+        assert code == 0, shown.err
+        assert re.search(r"variant +sa_fwd_cuda_", shown.out)
+        not_taken = r"^ +not sa_fwd_cuda_sm90_window \(64 x 144\): left \+ right \+ tokens a tile > its tile_k$"
+        assert re.search(not_taken, shown.out, re.MULTILINE), shown.out
+    else:
+        assert code == 1
+        assert "on cuda arch 90; compiled: none" in shown.err
 
 
 def test_command_line_as_a_module() -> None:
@@ -114,6 +129,18 @@ def test_a_plan_needs_no_device() -> None:
     assert plan["variant"] == "sa_decode_cpu_scalar"
     assert plan["num_splits"] > 1
     assert 1 <= plan["workers"] <= 64
+    row = next(variant for variant in sinkattn.variants() if variant["name"] == plan["variant"])
+    assert (plan["tile_q"], plan["tile_k"]) == (row["tile_q"], row["tile_k"])
+
+
+def test_a_plan_says_why_no_better_row_serves() -> None:
+    own = sinkattn.plan("fwd", **SIZES | {"dtype": "fp64"})
+    better = [variant["name"] for variant in sinkattn.variants() if variant["op"] == "fwd"][1:]
+    arch = _C.query_cpu()["arch"]
+    for name in (name for name in better if "cpu" in name):
+        level = CPU_LEVELS.index(name.removeprefix("sa_fwd_cpu_"))
+        why = r" \(64 x 128\): it has other dtypes" if level <= arch else f": it is for arch {level}"
+        assert re.search(f"; not {name}{why}(;|$)", own["reason"]), own["reason"]
 
 
 def test_planner_refusals() -> None:
