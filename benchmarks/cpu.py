@@ -11,7 +11,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from . import cases, harness, peers, report
 
@@ -52,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     rows: list[harness.Row] = []
     for case, direction in harness.walk([(case, d) for case in measured for d in report.DIRECTIONS]):
         rows += harness.measure(SUITE, case, direction, peers.CPU, seconds, commit)
-    Console().print(report.table(rows))
+    report.show(report.table(rows))
     machine = harness.machine()
     kept = harness.results_path(SUITE, f"{machine['cpu']} {machine['threads']} threads")
     path = options.json or (None if options.quick else kept)

@@ -8,12 +8,10 @@ checked before its time is taken. A bar is what we hold ourselves to on an H200.
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from . import cases, gpu, harness, peers, report
 
@@ -84,6 +82,6 @@ def run(options: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
             if path:  # after each: a run may be cut short
                 harness.save(path, rows, gpu.machine())
-    Console(width=None if sys.stdout.isatty() else 200).print(report.table(rows, "TFLOP/s", cases.BARS))
+    report.show(report.table(rows, "TFLOP/s", cases.BARS))
     if path:
         print(f"wrote {path}")

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from .cases import SWEEP_LENGTHS, SWEEPS, Case
@@ -77,6 +79,11 @@ def table(rows: Sequence[Row], unit: str = "GFLOP/s", bars: Bars | None = None) 
         extra = [_bar(bars, case, direction), _shown(ours.extra_mib)] if bars else []
         shown.add_row(case, direction, *extra, *(cell(found.get(impl)) for impl in impls))
     return shown
+
+
+def show(table: Table) -> None:
+    """Prints it; a log has room for every column."""
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _shown(x: float | None) -> str:

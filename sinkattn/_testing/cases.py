@@ -85,7 +85,7 @@ class Case:
         say(c.tail, f"tail{c.tail}")
         say(c.s_aux != "rand", "aux" + c.s_aux.replace("-", "minus"))
         say(c.s_dtype != "fp32", f"aux{c.s_dtype}")
-        say(c.scale is not None, f"scale{c.scale}")
+        say(c.scale is not None, f"scale{c.scale}".replace("-", "minus"))
         say(c.strides != "plain", c.strides)
         say(c.dout != "rand", f"dout{c.dout}")
         say(not c.dlse, "nodlse")
@@ -128,7 +128,7 @@ _WORDS: list[tuple[str, str, Any]] = [
     (r"tail(\d+)", "tail", int),
     (r"aux(fp64|fp32|fp16|bf16)", "s_dtype", str),
     (r"aux(none|mix|neginf|posinf|nan|100|1e4|minus1e4|0)", "s_aux", lambda s: s.replace("minus", "-")),
-    (r"scale([\d.]+)", "scale", float),
+    (r"scale((?:minus)?[\d.]+)", "scale", lambda s: float(s.replace("minus", "-"))),
     (r"(transposed|sliced|offset|lastdim|expanded)", "strides", str),
     (r"dout(sum|transposed)", "dout", str),
     (r"(nodlse)", "dlse", lambda _: False),
@@ -192,7 +192,7 @@ def random_case(seed: str, work: int = 2_000_000) -> Case:
         tail=pick((0, 0, 3)) if layout != "dense" else 0,
         s_aux=pick(("rand", "rand", "rand", "rand", "none", "none", "mix", pick(tuple(EDGES)))),
         s_dtype=pick(("fp32", "fp32", "fp32", "bf16", "fp16")),
-        scale=pick((None, None, None, 0.1)),
+        scale=pick((None, None, None, 0.1, -0.1)),
         strides=strides,
         dout="rand" if decode else pick(("rand", "rand", "sum", "transposed")),
         dlse=decode or rng.random() < 0.5,
