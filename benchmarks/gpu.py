@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sinkattn import _C
 
-from . import harness
-from .cases import HOST, Case
+from . import cases, harness
+from .cases import Case
 from .harness import Call
 from .peers import Peer
 
@@ -137,7 +137,7 @@ def measure(
     def row(peer: Peer) -> Row:
         ms = times.get(peer)
         shown = None if ms is None else harness.digits(ms)
-        tflops = None if ms is None or case == HOST else harness.digits(case.gflop(direction) / ms)
+        tflops = None if ms is None or case == cases.HOST else harness.digits(case.gflop(direction) / ms)
         note = notes.get(peer, "")
         return Row(
             suite, case.id, direction, peer.name, shown, tflops, memory.get(peer), note, commit, torch.__version__
