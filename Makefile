@@ -3,7 +3,7 @@
 #   make         libsinkattn.a: the C core, the CPU backend and, where nvcc is found, the CUDA half
 #   make demo    fine-tune a small gpt-oss on real text       make test    the C suite, then pytest
 #   make lint    every style check                            make clean   remove what was built
-#   make test-c | test-sanitize | test-gpu | fuzz FUZZ_SECONDS=60
+#   make test-c | test-sanitize | test-gpu | check-spills | fuzz FUZZ_SECONDS=60
 #
 # demo, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
 # installed. NVCC= leaves the CUDA half out. Builds that differ in flags go to BUILD folders of their own.
@@ -60,7 +60,7 @@ $(BUILD)/csrc/cpu/cpu_avx512_bf16.c.o: ROW_FLAGS := $(AVX512_FLAGS) -mavx512bf16
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib ext test test-c test-sanitize test-py test-gpu fuzz demo lint format clean FORCE
+.PHONY: lib ext test test-c test-sanitize test-py test-gpu check-spills fuzz demo lint format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -101,6 +101,20 @@ test-c: $(BUILD)/test_c $(BUILD)/attention
 test-sanitize:
 	$(MAKE) test-c BUILD=build/asan NVCC= OPTIMIZE=-O1 SANITIZE=address,undefined
 	$(MAKE) test-c BUILD=build/tsan NVCC= OPTIMIZE=-O1 SANITIZE=thread
+
+# ---- what ptxas says of each kernel; compiled apart, so that the build stays quiet ----
+
+PTXAS_LOGS := $(patsubst %.cu,$(BUILD)/%.ptxas,$(filter %.cu,$(SOURCES)))
+
+$(BUILD)/%.ptxas: %.cu $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(NVCC) $(CUDA_FLAGS) -Xptxas -v -MMD -MP -MF $@.d -MT $@ -c $< -o $@.o > $@ 2>&1 || { cat $@; exit 1; }
+
+check-spills: $(PTXAS_LOGS)
+	@test -n '$(NVCC)' || { echo 'make check-spills needs nvcc; none is on PATH'; exit 1; }
+	python3 tools/check_spills.py $^
+
+-include $(PTXAS_LOGS:=.d)
 
 # ---- fuzzing: one binary a file; new inputs are kept in the build folder, the corpus in git is only read ----
 

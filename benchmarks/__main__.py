@@ -4,9 +4,9 @@
 import argparse
 import sys
 
-from . import cpu
+from . import cpu, plot, prefill
 
-STUDIES = {"cpu": cpu}
+STUDIES = {"cpu": cpu, "prefill": prefill, "plot": plot}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,14 +11,14 @@ import argparse
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from . import cases, harness, peers, report
 
 SUITE = "cpu"
-README = harness.ROOT / "README.md"
-BEGIN, END = f"<!-- benchmarks {SUITE}: begin -->", f"<!-- benchmarks {SUITE}: end -->"
-NONE_YET = f"No results yet; `python -m benchmarks {SUITE}` measures here."
+COLUMNS = {
+    "forward": {"SDPA": "sdpa", "flex": "flex", "eager + sink": "eager"},
+    "backward": {"SDPA": "sdpa", "eager + sink": "eager"},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,26 +31,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def readme(text: str, results: Path = harness.RESULTS) -> str:
-    """README's text with the table that the kept results give. Raises ValueError when it has no place for it."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README has no {BEGIN} ... {END}")
+    """README's text with the tables that the kept results give."""
     shown = [case for case in cases.CPU if case.length >= 2048]
-    tables = [report.markdown(*harness.load(path), shown) for path in sorted(results.glob(f"*/{SUITE}.json"))]
-    return before + begin + "\n" + "\n\n".join(tables or [NONE_YET]) + "\n" + end + after
+    tables = []
+    for path in sorted(results.glob(f"*/{SUITE}.json")):
+        machine, rows = harness.load(path, harness.Row)
+        where = f"{machine['cpu']}, {machine['threads']} threads"
+        tables.append(report.markdown(where, rows, shown, COLUMNS, "GFLOP/s"))
+    return report.placed(text, SUITE, tables)
 
 
 def run(options: argparse.Namespace) -> None:
     if options.readme:
-        README.write_text(readme(README.read_text()))
+        report.README.write_text(readme(report.README.read_text()))
         return
     torch.set_num_threads(options.threads)
     measured = cases.CPU_QUICK if options.quick else cases.CPU
-    rows = harness.run(SUITE, measured, peers.CPU, seconds=1.0 if options.quick else 6.0)
-    Console().print(report.table(rows))
-    path = options.json or (None if options.quick else harness.results_path(SUITE))
+    seconds, commit = 1.0 if options.quick else 6.0, harness.commit()
+    rows: list[harness.Row] = []
+    for case, direction in harness.walk([(case, d) for case in measured for d in report.DIRECTIONS]):
+        rows += harness.measure(SUITE, case, direction, peers.CPU, seconds, commit)
+    report.show(report.table(rows))
+    machine = harness.machine()
+    kept = harness.results_path(SUITE, f"{machine['cpu']} {machine['threads']} threads")
+    path = options.json or (None if options.quick else kept)
     if path:
-        harness.save(path, rows)
+        harness.save(path, rows, machine)
         report.plot(path.with_suffix(".png"), rows, measured)
         print(f"wrote {path} and {path.with_suffix('.png').name}")

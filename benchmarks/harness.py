@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check, then time. A peer whose result is wrong ends the run: the time of a wrong kernel is no result.
+"""Check, then time. The time of a wrong kernel is no result: a wrong peer's row says so; if we are wrong the run ends.
 
 Within a case all peers take turns, call by call, on the same threads, in an order shuffled each round: a busy moment of
 the machine hits all of them, and so does what a neighbour leaves in the caches. The median of each is kept.
@@ -12,10 +12,11 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from rich.progress import Progress, TimeElapsedColumn
@@ -25,6 +26,8 @@ from sinkattn import _C, reference
 
 from .cases import DTYPES, Case
 from .peers import Absent, Peer
+
+AnyRow = TypeVar("AnyRow")
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -49,10 +52,17 @@ class Row:
     commit: str
     torch: str
 
+    @property
+    def speed(self) -> float | None:
+        return self.gflops
+
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, dout [batch, length, num_q_heads, head_dim], k, v with num_kv_heads; s_aux [num_q_heads] fp32."""
+    """q, dout [batch, length, num_q_heads, head_dim], k, v with num_kv_heads; s_aux [num_q_heads] fp32.
+
+    Packed sequences follow each other in the one row of tokens of a batch of 1.
+    """
 
     q: Tensor
     k: Tensor
@@ -62,29 +72,31 @@ class Inputs:
 
     @staticmethod
     def of(case: Case) -> Inputs:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(case.device).manual_seed(0)
 
-        def normal(heads: int) -> Tensor:
-            size = (case.batch, case.length, heads, case.head_dim)
-            return torch.randn(size, generator=generator).to(DTYPES[case.dtype])
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device=case.device)
 
-        q, k, v = normal(case.num_q_heads), normal(case.num_kv_heads), normal(case.num_kv_heads)
-        s_aux = 1.5 * torch.randn(case.num_q_heads, generator=generator)
-        return Inputs(q, k, v, normal(case.num_q_heads), s_aux)
+        def rows(heads: int) -> Tensor:
+            return normal(case.batch, case.length, heads, case.head_dim).to(DTYPES[case.dtype])
+
+        q, k, v = rows(case.num_q_heads), rows(case.num_kv_heads), rows(case.num_kv_heads)
+        s_aux = 1.5 * normal(case.num_q_heads)
+        return Inputs(q, k, v, rows(case.num_q_heads), s_aux)
 
 
 Call = Callable[[], tuple[Tensor, ...]]
 
 
 def prepare(peer: Peer, case: Case, direction: str, inputs: Inputs) -> Call:
-    """What is timed: the forward gives (out,), the backward alone (dq, dk, dv) and with a sink ds_aux."""
+    """What is timed: the forward gives (out,), the backward alone, or both, (dq, dk, dv) and with a sink ds_aux."""
     attention = peer.build(case, direction)
 
     def native(tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2).contiguous() if peer.heads_first else tensor.clone()
 
     q, k, v, dout = map(native, (inputs.q, inputs.k, inputs.v, inputs.dout))
-    s_aux = inputs.s_aux.clone()
+    s_aux = inputs.s_aux.to(peer.s_aux_dtype, copy=True)
     if direction == "forward":
 
         def forward() -> tuple[Tensor, ...]:
@@ -93,7 +105,11 @@ def prepare(peer: Peer, case: Case, direction: str, inputs: Inputs) -> Call:
 
         return forward
     wanted = (q, k, v, s_aux) if peer.has_sink else (q, k, v)
-    out = attention(*(x.requires_grad_() for x in (q, k, v, s_aux)))
+    for x in (q, k, v, s_aux):
+        x.requires_grad_()
+    if direction == "both":
+        return lambda: torch.autograd.grad(attention(q, k, v, s_aux), wanted, dout)
+    out = attention(q, k, v, s_aux)
     return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
 
 
@@ -103,16 +119,18 @@ def _in_common_layout(peer: Peer, results: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 def _exact_rows(case: Case, direction: str, inputs: Inputs, has_sink: bool) -> tuple[Tensor, ...]:
     """out, or dq, dk, dv, of the last rows and keys in fp64: no other row sees those keys, so the sums are whole."""
-    q, dout = (x[:, -PROBED:].double() for x in (inputs.q, inputs.dout))
-    k, v = inputs.k.double(), inputs.v.double()
+    last = case.lengths[-1]
+    probed = min(PROBED, last)
+    q, dout = (x[:, -probed:].double() for x in (inputs.q, inputs.dout))
+    k, v = (x[:, -last:].double() for x in (inputs.k, inputs.v))
     for x in (q, k, v):
-        x.requires_grad_(direction == "backward")
+        x.requires_grad_(direction != "forward")
     s_aux = inputs.s_aux.double() if has_sink else None
     out = reference.flash_attn_func(q, k, v, window_size=case.window_size, s_aux=s_aux)
     assert isinstance(out, Tensor)
     if direction == "forward":
         return (out,)
-    return tuple(x[:, -PROBED:] for x in torch.autograd.grad(out, (q, k, v), dout))
+    return tuple(x[:, -probed:] for x in torch.autograd.grad(out, (q, k, v), dout))
 
 
 def row_error(got: Tensor, expected: Tensor) -> float:
@@ -122,21 +140,60 @@ def row_error(got: Tensor, expected: Tensor) -> float:
     return float(distance.nan_to_num(nan=torch.inf).max())
 
 
-def check(case: Case, direction: str, inputs: Inputs, results: dict[Peer, tuple[Tensor, ...]]) -> None:
-    """Every peer's last rows against fp64, and all of its rows against the first peer that computes the same."""
+def _fault(case: Case, results: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> str | None:
+    pairs = zip(results, expected, strict=True)
+    worst = max(row_error(got[:, -want.shape[1] :] if want.dim() > 1 else got, want) for got, want in pairs)
+    return f"off from {what} by {worst:.2g} of a row" if worst > TOLERANCE[case.dtype] else None
+
+
+def faults(case: Case, direction: str, inputs: Inputs, results: dict[Peer, tuple[Tensor, ...]]) -> dict[Peer, str]:
+    """Every peer's last rows against fp64, and all of its rows against the first right peer that computes the same."""
+    found: dict[Peer, str] = {}
     for has_sink in (True, False):
         family = [peer for peer in results if peer.has_sink == has_sink]
-        if not family:
-            continue
-        exact = _exact_rows(case, direction, inputs, has_sink)
+        exact = _exact_rows(case, direction, inputs, has_sink) if family else ()
+        first = None
         for peer in family:
-            with_rows = results[peer][: len(exact)]  # ds_aux has none
-            last_rows = zip((x[:, -PROBED:] for x in with_rows), exact, strict=True)
-            all_rows = zip(results[peer], results[family[0]], strict=True)
-            for what, pairs in (("fp64", last_rows), (family[0].name, all_rows)):
-                worst = max(row_error(got, expected) for got, expected in pairs)
-                if worst > TOLERANCE[case.dtype]:
-                    raise RuntimeError(f"{case.id} {direction}: {peer.name} is off from {what} by {worst:.2g} of a row")
+            # ds_aux has no rows; and taken from a bf16 output, as peers do, that cancelling sum has no digits.
+            compared = results[peer] if case.dtype == "fp32" else results[peer][: len(exact)]
+            fault = _fault(case, compared[: len(exact)], exact, "fp64")
+            if not fault and first:
+                fault = _fault(case, compared, results[first][: len(compared)], first.name)
+            if fault:
+                found[peer] = fault
+            first = first or (None if fault else peer)
+    return found
+
+
+def why(peer: Peer, error: Exception) -> str:
+    if isinstance(error, Absent):
+        return str(error)
+    if not peer.is_ours:
+        return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    if isinstance(error, NotImplementedError):
+        return f"not compiled: {error}"
+    raise error
+
+
+def ready(case: Case, direction: str, peers: Sequence[Peer]) -> tuple[dict[Peer, Call], dict[Peer, str]]:
+    """The calls to time, each made once and found right, and of the other peers why not."""
+    inputs = Inputs.of(case)
+    calls: dict[Peer, Call] = {}
+    notes: dict[Peer, str] = {}
+    results: dict[Peer, tuple[Tensor, ...]] = {}
+    for peer in peers:
+        try:
+            call = prepare(peer, case, direction, inputs)
+            results[peer] = _in_common_layout(peer, call())
+            calls[peer] = call
+        except Exception as error:
+            notes[peer] = why(peer, error)
+    for peer, fault in faults(case, direction, inputs, results).items():
+        if peer.is_ours:
+            raise RuntimeError(f"{case.id} {direction}: {peer.name} is {fault}")
+        del calls[peer]
+        notes[peer] = f"wrong: {fault}"
+    return calls, notes
 
 
 def take_turns(calls: dict[Peer, Call], seconds: float) -> dict[Peer, float]:
@@ -156,50 +213,41 @@ def take_turns(calls: dict[Peer, Call], seconds: float) -> dict[Peer, float]:
     return {peer: median(values) for peer, values in times.items()}
 
 
-def _commit() -> str:
+def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + (
-        "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
-    )
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"rows name a commit, and git says none here: {error}") from error
 
 
-def _digits(x: float) -> float:
+def digits(x: float) -> float:
     return float(f"{x:.4g}")
 
 
 def measure(suite: str, case: Case, direction: str, peers: Sequence[Peer], seconds: float, commit: str) -> list[Row]:
-    inputs = Inputs.of(case)
-    calls: dict[Peer, Call] = {}
-    notes: dict[Peer, str] = {}
-    for peer in peers:
-        try:
-            calls[peer] = prepare(peer, case, direction, inputs)
-        except Absent as reason:
-            notes[peer] = str(reason)
-    # The checked call is the warm-up as well.
-    check(case, direction, inputs, {peer: _in_common_layout(peer, call()) for peer, call in calls.items()})
+    calls, notes = ready(case, direction, peers)
     times = take_turns(calls, seconds)
 
     def row(peer: Peer) -> Row:
         ms = times.get(peer)
-        shown, gflops = (None, None) if ms is None else (_digits(ms), _digits(case.gflop(direction) / ms * 1e3))
+        shown, gflops = (None, None) if ms is None else (digits(ms), digits(case.gflop(direction) / ms * 1e3))
         return Row(suite, case.id, direction, peer.name, shown, gflops, notes.get(peer, ""), commit, torch.__version__)
 
     return [row(peer) for peer in peers]
 
 
-def run(suite: str, cases: Sequence[Case], peers: Sequence[Peer], seconds: float) -> list[Row]:
-    commit, rows = _commit(), []
+def walk(work: Sequence[tuple[Case, str]]) -> Iterator[tuple[Case, str]]:
+    """Each case and direction, behind a progress bar."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
-        task = progress.add_task("", total=2 * len(cases))
-        for case in cases:
-            for direction in ("forward", "backward"):
-                progress.update(task, description=f"{case.id} {direction}")
-                rows += measure(suite, case, direction, peers, seconds, commit)
-                progress.advance(task)
-    return rows
+        task = progress.add_task("", total=len(work))
+        for case, direction in work:
+            progress.update(task, description=f"{case.id} {direction}")
+            yield case, direction
+            progress.advance(task)
 
 
 def machine() -> dict[str, object]:
@@ -208,17 +256,16 @@ def machine() -> dict[str, object]:
     return {"cpu": cpu["name"], "threads": torch.get_num_threads(), "build": _C.build_info()}
 
 
-def results_path(suite: str) -> Path:
-    name = f"{machine()['cpu']} {machine()['threads']} threads".lower()
-    return RESULTS / re.sub(r"[^a-z0-9]+", "-", name).strip("-") / f"{suite}.json"
+def results_path(suite: str, device: str) -> Path:
+    return RESULTS / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") / f"{suite}.json"
 
 
-def save(path: Path, rows: Sequence[Row]) -> None:
+def save(path: Path, rows: Sequence[Any], machine: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("    " + json.dumps(asdict(row)) for row in rows)
-    path.write_text(f'{{\n  "machine": {json.dumps(machine())},\n  "rows": [\n{lines}\n  ]\n}}\n')
+    path.write_text(f'{{\n  "machine": {json.dumps(machine)},\n  "rows": [\n{lines}\n  ]\n}}\n')
 
 
-def load(path: Path) -> tuple[dict[str, object], list[Row]]:
+def load(path: Path, kind: Callable[..., AnyRow]) -> tuple[dict[str, object], list[AnyRow]]:
     content = json.loads(path.read_text())
-    return content["machine"], [Row(**row) for row in content["rows"]]
+    return content["machine"], [kind(**row) for row in content["rows"]]

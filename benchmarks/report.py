@@ -3,16 +3,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
-from .cases import Case
-from .harness import Row
+from .cases import SWEEP_LENGTHS, SWEEPS, Case
+from .harness import ROOT
 
+README = ROOT / "README.md"
 OURS = "sinkattn"
 DIRECTIONS = ("forward", "backward")
+# Who is in the plots of growing length, and as what.
+LINES = {
+    "sinkattn": "sinkattn, with sink",
+    "fa2": "FA2, no sink",
+    "cudnn": "cuDNN, no sink",
+    "fa4": "FA4, with sink",
+    "eager": "eager, with sink",
+}
+Row = Any  # harness.Row or gpu.Row
+Bars = Mapping[str, Mapping[str, float]]  # ms by case and direction
+
+
+def none_yet(suite: str) -> str:
+    return f"No results yet; `python -m benchmarks {suite}` measures here."
+
+
+def placed(text: str, suite: str, shown: Sequence[str]) -> str:
+    """text with what is shown of a suite between its marks. Raises ValueError when it has no place for it."""
+    mark = f"<!-- benchmarks {suite}: begin -->", f"<!-- benchmarks {suite}: end -->"
+    before, begin, rest = text.partition(mark[0])
+    _, end, after = rest.partition(mark[1])
+    if not begin or not end:
+        raise ValueError(f"README has no {mark[0]} ... {mark[1]}")
+    return before + begin + "\n" + "\n\n".join(shown or [none_yet(suite)]) + "\n" + end + after
 
 
 def _by_impl(rows: Iterable[Row], case: str, direction: str) -> dict[str, Row]:
@@ -29,52 +57,121 @@ def ratio(row: Row | None, ours: Row) -> str:
     return f"{row.ms / ours.ms:.2f}x" if row.ms < 10 * ours.ms else f"{row.ms / ours.ms:.0f}x"
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row], unit: str = "GFLOP/s", bars: Bars | None = None) -> Table:
     """For the terminal: every row, with the times of all peers."""
     impls = list(dict.fromkeys(row.impl for row in rows))
-    shown = Table(title="ms (GFLOP/s of visible pairs); peers: ms (their time / sinkattn's)")
+    shown = Table(title=f"ms ({unit} of visible pairs); peers: ms (their time / sinkattn's)")
     shown.caption = "\n".join(dict.fromkeys(f"{row.impl}, {row.direction}: {row.note}" for row in rows if row.note))
-    for name in ("case", "direction", *impls):
+    for name in ("case", "direction", *(("bar", "extra MiB") if bars else ()), *impls):
         shown.add_column(name, no_wrap=True)
     for case, direction in dict.fromkeys((row.case, row.direction) for row in rows):
         found = _by_impl(rows, case, direction)
+        ours = found[OURS]
 
-        def cell(row: Row, ours: Row) -> str:
+        def cell(row: Row | None, ours: Row = ours) -> str:
+            if row is None:
+                return "-"
             if row.ms is None:
-                return row.note.partition(":")[0]
-            return f"{_milliseconds(row.ms)} ({f'{row.gflops:.0f}' if row is ours else ratio(row, ours)})"
+                return str(row.note.partition(":")[0])
+            beside = ratio(row, ours) if row is not ours else "-" if row.speed is None else f"{row.speed:.0f}"
+            return f"{_milliseconds(row.ms)} ({beside})"
 
-        shown.add_row(case, direction, *(cell(found[impl], found[OURS]) for impl in impls))
+        extra = [_bar(bars, case, direction), _shown(ours.extra_mib)] if bars else []
+        shown.add_row(case, direction, *extra, *(cell(found.get(impl)) for impl in impls))
     return shown
 
 
-def markdown(machine: dict[str, object], rows: Sequence[Row], cases: Iterable[Case]) -> str:
-    """For the README: one line a case."""
-    head = [
-        "case",
-        "forward, ms (GFLOP/s)",
-        "SDPA",
-        "flex",
-        "eager + sink",
-        "backward, ms (GFLOP/s)",
-        "SDPA",
-        "eager + sink",
-    ]
+def show(table: Table) -> None:
+    """Prints it; a log has room for every column."""
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _shown(x: float | None) -> str:
+    return "-" if x is None else f"{x:g}"
+
+
+def _bar(bars: Bars, case: str, direction: str) -> str:
+    return _shown(bars.get(case, {}).get(direction))
+
+
+def markdown(
+    where: str,
+    rows: Sequence[Row],
+    cases: Iterable[Case],
+    columns: Mapping[str, Mapping[str, str]],
+    unit: str,
+    bars: Bars | None = None,
+) -> str:
+    """For the README: one line a case. columns: direction -> heading -> peer."""
+    head = ["case"]
+    for direction, peers in columns.items():
+        head += [f"{direction}, ms ({unit})", *(["bar"] if bars else []), *peers]
     lines = [
-        f"{machine['cpu']}, {machine['threads']} threads, torch {rows[0].torch}, commit {rows[0].commit}.",
+        f"{where}, torch {rows[0].torch}, commit {rows[0].commit}.",
         "",
         "| " + " | ".join(head) + " |",
         "|---" * len(head) + "|",
     ]
     for case in cases:
         cells = [case.id]
-        for direction, peers in zip(DIRECTIONS, (("sdpa", "flex", "eager"), ("sdpa", "eager")), strict=True):
+        for direction, peers in columns.items():
             found = _by_impl(rows, case.id, direction)
-            ours = found[OURS]
-            cells.append("-" if ours.ms is None else f"{_milliseconds(ours.ms)} ({ours.gflops:.0f})")
-            cells += [ratio(found.get(peer), ours) for peer in peers]
+            ours: Any = found.get(OURS)
+            timed = ours is not None and ours.ms is not None
+            cells.append(f"{_milliseconds(ours.ms)} ({ours.speed:.0f})" if timed else "-")
+            cells += [_bar(bars, case.id, direction)] if bars else []
+            cells += [ratio(found.get(peer), ours) if timed else "-" for peer in peers.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def host_sentence(rows: Sequence[Row]) -> str:
+    """What a call costs the host, from the rows of the case `host`."""
+    parts = []
+    for direction, words in (("forward", "a forward without gradients"), ("both", "a forward and backward")):
+        found = _by_impl(rows, "host", direction)
+        told = [f"{LINES[impl]} {1e3 * row.ms:.0f}" for impl, row in found.items() if impl in LINES and row.ms]
+        if told:
+            parts.append(f"{words}: {'; '.join(told)}")
+    return (
+        f"Host time of a call of 16 tokens, us: {'. '.join(parts)}." if parts else "Host time of a call: not measured."
+    )
+
+
+def swept(rows: Iterable[Row], direction: str) -> dict[tuple[str, str], Row]:
+    """The timed rows of growing length, by case and peer."""
+    ids = {name.format(n) for _, name, *_ in SWEEPS for n in SWEEP_LENGTHS}
+    kept = (row for row in rows if row.direction == direction and row.case in ids and row.impl in LINES)
+    return {(row.case, row.impl): row for row in kept if row.ms is not None}
+
+
+def plot_sweeps(path: Path, rows: Sequence[Row], direction: str) -> None:
+    """TFLOP/s above, time below, against length; a column for each mask and head_dim."""
+    from matplotlib import pyplot
+
+    found = swept(rows, direction)
+    lines = {impl: words for impl, words in LINES.items() if impl in {impl for _, impl in found}}
+    with pyplot.rc_context({"svg.hashsalt": path.stem}):  # the same bytes for the same rows
+        figure, axes = pyplot.subplots(
+            2, len(SWEEPS), figsize=(13, 7), sharex=True, squeeze=False, layout="constrained"
+        )
+        for column, (title, name, *_) in enumerate(SWEEPS):
+            for panel, value, label in zip(axes[:, column], ("tflops", "ms"), ("TFLOP/s", "ms"), strict=True):
+                for impl, words in lines.items():
+                    timed = [(n, found[name.format(n), impl]) for n in SWEEP_LENGTHS if (name.format(n), impl) in found]
+                    x, y = [n for n, _ in timed], [getattr(row, value) for _, row in timed]
+                    panel.plot(x, y, marker="o", label=words, linewidth=2.5 if impl == OURS else 1.2)
+                drawn = any(len(line.get_xdata()) for line in panel.lines)
+                panel.set(xscale="log", yscale="log" if drawn and value == "ms" else "linear", ylabel=label)
+                panel.set_xticks(SWEEP_LENGTHS, [f"{n // 1024}k" if n >= 1024 else str(n) for n in SWEEP_LENGTHS])
+                panel.minorticks_off()
+                panel.grid(alpha=0.3)
+            axes[0][column].set(title=title, ylim=(0, None))
+            axes[1][column].set_xlabel("tokens")
+        axes[0][0].legend()
+        figure.suptitle(f"{direction}, bf16, cold L2: 64 query heads of 64 or 32 of 128, 8 kv heads")
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
 
 
 def plot(path: Path, rows: Sequence[Row], cases: Sequence[Case]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from . import _C
 from .check import check, plan
@@ -32,8 +33,20 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--num-sink-tokens", type=int, default=0, help="first keys, visible through the window")
     command.add_argument("--num-splits", type=int, default=0, help="decode: parts a sequence; 0: the planner's choice")
     command.add_argument("--invariant", action="store_true", help="decode: the bits of the prefill row")
-    command.add_argument("--cuda", type=int, metavar="ORDINAL", help="plan for this CUDA device instead of the CPU")
+    device = command.add_mutually_exclusive_group()
+    device.add_argument("--cuda", type=int, metavar="ORDINAL", help="plan for this CUDA device instead of the CPU")
+    device.add_argument("--arch", type=int, help="plan for a CUDA device that need not be here: 90 is 9.0; with --sms")
+    command.add_argument("--sms", type=int, help="its multiprocessors")
     return parser
+
+
+def _device(cuda: int | None, arch: int | None, sms: int | None) -> dict[str, Any] | None:
+    """None: this CPU."""
+    if (arch is None) != (sms is None):
+        raise ValueError("sinkattn: --arch and --sms come together")
+    if arch is not None:
+        return {"backend": "cuda", "arch": arch, "workers": sms, "shared_bytes": 0}
+    return None if cuda is None else _C.query_cuda(cuda)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,11 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.pop("command") is None:
             print(check())
             return 0
-        ordinal = options.pop("cuda")
-        chosen = plan(options.pop("op"), None if ordinal is None else _C.query_cuda(ordinal), **options)
+        device = _device(options.pop("cuda"), options.pop("arch"), options.pop("sms"))
+        chosen = plan(options.pop("op"), device, **options)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
+    chosen["reason"] = chosen["reason"].replace("; ", "\n" + " " * 17)
     print("\n".join(f"{name:15}  {value}" for name, value in chosen.items()))
     return 0
 

@@ -19,7 +19,10 @@ def variants() -> list[dict[str, Any]]:
 
 
 def plan(op: str, device: dict[str, Any] | None = None, **sizes: Any) -> dict[str, Any]:
-    """Which kernel serves these sizes, how, and why: variant, workers, num_splits, num_items, workspace_bytes, reason.
+    """Which kernel serves these sizes, how, and why.
+
+    Returns variant, its tile_q and tile_k, workers, num_splits, num_items, workspace_bytes and reason, which also has
+    the one thing that each better row of the table does not serve.
 
     op is "fwd", "bwd" or "decode". sizes are dtype ("bf16", "fp16", "fp32" or "fp64"), batch, num_q_heads,
     num_kv_heads, head_dim, q_len and k_len; packed: the rows of the whole tensors; decode: k_len is the capacity of a

@@ -64,9 +64,24 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"reason +sa_decode_cpu_\w+ is the best row for bf16, head_dim 64", out)
     assert main(["plan", "fwd", "--head-dim", "12"]) == 1
     assert "head_dim is 12; it must be a multiple of 8" in capsys.readouterr().err
+    assert main(["plan", "fwd", "--arch", "90"]) == 1
+    assert "--arch and --sms come together" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     assert "--num-sink-tokens" in capsys.readouterr().out
+
+
+def test_command_line_for_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", "fwd", "--arch", "90", "--sms", "132", "--q-len", "4096", "--window-size-right", "0"])
+    shown = capsys.readouterr()
+    if any(variant["backend"] == "cuda" for variant in sinkattn.variants()):
+        assert code == 0, shown.err
+        assert re.search(r"variant +sa_fwd_cuda_", shown.out)
+        not_taken = r"^ +not sa_fwd_cuda_sm90_window \(64 x 144\): left \+ right \+ tokens a tile > its tile_k$"
+        assert re.search(not_taken, shown.out, re.MULTILINE), shown.out
+    else:
+        assert code == 1
+        assert "on cuda arch 90; compiled: none" in shown.err
 
 
 def test_command_line_as_a_module() -> None:
@@ -114,6 +129,18 @@ def test_a_plan_needs_no_device() -> None:
     assert plan["variant"] == "sa_decode_cpu_scalar"
     assert plan["num_splits"] > 1
     assert 1 <= plan["workers"] <= 64
+    row = next(variant for variant in sinkattn.variants() if variant["name"] == plan["variant"])
+    assert (plan["tile_q"], plan["tile_k"]) == (row["tile_q"], row["tile_k"])
+
+
+def test_a_plan_says_why_no_better_row_serves() -> None:
+    own = sinkattn.plan("fwd", **SIZES | {"dtype": "fp64"})
+    better = [variant["name"] for variant in sinkattn.variants() if variant["op"] == "fwd"][1:]
+    arch = _C.query_cpu()["arch"]
+    for name in (name for name in better if "cpu" in name):
+        level = CPU_LEVELS.index(name.removeprefix("sa_fwd_cpu_"))
+        why = r" \(64 x 128\): it has other dtypes" if level <= arch else f": it is for arch {level}"
+        assert re.search(f"; not {name}{why}(;|$)", own["reason"]), own["reason"]
 
 
 def test_planner_refusals() -> None:
@@ -173,6 +200,47 @@ def test_the_binary_exports_nothing_of_its_own() -> None:
     assert _C.__file__ is not None
     exported = set(re.findall(r" [TDBR] (\S+)", run("nm", "-D", "--defined-only", _C.__file__).stdout))
     assert exported - {"_init", "_fini", "__bss_start", "_edata", "_end"} == {"PyInit__C"}
+
+
+# ---- what kernels take of an SM ----
+
+PTXAS = """\
+ptxas info    : Compiling entry function '_Z6kernelv' for '{arch}'
+ptxas info    : Function properties for _Z6kernelv
+    {stack} bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem, 400 bytes cmem[0]
+"""
+
+
+def spills(folder: Path, source: str, text: str) -> subprocess.CompletedProcess[str]:
+    log = folder / "csrc" / "cuda" / f"{source}.ptxas"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(text)
+    return run(sys.executable, "tools/check_spills.py", log)
+
+
+def test_spills_of_tuned_kernels_are_found(tmp_path: Path) -> None:
+    clean = PTXAS.format(arch="sm_90a", stack=0, spills=0)
+    done = spills(tmp_path, "sm90/fwd", clean + PTXAS.format(arch="sm_80", stack=8, spills=8))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"kernel +sm_90a +168 +1024 +0 +0 +0 +yes\n$", done.stdout)
+    for stack, stores in ((8, 12), (8, 0)):
+        done = spills(tmp_path, "sm90/fwd", PTXAS.format(arch="sm_90a", stack=stack, spills=stores))
+        assert done.returncode == 1
+        assert re.search(rf"sm90/fwd.cu: \S*kernel\S* has a stack frame of 8 bytes, {stores} bytes of", done.stdout)
+    loss = (
+        "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to a call\n"
+    )
+    done = spills(tmp_path, "sm90/fwd", clean + loss)
+    assert done.returncode == 1
+    assert "sm90/fwd.cu: wgmma.mma_async instructions are serialized" in done.stdout
+
+
+def test_spills_of_no_tuned_kernel_are_no_success(tmp_path: Path) -> None:
+    done = spills(tmp_path, "sm80/fwd", PTXAS.format(arch="sm_90a", stack=8, spills=8))
+    assert done.returncode == 1
+    assert "no tuned kernel is among these logs" in done.stdout
+    assert "is no log of ptxas -v" in spills(tmp_path, "sm90/fwd", "nvcc: command not found\n").stderr
 
 
 # ---- installs that cannot work ----

@@ -16,3 +16,9 @@ def test_a_case_is_its_seed_and_its_id(seed: int) -> None:
     for index in range(200):
         case = random_case(f"{seed}/{index}")
         assert random_case(f"{seed}/{index}") == case == Case.parse(case.id)
+
+
+def test_a_negative_scale_is_in_the_id() -> None:
+    case = Case(scale=-0.1, s_aux="-1e4")
+    assert (case.id, Case.parse(case.id)) == ("d64-auxminus1e4-scaleminus0.1-fp32", case)
+    assert any((random_case(f"1/{index}").scale or 0) < 0 for index in range(100))

@@ -8,11 +8,12 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks import cpu
+from benchmarks import cpu, prefill, report
 from sinkattn.reference import visible
 
 ROOT = Path(__file__).parent.parent
@@ -48,11 +49,12 @@ def test_mask_picture() -> None:
     assert torch.equal(drawn, visible(length, length, 8, 8, left=2, right=0, num_sink_tokens=1)[0])
 
 
-def test_table_is_drawn_from_the_kept_results(tmp_path: Path) -> None:
-    assert cpu.readme(TEXT) == TEXT, "python -m benchmarks cpu --readme"
-    assert cpu.NONE_YET in cpu.readme(TEXT, tmp_path)
+@pytest.mark.parametrize("study", [cpu, prefill])
+def test_table_is_drawn_from_the_kept_results(study: ModuleType, tmp_path: Path) -> None:
+    assert study.readme(TEXT) == TEXT, f"python -m benchmarks {study.SUITE} --readme"
+    assert report.none_yet(study.SUITE) in study.readme(TEXT, tmp_path)
     with pytest.raises(ValueError, match="README has no"):
-        cpu.readme("# no place for a table\n")
+        study.readme("# no place for a table\n")
 
 
 def test_links_lead_somewhere() -> None:

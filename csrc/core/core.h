@@ -40,13 +40,13 @@ typedef struct sa_variant {
     sinkattn_variant_info info;
     sa_launcher run;
     sa_workspace workspace_bytes;
-    bool (*serves)(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+    const char *(*refusal)(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 } sa_variant;
 
-/* plan.c: what rows of variants.def ask for beside dtype and head_dim. */
-bool sa_serves_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-bool sa_serves_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-bool sa_serves_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+/* plan.c: what rows of variants.def ask for beside dtype and head_dim; NULL, or the one reason why a row does not serve. */
+const char *sa_refusal_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 
 const sa_variant *sa_variant_at(int32_t i);
 

@@ -6,7 +6,9 @@
  * batch at which unsplit items fill the machine; below it, P = workers / (batch * kv_heads) parts do, as long as there are key tiles.
  */
 #include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "core.h"
 #include "mask.h"
@@ -15,42 +17,51 @@
 
 static const char *const op_names[] = {"fwd", "bwd", "decode"};
 
-bool sa_serves_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)p;
     (void)info;
-    return true;
+    return NULL;
 }
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine; scores may be scaled after their maximum. */
-bool sa_serves_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return p->num_q_heads / p->num_kv_heads <= info->tile_q && p->q_len && p->k_len && p->softmax_scale >= 0.0;
+const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
+    if (!p->q_len || !p->k_len) return "there are no rows or no keys";
+    return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
 }
 
 /* A window without sink tokens, whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys. */
-bool sa_serves_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const int64_t group = p->num_q_heads / p->num_kv_heads;
-    if (group < 2 || info->tile_q % group || p->mask.num_sink_tokens || !p->q_len || !p->k_len || p->softmax_scale < 0.0) return false;
+    if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
+    if (group < 2 || info->tile_q % group) return "query heads a kv head must be 2 or more and divide its tile_q";
+    if (!p->q_len || !p->k_len) return "there are no rows or no keys";
+    if (p->softmax_scale < 0.0) return "softmax_scale is negative";
     const sa_band band = sa_band_of(&p->mask, info->tile_k, info->tile_k);
-    return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k;
+    return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
 }
 
-static bool serves(const sa_variant *row, const sinkattn_problem *p) {
+/* Why the row cannot take the problem, NULL when it can. */
+static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
     const sinkattn_variant_info *info = &row->info;
-    return info->op == p->op && (info->dtypes & SA_BIT(p->dtype)) && p->head_dim <= info->max_head_dim && row->serves(p, info);
+    if (info->op != p->op) return "it is another op";
+    if (!(info->dtypes & SA_BIT(p->dtype))) return "it has other dtypes";
+    if (p->head_dim > info->max_head_dim) return "head_dim is above its largest";
+    return row->refusal(p, info);
 }
 
-/* The index of the last row that serves, -1 for a miss. */
 /* sm_90a code, which wgmma and TMA need, runs on 9.0 alone; older CUDA rows carry code that newer devices translate. */
 static bool runs_on(const sinkattn_variant_info *info, const sinkattn_device *device) {
     const bool exact = info->backend == SINKATTN_CUDA && info->arch >= 90;
     return info->backend == device->backend && (exact ? info->arch == device->arch : info->arch <= device->arch);
 }
 
+/* The index of the last row that serves, -1 for a miss. */
 static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *device) {
     int32_t best = -1;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
-        if (serves(row, p) && runs_on(&row->info, device)) best = i;
+        if (runs_on(&row->info, device) && !refusal(row, p)) best = i;
     return best;
 }
 
@@ -105,15 +116,33 @@ static bool partials_fit(const sinkattn_problem *p, int64_t splits) {
     return splits == 1 || (!__builtin_mul_overflow(p->batch * p->num_q_heads * p->q_len, splits, &partials) && partials < INT64_C(1) << 31);
 }
 
-static void explain(const sinkattn_problem *p, const sinkattn_device *device, const sinkattn_variant_info *info, int64_t tiles,
-                    sinkattn_plan *plan) {
-    const int written = snprintf(plan->reason, sizeof plan->reason, "%s is the best row for %s, head_dim %" PRId64 " at arch %" PRId32,
-                                 info->name, sa_dtype_name(p->dtype), p->head_dim, device->arch);
-    if (p->op != SINKATTN_DECODE || written < 0 || (size_t)written >= sizeof plan->reason) return;
-    const char *why = p->invariant ? "invariant" : p->num_splits > 0 ? "as asked" : "to fill the workers";
-    snprintf(plan->reason + written, sizeof plan->reason - (size_t)written,
-             "; %" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64 ", P = %" PRId64, plan->num_splits, tiles, why,
-             sa_ceil_div(device->workers, p->num_kv_heads), device->workers / sa_max(1, p->batch * p->num_kv_heads));
+/* Appends to the reason; what would not fit whole is left out. */
+__attribute__((format(printf, 2, 3))) static void say(sinkattn_plan *plan, const char *format, ...) {
+    const size_t used = strlen(plan->reason), left = sizeof plan->reason - used;
+    va_list values;
+    va_start(values, format);
+    const int written = vsnprintf(plan->reason + used, left, format, values);
+    va_end(values);
+    if (written < 0 || (size_t)written >= left) plan->reason[used] = 0;
+}
+
+static void explain(const sinkattn_problem *p, const sinkattn_device *device, int64_t tiles, sinkattn_plan *plan) {
+    const sa_variant *row = sa_variant_at(plan->variant);
+    say(plan, "%s is the best row for %s, head_dim %" PRId64 " at arch %" PRId32, row->info.name, sa_dtype_name(p->dtype), p->head_dim,
+        device->arch);
+    if (p->op == SINKATTN_DECODE) {
+        const char *why = p->invariant ? "invariant" : p->num_splits > 0 ? "as asked" : "to fill the workers";
+        say(plan, "; %" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64 ", P = %" PRId64, plan->num_splits, tiles, why,
+            sa_ceil_div(device->workers, p->num_kv_heads), device->workers / sa_max(1, p->batch * p->num_kv_heads));
+    }
+    for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
+        if (row->info.op != p->op || row->info.backend != device->backend) continue;
+        const sinkattn_variant_info *info = &row->info;
+        if (runs_on(info, device))
+            say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, refusal(row, p));
+        else
+            say(plan, "; not %s: it is for arch %" PRId32, info->name, info->arch);
+    }
 }
 
 static sinkattn_status check_device(const sinkattn_device *device) {
@@ -143,7 +172,7 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
     *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .num_items = items * splits};
     plan->workers = (int32_t)sa_clamp(plan->num_items, 1, device->workers);
     plan->workspace_bytes = row->workspace_bytes(problem, plan);
-    explain(problem, device, &row->info, tiles, plan);
+    explain(problem, device, tiles, plan);
     return sa_ok();
 }
 
@@ -151,9 +180,10 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
     if (!plan) return sa_status(SINKATTN_INVALID, "plan is NULL; it must be given");
     const sa_variant *row = sa_variant_at(plan->variant);
     if (!row) return sa_status(SINKATTN_INVALID, "plan.variant is %" PRId32 "; it must name a compiled kernel", plan->variant);
-    if (!serves(row, problem))
-        return sa_status(SINKATTN_INVALID, "plan.variant is %s; it must serve %s of %s with head_dim %" PRId64, row->info.name,
-                         op_names[problem->op], sa_dtype_name(problem->dtype), problem->head_dim);
+    const char *why = refusal(row, problem);
+    if (why)
+        return sa_status(SINKATTN_INVALID, "plan.variant is %s; it must serve %s of %s with head_dim %" PRId64 ", but %s", row->info.name,
+                         op_names[problem->op], sa_dtype_name(problem->dtype), problem->head_dim, why);
     if (row->info.backend == SINKATTN_CPU && row->info.arch > sa_cpu_level())
         return sa_status(SINKATTN_UNSUPPORTED, "plan.variant is %s; this CPU must have level %" PRId32 ", it has %" PRId32, row->info.name,
                          row->info.arch, sa_cpu_level());

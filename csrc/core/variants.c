@@ -29,7 +29,7 @@ static const sa_variant sa_variants[] = {
       max_head_dim, tile_q, tile_k},                                                                                                       \
      sa_##op##_##backend##_##arch,                                                                                                         \
      sa_##backend##_workspace,                                                                                                             \
-     sa_serves_##serves},
+     sa_refusal_##serves},
 #include "variants.def"
 };
 

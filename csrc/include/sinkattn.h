@@ -120,7 +120,7 @@ typedef struct sinkattn_plan {
     int64_t num_splits;      /* decode: parts a sequence; 1 elsewhere */
     int64_t num_items;       /* work items of the first pass: (sequence, kv head, tile or part) */
     int64_t workspace_bytes; /* what the run needs in sinkattn_context.workspace */
-    char reason[192];        /* why this variant and these splits */
+    char reason[512];        /* why this variant and these splits, and why no better variant */
 } sinkattn_plan;
 
 /* Pure: depends on its arguments only, so it is testable for devices that are not there. */

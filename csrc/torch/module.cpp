@@ -129,7 +129,10 @@ py::dict plan(const std::string &op, const py::dict &device, const std::string &
     sinkattn_plan chosen{};
     raise_on(sinkattn_make_plan(&problem, &facts, &chosen));
     py::dict result;
-    result["variant"] = sinkattn_variant(chosen.variant)->name;
+    const sinkattn_variant_info &info = *sinkattn_variant(chosen.variant);
+    result["variant"] = info.name;
+    result["tile_q"] = info.tile_q;
+    result["tile_k"] = info.tile_k;
     result["workers"] = chosen.workers;
     result["num_splits"] = chosen.num_splits;
     result["num_items"] = chosen.num_items;

@@ -97,6 +97,44 @@ static void test_the_cuda_row_is_taken(void) {
               name, cases[i].name);
     }
 }
+
+/* One reason a row, and the right one. */
+static void test_the_window_row_says_why_not(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, 0, ""};
+    const sinkattn_problem base = {.op = SINKATTN_FWD,
+                                   .dtype = SINKATTN_BF16,
+                                   .batch = 1,
+                                   .num_q_heads = 16,
+                                   .num_kv_heads = 2,
+                                   .head_dim = 64,
+                                   .q_len = 1000,
+                                   .k_len = 1000,
+                                   .mask = {.has_left = true, .left = 127, .has_right = true}};
+    sinkattn_problem wide = base, sinks = base, ungrouped = base, negative = base, large = base;
+    wide.mask.left = 137;
+    sinks.mask.num_sink_tokens = 1;
+    ungrouped.num_q_heads = 2;
+    negative.softmax_scale = -1.0;
+    large.head_dim = 72;
+    const struct {
+        const sinkattn_problem *problem;
+        const sinkattn_device *device;
+        const char *why;
+    } cases[] = {{&base, &device, NULL},
+                 {&wide, &device, " (64 x 144): left + right + tokens a tile > its tile_k"},
+                 {&sinks, &device, " (64 x 144): it has no positional sink tokens"},
+                 {&ungrouped, &device, " (64 x 144): query heads a kv head"},
+                 {&negative, &device, " (64 x 144): softmax_scale is negative"},
+                 {&large, &device, " (64 x 144): head_dim is above its largest"},
+                 {&base, &older, ": it is for arch 90"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sinkattn_plan plan;
+        CHECK(sinkattn_make_plan(cases[i].problem, cases[i].device, &plan).code == SINKATTN_OK, "case %zu is planned", i);
+        const char *found = strstr(plan.reason, "; not sa_fwd_cuda_sm90_window");
+        const bool told = found && cases[i].why && strncmp(found + 29, cases[i].why, strlen(cases[i].why)) == 0;
+        CHECK(cases[i].why ? told : !found, "case %zu: %s", i, plan.reason);
+    }
+}
 #endif
 
 static void test_a_miss_lists_what_is_compiled(void) {
@@ -278,6 +316,7 @@ static void test_plans_that_do_not_fit_are_refused(void) {
 const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken},
 #ifdef SA_WITH_CUDA
                            {"the CUDA row is taken", test_the_cuda_row_is_taken},
+                           {"the window row says why not", test_the_window_row_says_why_not},
 #endif
                            {"a miss lists what is compiled", test_a_miss_lists_what_is_compiled},
                            {"decode splits", test_decode_splits},

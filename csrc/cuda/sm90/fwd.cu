@@ -126,12 +126,14 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
             return;
         }
         const Work &work = smem.rows[tiles.place()].work;
+        const int end = work.tiles.end;
+        int t = sa_key_tile_from(&work.tiles, 0); // once Q is there, a tile without keys may be gone
         barrier_arrive_expect(q_full, C::kHalves * p.tokens * p.group * kRowBytes);
         for (int half = 0; half < C::kHalves; half++)
             tensor_load(smem.queries[queries.place()] + half * C::kQueryHalf, &maps.q, q_full, 64 * half,
                         static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
                         static_cast<int>(work.sequence.batch));
-        for (int t = sa_key_tile_from(&work.tiles, 0); t < work.tiles.end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
+        for (; t < end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
             barrier_wait(&smem.k_empty[ring.place()], ring.phase() ^ 1);
             load_keys(smem.keys[ring.place()], maps.k, &smem.k_full[ring.place()], work, t);
             barrier_wait(&smem.v_empty[ring.place()], ring.phase() ^ 1);
