@@ -18,6 +18,7 @@ enum {
     SA_ARCH_sm80_d64 = 80,
     SA_ARCH_sm80_d128 = 80,
     SA_ARCH_sm80_d256 = 80,
+    SA_ARCH_sm80_d512 = 80,
     SA_ARCH_sm90_window = 90
 };
 
