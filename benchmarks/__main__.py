@@ -4,9 +4,9 @@
 import argparse
 import sys
 
-from . import cpu
+from . import cpu, decode
 
-STUDIES = {"cpu": cpu}
+STUDIES = {"cpu": cpu, "decode": decode}
 
 
 def main(arguments: list[str] | None = None) -> int:
