@@ -169,7 +169,7 @@ test-py: $(call installed,test)
 # Where a CUDA device is; elsewhere these tests skip.
 test-gpu: $(call installed,test)
 	$(MAKE) ext
-	$(PY) -m pytest tests/test_gpu.py
+	$(PY) -m pytest tests/test_gpu.py tests/test_gpu_decode.py
 
 demo: $(call installed,demo)
 	$(MAKE) ext

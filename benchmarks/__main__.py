@@ -4,9 +4,9 @@
 import argparse
 import sys
 
-from . import cpu, plot, prefill
+from . import cpu, decode, plot, prefill
 
-STUDIES = {"cpu": cpu, "prefill": prefill, "plot": plot}
+STUDIES = {"cpu": cpu, "prefill": prefill, "decode": decode, "plot": plot}
 
 
 def main(arguments: list[str] | None = None) -> int:

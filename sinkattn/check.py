@@ -45,10 +45,10 @@ def visible_pairs(
 
 
 def check_errors() -> None:
-    """Raise ValueError for what CUDA kernels found wrong in cu_seqlens since the last call; waits for the devices.
+    """Raise ValueError for wrong cu_seqlens, cache_seqlens and block_table that CUDA kernels met since the last call.
 
-    The CPU raises at the call that is wrong, so nothing of its is ever pending. With the environment's SINKATTN_CHECK=1
-    each call on a CUDA tensor is followed by this check.
+    Waits for the devices. The CPU raises at the call that is wrong, so nothing of its is ever pending. With the
+    environment's SINKATTN_CHECK=1 each call on a CUDA tensor is followed by this check.
     """
     for ordinal in range(torch.cuda.device_count()):
         _C.check_cuda_errors(ordinal)

@@ -258,9 +258,10 @@ def flash_attn_with_kvcache(
     the whole capacity if left out; the rows of q stand at their end, and more than one row needs causal=True. k and v
     [batch, new, num_kv_heads, head_dim] are first written into the cache, in place, behind the keys in use, and count
     as in use from then on. num_splits is the parts that a sequence's keys are cut into, 0 the planner's choice;
-    invariant=True gives the bits of flash_attn_func's row, whatever the batch. head_dim may be up to 512.
-    return_softmax_lse is flash-attention's name for return_lse. On the CPU, lengths and pages outside the cache raise
-    ValueError.
+    invariant=True gives the bits of flash_attn_func's row, whatever the batch, on the CPU alone; on CUDA a positive
+    num_splits gives bits that do not depend on the batch. head_dim may be up to 512. return_softmax_lse is
+    flash-attention's name for return_lse. Lengths and pages outside the cache raise ValueError on the CPU; on CUDA
+    they are clamped, keys of such pages read as 0, and check_errors() raises.
     """
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes)

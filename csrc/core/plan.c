@@ -4,6 +4,7 @@
  *
  * Decode in numbers: a (sequence, kv head, query tile) is one item unless its keys are split. B* = ceil(workers / kv_heads) is the
  * batch at which unsplit items fill the machine; below it, P = workers / (batch * kv_heads) parts do, as long as there are key tiles.
+ * A CUDA kernel finds the lengths itself and cuts by them, so that the plan of a captured graph holds for every length.
  */
 #include <inttypes.h>
 #include <stdarg.h>
@@ -14,6 +15,8 @@
 #include "mask.h"
 
 #define SA_MAX_WORKERS 65536
+#define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
+#define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads */
 
 static const char *const op_names[] = {"fwd", "bwd", "decode"};
 
@@ -39,6 +42,11 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     if (p->softmax_scale < 0.0) return "softmax_scale is negative";
     const sa_band band = sa_band_of(&p->mask, info->tile_k, info->tile_k);
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
+}
+
+const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)info;
+    return p->invariant ? "its parts depend on the batch" : NULL;
 }
 
 /* Why the row cannot take the problem, NULL when it can. */
@@ -78,9 +86,10 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
         if (used < sizeof compiled)
             used += (size_t)snprintf(compiled + used, sizeof compiled - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
     }
-    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 " on %s arch %" PRId32 "; compiled: %s",
-                     op_names[p->op], sa_dtype_name(p->dtype), p->head_dim, device->backend == SINKATTN_CPU ? "cpu" : "cuda", device->arch,
-                     used ? compiled : "none");
+    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s arch %" PRId32 "; compiled: %s",
+                     op_names[p->op], sa_dtype_name(p->dtype), p->head_dim,
+                     p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
+                     device->backend == SINKATTN_CPU ? "cpu" : "cuda", device->arch, used ? compiled : "none");
 }
 
 /* Query tiles over all sequences and kv heads; the heads of a group share a tile, so a tile's rows are (token, head) pairs. Packed
@@ -102,12 +111,22 @@ static int64_t num_key_tiles(const sinkattn_problem *p, const sinkattn_variant_i
     return sa_max(1, sa_min(touched, sa_ceil_div(p->k_len, info->tile_k)));
 }
 
-/* A CPU takes one part too many rather than leave a worker idle; a GPU would wait for a second wave. */
+/* A CPU takes one part too many rather than leave a worker idle. On a GPU this is the most that the kernel may cut. */
 static int64_t choose_splits(const sinkattn_problem *p, const sinkattn_device *device, int64_t items, int64_t tiles) {
     if (p->invariant || items == 0) return 1;
     if (p->num_splits > 0) return sa_min(p->num_splits, tiles);
-    const int64_t wanted = device->backend == SINKATTN_CPU ? sa_ceil_div(device->workers, items) : device->workers / items;
-    return sa_clamp(wanted, 1, tiles);
+    if (device->backend == SINKATTN_CPU) return sa_clamp(sa_ceil_div(device->workers, items), 1, tiles);
+    return tiles <= SA_UNSPLIT_TILES ? 1 : sa_min(tiles, (int64_t)SA_BLOCKS_A_WORKER * device->workers);
+}
+
+bool sa_is_balanced(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    const bool cuda = sa_variant_at(plan->variant)->info.backend == SINKATTN_CUDA;
+    return cuda && p->op == SINKATTN_DECODE && p->num_splits == 0 && plan->num_splits > 1;
+}
+
+static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info *info, const sinkattn_plan *plan) {
+    if (sa_is_balanced(p, plan)) return (int64_t)SA_BLOCKS_A_WORKER * plan->workers;
+    return num_query_tiles(p, info) * plan->num_splits;
 }
 
 /* Each part of each row leaves head_dim + 2 floats behind; 2^31 of them fill a terabyte, and no machine. */
@@ -131,9 +150,13 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
     say(plan, "%s is the best row for %s, head_dim %" PRId64 " at arch %" PRId32, row->info.name, sa_dtype_name(p->dtype), p->head_dim,
         device->arch);
     if (p->op == SINKATTN_DECODE) {
-        const char *why = p->invariant ? "invariant" : p->num_splits > 0 ? "as asked" : "to fill the workers";
-        say(plan, "; %" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64 ", P = %" PRId64, plan->num_splits, tiles, why,
-            sa_ceil_div(device->workers, p->num_kv_heads), device->workers / sa_max(1, p->batch * p->num_kv_heads));
+        const bool balanced = sa_is_balanced(p, plan);
+        const char *why = p->invariant        ? "invariant"
+                          : p->num_splits > 0 ? "as asked"
+                          : balanced          ? "by the lengths found"
+                                              : "to fill the workers";
+        say(plan, "; %s%" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64 ", P = %" PRId64, balanced ? "up to " : "", plan->num_splits,
+            tiles, why, sa_ceil_div(device->workers, p->num_kv_heads), device->workers / sa_max(1, p->batch * p->num_kv_heads));
     }
     for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
         if (row->info.op != p->op || row->info.backend != device->backend) continue;
@@ -166,10 +189,10 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
     const int64_t items = num_query_tiles(problem, &row->info);
     const int64_t tiles = problem->op == SINKATTN_DECODE ? num_key_tiles(problem, &row->info) : 1;
     const int64_t splits = problem->op == SINKATTN_DECODE ? choose_splits(problem, device, items, tiles) : 1;
-    if (!partials_fit(problem, splits))
+    *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .workers = device->workers};
+    if (!sa_is_balanced(problem, plan) && !partials_fit(problem, splits))
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must leave less than 2^31 partial rows", splits);
-
-    *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .num_items = items * splits};
+    plan->num_items = num_items(problem, &row->info, plan);
     plan->workers = (int32_t)sa_clamp(plan->num_items, 1, device->workers);
     plan->workspace_bytes = row->workspace_bytes(problem, plan);
     explain(problem, device, tiles, plan);
@@ -190,9 +213,10 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
     if (plan->workers < 1 || plan->workers > SA_MAX_WORKERS)
         return sa_status(SINKATTN_INVALID, "plan.workers is %" PRId32 "; it must be from 1 to %d", plan->workers, SA_MAX_WORKERS);
     const int64_t most = problem->op == SINKATTN_DECODE ? num_key_tiles(problem, &row->info) : 1;
-    if (plan->num_splits < 1 || plan->num_splits > most || !partials_fit(problem, plan->num_splits))
+    const bool fits = sa_is_balanced(problem, plan) || partials_fit(problem, plan->num_splits);
+    if (plan->num_splits < 1 || plan->num_splits > most || !fits)
         return sa_status(SINKATTN_INVALID, "plan.num_splits is %" PRId64 "; it must be from 1 to %" PRId64, plan->num_splits, most);
-    const int64_t items = num_query_tiles(problem, &row->info) * plan->num_splits;
+    const int64_t items = num_items(problem, &row->info, plan);
     if (plan->num_items != items)
         return sa_status(SINKATTN_INVALID, "plan.num_items is %" PRId64 "; it must be %" PRId64 ", as planned for this problem",
                          plan->num_items, items);

@@ -35,6 +35,17 @@ SA_HD sa_key_tiles sa_key_tiles_of(const sa_band *band, sa_range rows, int64_t t
 /* The first tile at or after t to work through, while it is below tiles->end. */
 SA_HD int32_t sa_key_tile_from(const sa_key_tiles *tiles, int32_t t) { return t < tiles->sink_end || t >= tiles->begin ? t : tiles->begin; }
 
+/* How many tiles there are to work through, and which the n-th is. */
+SA_HD int32_t sa_key_tile_count(const sa_key_tiles *tiles) {
+    const int32_t begin = tiles->begin > tiles->sink_end ? tiles->begin : tiles->sink_end;
+    return tiles->sink_end + (tiles->end > begin ? tiles->end - begin : 0);
+}
+
+SA_HD int32_t sa_key_tile_at(const sa_key_tiles *tiles, int32_t n) {
+    const int32_t gap = tiles->begin > tiles->sink_end ? tiles->begin - tiles->sink_end : 0;
+    return n < tiles->sink_end ? n : n + gap;
+}
+
 /* Every row sees every key of tile t: no masking is needed there. */
 SA_HD bool sa_key_tile_is_full(const sa_key_tiles *tiles, int32_t t) {
     return t < tiles->full_end && (t >= tiles->full_begin || t < tiles->full_sink_end);
@@ -56,6 +67,19 @@ SA_HD sa_range sa_split_part(int64_t num_tiles, int64_t num_parts, int64_t part)
     tiles.begin = part * size + sa_min(part, longer);
     tiles.end = tiles.begin + size + (part < longer);
     return tiles;
+}
+
+/* The part that `tile` is in. */
+SA_HD int64_t sa_split_part_of(int64_t num_tiles, int64_t num_parts, int64_t tile) {
+    const int64_t size = num_tiles / num_parts, longer = num_tiles % num_parts, in_longer = longer * (size + 1);
+    return tile < in_longer ? tile / (size + 1) : longer + (tile - in_longer) / size;
+}
+
+/* Parts worth cutting num_tiles of many sequences into, for workers that take `step` tiles at a time: none shorter than a step, one a
+ * worker, and `most` where that leaves each at least 8 steps, which hides the merges of one part behind the loads of another. */
+SA_HD int64_t sa_balanced_parts(int64_t num_tiles, int64_t step, int64_t workers, int64_t most) {
+    const int64_t steps = num_tiles / step;
+    return steps <= workers ? sa_max(1, steps) : sa_clamp(steps / 8, workers, most);
 }
 
 #endif

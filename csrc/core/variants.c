@@ -20,6 +20,7 @@ enum {
     SA_ARCH_sm80_d256 = 80,
     SA_ARCH_sm90_d64 = 90,
     SA_ARCH_sm90_d128 = 90,
+    SA_ARCH_sm80_d512 = 80,
     SA_ARCH_sm90_window = 90
 };
 

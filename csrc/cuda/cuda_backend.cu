@@ -89,12 +89,14 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
     unsigned errors = 0;
     sinkattn_status status = take_errors(&errors);
     cudaSetDevice(before);
-    if (!status.code && errors & sa::kBadCuSeqlens)
-        status = sa_status(SINKATTN_INVALID,
-                           "CUDA device %d: cu_seqlens did not start at 0, decreased or ended past the tensor; the call clamped them, so "
-                           "its results are not what was meant",
-                           (int)ordinal);
-    return status;
+    if (status.code || !errors) return status;
+    const char *cu_seqlens = errors & sa::kBadCuSeqlens ? "cu_seqlens did not start at 0, decreased or ended past the tensor; " : "";
+    const char *cache_seqlens = errors & sa::kBadCacheSeqlens ? "cache_seqlens was negative or above the capacity; " : "";
+    const char *block_table = errors & sa::kBadBlockTable ? "block_table named a page outside the cache, whose keys were read as 0; " : "";
+    return sa_status(SINKATTN_INVALID, "CUDA device %d: %s%s%sthe call clamped them, so its results are not what was meant", (int)ordinal,
+                     cu_seqlens, cache_seqlens, block_table);
 }
 
-extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *, const sinkattn_plan *) { return 0; }
+extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    return problem->op == SINKATTN_DECODE ? sa_cuda_decode_workspace(problem, plan) : 0;
+}

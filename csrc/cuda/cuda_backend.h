@@ -20,6 +20,9 @@ sinkattn_status sa_cuda_status(const char *what, cudaError_t error);
 /* The current device's error word, of which kernels set bits. */
 sinkattn_status sa_cuda_error_word(unsigned **word);
 
+/* decode.cu: bytes of counters and partials. */
+int64_t sa_cuda_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
 #ifdef __cplusplus
 }
 #endif

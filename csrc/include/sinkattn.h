@@ -117,7 +117,7 @@ const sinkattn_variant_info *sinkattn_variant(int32_t i);
 typedef struct sinkattn_plan {
     int32_t variant; /* index for sinkattn_variant */
     int32_t workers;
-    int64_t num_splits;      /* decode: parts a sequence; 1 elsewhere */
+    int64_t num_splits;      /* decode: parts a sequence, where the reason says "up to": as its length asks for; 1 elsewhere */
     int64_t num_items;       /* work items of the first pass: (sequence, kv head, tile or part) */
     int64_t workspace_bytes; /* what the run needs in sinkattn_context.workspace */
     char reason[512];        /* why this variant and these splits, and why no better variant */

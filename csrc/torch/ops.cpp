@@ -218,9 +218,12 @@ sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tens
     if (block_table) {
         TORCH_CHECK_VALUE(block_table->dim() == 2, "sinkattn: block_table has ", block_table->dim(),
                           " dimensions, it must be [batch, max_pages]");
-        in.block_table = lengths(*block_table, "block_table", q, {problem.batch, block_table->size(1)});
+        check_like(*block_table, "block_table", q, at::kInt);
+        check_shape(*block_table, "block_table", {problem.batch, block_table->size(1)});
+        const bool rows_are_contiguous = block_table->size(1) <= 1 || block_table->stride(1) == 1; // of a slice, as of a whole table
+        in.block_table = rows_are_contiguous ? *block_table : block_table->contiguous();
         args.block_table = in.block_table.const_data_ptr<int32_t>();
-        args.block_table_stride = block_table->size(1);
+        args.block_table_stride = in.block_table.stride(0);
         problem.num_pages = k_cache.size(0);
         problem.page_size = k_cache.size(1);
         problem.k_len = block_table->size(1) * k_cache.size(1);

@@ -115,7 +115,9 @@ static void check_tile_walk(const window *w, sa_range rows, int64_t tile_k) {
     const sa_band band = band_of(w);
     const sa_key_tiles tiles = sa_key_tiles_of(&band, rows, tile_k);
     int64_t met = 0, seen = 0;
+    int32_t n = 0;
     for (int32_t t = sa_key_tile_from(&tiles, 0); t < tiles.end; t = sa_key_tile_from(&tiles, t + 1)) {
+        CHECK_WINDOW(sa_key_tile_at(&tiles, n++) == t, w, "sa_key_tile_at");
         const sa_range keys = sa_key_tile(&tiles, t), whole = {t * tile_k, (t + 1) * tile_k};
         CHECK_WINDOW(keys.begin < keys.end && keys.begin >= whole.begin && keys.end <= whole.end, w, "sa_key_tile lies in its tile");
         CHECK_WINDOW(some_row_sees(w, rows, keys.begin) && some_row_sees(w, rows, keys.end - 1), w, "sa_key_tile begins and ends seen");
@@ -123,6 +125,7 @@ static void check_tile_walk(const window *w, sa_range rows, int64_t tile_k) {
         CHECK_WINDOW(w->num_sink || sa_key_tile_is_full(&tiles, t) == all_see_all(w, rows, whole), w, "sa_key_tile_is_full");
         for (int64_t j = keys.begin; j < keys.end; j++) met += some_row_sees(w, rows, j);
     }
+    CHECK_WINDOW(n == sa_key_tile_count(&tiles), w, "sa_key_tile_count");
     for (int64_t j = 0; j < w->k_len; j++) seen += some_row_sees(w, rows, j);
     CHECK_WINDOW(met == seen, w, "the walk meets every key that is seen");
     CHECK_WINDOW(seen <= sa_rows_reach(&band, rows.end - rows.begin), w, "sa_rows_reach bounds the keys");
@@ -201,12 +204,28 @@ static void test_split_covers_every_tile_once(void) {
             for (int64_t part = 0; part < parts; part++) {
                 const sa_range range = sa_split_part(tiles, parts, part);
                 CHECK(range.begin == end, "%" PRId64 " tiles, %" PRId64 " parts: a hole before part %" PRId64, tiles, parts, part);
+                for (int64_t t = range.begin; t < range.end; t++)
+                    CHECK(sa_split_part_of(tiles, parts, t) == part, "tile %" PRId64 " of %" PRId64 " in %" PRId64 " parts", t, tiles,
+                          parts);
                 end = range.end;
                 longest = sa_max(longest, range.end - range.begin);
                 shortest = sa_min(shortest, range.end - range.begin);
             }
             CHECK(end == tiles && longest - shortest <= 1, "%" PRId64 " tiles, %" PRId64 " parts", tiles, parts);
         }
+}
+
+/* At least one part, none shorter than a step unless there is only one, a second one a worker only where they stay long. */
+static void test_balanced_parts(void) {
+    const int64_t step = 8, workers = 132, most = 264;
+    int64_t before = 1;
+    for (int64_t tiles = 1; tiles < 40000; tiles++) {
+        const int64_t parts = sa_balanced_parts(tiles, step, workers, most);
+        CHECK(parts >= before && parts <= most && (parts == 1 || tiles / parts >= step), "%" PRId64 " tiles: %" PRId64, tiles, parts);
+        CHECK(parts <= workers || tiles / parts >= 8 * step, "%" PRId64 " tiles: %" PRId64 " short parts", tiles, parts);
+        before = parts;
+    }
+    CHECK(before == most && sa_balanced_parts(INT64_C(1) << 40, step, workers, workers) == workers, "%" PRId64 " parts at last", before);
 }
 
 static uint32_t bits_of(float x) {
@@ -289,6 +308,7 @@ const test core_tests[] = {{"mask over all small sizes", test_mask_over_all_smal
                            {"layout clamps hostile lengths", test_layout_clamps_hostile_lengths},
                            {"offsets are int64", test_offsets_are_int64},
                            {"split covers every tile once", test_split_covers_every_tile_once},
+                           {"balanced parts", test_balanced_parts},
                            {"halves round trip", test_halves_round_trip},
                            {"halves round to nearest even", test_halves_round_to_nearest_even},
                            {"loads and stores", test_loads_and_stores},

@@ -135,6 +135,42 @@ static void test_the_window_row_says_why_not(void) {
         CHECK(cases[i].why ? told : !found, "case %zu: %s", i, plan.reason);
     }
 }
+
+/* A window is one block's work; else the kernel cuts by lengths, into shares whose number and workspace do not depend on them. */
+static void test_cuda_decode_plans(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    sinkattn_problem p = decode(3, 8192);
+    p.num_q_heads = 64;
+    p.num_kv_heads = 8;
+    sinkattn_plan plan;
+    const sinkattn_plan balanced = {.num_splits = 264, .num_items = 264, .workers = 132};
+    CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && plan.num_splits == balanced.num_splits &&
+              plan.num_items == balanced.num_items && plan.workers == balanced.workers && strstr(plan.reason, "up to 264 of at most 512"),
+          "balanced: %s", plan.reason);
+    const int64_t workspace_bytes = plan.workspace_bytes;
+    p.batch = 4000;
+    CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && plan.workspace_bytes == workspace_bytes && workspace_bytes > 0,
+          "%" PRId64 " bytes", plan.workspace_bytes);
+    CHECK(sa_validate_plan(&p, &plan).code == SINKATTN_OK, "the plan fits its problem");
+    p.num_splits = 3;
+    CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && plan.num_splits == 3 && plan.num_items == 3 * 8 * 4000,
+          "as asked: %s", plan.reason);
+    p.num_splits = 0;
+    p.mask.has_left = true;
+    p.mask.left = 127;
+    CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && plan.num_splits == 1 && plan.num_items == 8 * 4000 &&
+              plan.workspace_bytes == 0,
+          "a window: %s", plan.reason);
+    const int64_t head_dims[] = {8, 64, 72, 128, 200, 256, 512};
+    const char *const names[] = {"d64", "d64", "d128", "d128", "d256", "d256", "d512"};
+    for (size_t i = 0; i < sizeof head_dims / sizeof *head_dims; i++) {
+        p.head_dim = head_dims[i];
+        CHECK(strstr(chosen(&p, &device), names[i]), "head_dim %" PRId64, head_dims[i]);
+    }
+    p.invariant = true;
+    const sinkattn_status status = sinkattn_make_plan(&p, &device, &plan);
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "invariant"), "%s", status.message);
+}
 #endif
 
 static void test_a_miss_lists_what_is_compiled(void) {
@@ -317,6 +353,7 @@ const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken}
 #ifdef SA_WITH_CUDA
                            {"the CUDA row is taken", test_the_cuda_row_is_taken},
                            {"the window row says why not", test_the_window_row_says_why_not},
+                           {"CUDA decode plans", test_cuda_decode_plans},
 #endif
                            {"a miss lists what is compiled", test_a_miss_lists_what_is_compiled},
                            {"decode splits", test_decode_splits},

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode on a CUDA device against its bars: gpt-oss's heads, bf16, with a sink; FlashInfer where it is installed.
+
+Warm: the time of a node in a captured graph of 50, which is what a generating model sees of the device. Cold: one call
+after a write that leaves nothing of the cache in the L2. Every result is held against fp64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import sinkattn
+from sinkattn import _C, reference
+
+from . import harness
+
+SUITE = "decode"
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 64, 8, 64, 64
+NODES, FLUSH_BYTES = 50, 256 << 20
+COSINE = 0.99999  # to fp64
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One row a sequence, against `length` keys in use each; window 0: all of them. us: what performance asks for."""
+
+    id: str
+    batch: int
+    length: int
+    window: int
+    bar_us: float | None = None
+    goal_us: float | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """K and V of the keys that are seen."""
+        return self.batch * min(self.length, self.window or self.length) * NUM_KV_HEADS * HEAD_DIM * 2 * 2
+
+
+CASES = (
+    DecodeCase("b1-1k", 1, 1024, 0, 6.5, 4.3),
+    DecodeCase("b1-4k", 1, 4096, 0, 8.5, 5.8),
+    DecodeCase("b1-8k", 1, 8192, 0, 10.0, 7.0),
+    DecodeCase("b1-131k", 1, 131072, 0, 67, 63),
+    DecodeCase("b1-1m", 1, 1 << 20, 0),
+    DecodeCase("b8-32k", 8, 32768, 0, 130, 124),
+    DecodeCase("b32-8k", 32, 8192, 0, 126, 122),
+    DecodeCase("b64-8k", 64, 8192, 0, 245, 238),
+    DecodeCase("b1-w128", 1, 8192, 128, 5.0, 2.8),
+    DecodeCase("b64-w128", 64, 8192, 128, 10, 5.5),
+    DecodeCase("b256-w128", 256, 8192, 128, 30, 20),
+)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One measurement in ms; gbps: bytes of seen keys and values over the warm time. None where the peer is absent."""
+
+    suite: str
+    case: str
+    direction: str
+    impl: str
+    ms: float | None
+    ms_cold: float | None
+    gbps: float | None
+    bar_ms: float | None
+    goal_ms: float | None
+    note: str
+    commit: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A paged cache whose pages lie in shuffled order; q [batch, 1, num_q_heads, head_dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    s_aux: Tensor
+    cache_seqlens: Tensor
+    block_table: Tensor
+
+    @staticmethod
+    def of(case: DecodeCase) -> Cache:
+        generator = torch.Generator("cuda").manual_seed(0)
+        pages = case.batch * case.length // PAGE_SIZE
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+        q = normal(case.batch, 1, NUM_Q_HEADS, HEAD_DIM)
+        k, v = (normal(pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        order = torch.randperm(pages, device="cuda", generator=generator).int()
+        s_aux = 1.5 * torch.randn(NUM_Q_HEADS, device="cuda", generator=generator)
+        lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
+        return Cache(q, k, v, s_aux, lengths, order.view(case.batch, -1))
+
+
+Call = Callable[[], Tensor]
+
+
+class NotHere(Exception):
+    """This peer cannot run here, and why."""
+
+
+def _plan(case: DecodeCase, num_splits: int) -> dict[str, object]:
+    return sinkattn.plan(
+        "decode", _C.query_cuda(torch.cuda.current_device()), dtype="bf16", batch=case.batch, num_q_heads=NUM_Q_HEADS,
+        num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, q_len=1, k_len=case.length, s_aux_dtype="fp32",
+        page_size=PAGE_SIZE, num_pages=case.batch * case.length // PAGE_SIZE, window_size_left=case.window - 1,
+        window_size_right=0, num_splits=num_splits,
+    )  # fmt: skip
+
+
+def _sinkattn(case: DecodeCase, cache: Cache, num_splits: int = 0) -> Call:
+    workspace_bytes = _plan(case, num_splits)["workspace_bytes"]
+    assert isinstance(workspace_bytes, int)
+    scratch = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
+    out, lse = torch.empty_like(cache.q), torch.empty(case.batch, NUM_Q_HEADS, 1, device="cuda")
+    options = (cache.cache_seqlens, cache.block_table, None, case.window - 1, 0, num_splits, False)
+
+    def call() -> Tensor:
+        torch.ops.sinkattn.flash_decode_out(cache.q, cache.k, cache.v, cache.s_aux, *options, out, lse, scratch)
+        return out
+
+    return call
+
+
+def _xqa(case: DecodeCase, cache: Cache) -> Call:
+    try:
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+    except ImportError as error:
+        raise NotHere("not installed: flashinfer") from error
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+    out = torch.empty_like(cache.q)
+    sinks = [cache.s_aux.view(NUM_KV_HEADS, -1)]
+
+    def call() -> Tensor:
+        trtllm_batch_decode_with_kv_cache(
+            cache.q[:, 0], (cache.k, cache.v), workspace, cache.block_table, cache.cache_seqlens, case.length,
+            HEAD_DIM**-0.5, 1.0, case.window - 1, out=out[:, 0], sinks=sinks, kv_layout="NHD", backend="xqa",
+        )  # fmt: skip
+        return out
+
+    return call
+
+
+PEERS: dict[str, Callable[[DecodeCase, Cache], Call]] = {
+    "sinkattn": _sinkattn,
+    "sinkattn-unsplit": lambda case, cache: _sinkattn(case, cache, num_splits=1),
+    "xqa": _xqa,
+}
+
+
+def cosine_to_fp64(case: DecodeCase, cache: Cache, out: Tensor) -> float:
+    """Of the first sequence and kv head and of the last, the worse."""
+    seen, group = min(case.length, case.window or case.length), NUM_Q_HEADS // NUM_KV_HEADS
+    worst = 1.0
+    for b, head in {(0, 0), (case.batch - 1, NUM_KV_HEADS - 1)}:
+        heads, table = slice(group * head, group * (head + 1)), cache.block_table[b].long()
+        k, v = (x[table, :, head].reshape(1, -1, 1, HEAD_DIM)[:, -seen:].double() for x in (cache.k, cache.v))
+        q, s_aux = cache.q[b : b + 1, :, heads].double(), cache.s_aux[heads].double()
+        want = reference.flash_attn_func(q, k, v, causal=True, s_aux=s_aux)
+        assert isinstance(want, Tensor)
+        both = out[b, :, heads].double().flatten(), want.flatten()
+        worst = min(worst, float(torch.nn.functional.cosine_similarity(*both, dim=0)))
+    return worst
+
+
+def warm_ms(call: Call, rounds: int) -> float:
+    """Of one node in a graph of NODES, median over replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # captured where it was warmed up
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(NODES):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after) / NODES)
+    return median(times)
+
+
+def cold_ms(call: Call, rounds: int) -> float:
+    """Of one captured call behind a write of FLUSH_BYTES, median."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(rounds):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        flush.zero_()
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after))
+    return median(times)
+
+
+def measure(case: DecodeCase, peers: dict[str, Callable[[DecodeCase, Cache], Call]], commit: str) -> list[DecodeRow]:
+    cache, rows = Cache.of(case), []
+    for impl, prepare in peers.items():
+        warm = cold = gbps = None
+        note = ""
+        try:
+            call = prepare(case, cache)
+            cosine = cosine_to_fp64(case, cache, call())
+            if not cosine >= COSINE:
+                raise RuntimeError(f"{case.id}: {impl} is off from fp64, cosine {cosine}")
+            warm, cold = (_digits(time(call, 30)) for time in (warm_ms, cold_ms))
+            gbps = _digits(case.cache_bytes / warm / 1e6)
+        except NotHere as reason:
+            note = str(reason)
+        except Exception as error:
+            if impl.startswith("sinkattn"):
+                raise
+            note = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
+        bar, goal = (None if us is None else us / 1e3 for us in (case.bar_us, case.goal_us))
+        measured = (warm, cold, gbps, bar, goal, note)
+        rows.append(DecodeRow(SUITE, case.id, "decode", impl, *measured, commit, torch.__version__))
+    return rows
+
+
+def _digits(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", *words], cwd=harness.ROOT, capture_output=True, text=True, check=False)
+        return run.stdout.strip()
+
+    dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + dirty
+
+
+def save(path: Path, rows: list[DecodeRow]) -> None:
+    facts = torch.cuda.get_device_properties(0)
+    machine = {"gpu": facts.name, "sms": facts.multi_processor_count, "cuda": torch.version.cuda}
+    machine["build"] = _C.build_info()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("    " + json.dumps(asdict(row)) for row in rows)
+    path.write_text(f'{{\n  "machine": {json.dumps(machine)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def table(rows: list[DecodeRow]) -> Table:
+    shown = Table(title="us a call: in a graph, cold L2 (GB/s of seen keys and values)")
+    shown.caption = "\n".join(dict.fromkeys(f"{row.case}, {row.impl}: {row.note}" for row in rows if row.note))
+    for name in ("case", "bar", "goal", *dict.fromkeys(row.impl for row in rows)):
+        shown.add_column(name, no_wrap=True)
+    for case in dict.fromkeys(row.case for row in rows):
+        found = [row for row in rows if row.case == case]
+        limits = ["-" if ms is None else f"{1e3 * ms:g}" for ms in (found[0].bar_ms, found[0].goal_ms)]
+        cells = [
+            "-" if row.ms is None else f"{1e3 * row.ms:.1f}, {1e3 * (row.ms_cold or math.nan):.1f} ({row.gbps:.0f})"
+            for row in found
+        ]
+        shown.add_row(case, *limits, *cells)
+    return shown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cases", nargs="*", choices=[case.id for case in CASES], help="default: all of them")
+    parser.add_argument("--impls", nargs="*", choices=list(PEERS), help="default: all of them")
+    parser.add_argument("--json", type=Path, help="where rows go; default: benchmarks/results/<device>/decode.json")
+
+
+def run(options: argparse.Namespace) -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks decode needs a CUDA device")
+    commit, rows = _commit(), []
+    for case in CASES:
+        if options.cases and case.id not in options.cases:
+            continue
+        rows += measure(case, {n: p for n, p in PEERS.items() if not options.impls or n in options.impls}, commit)
+        torch.cuda.empty_cache()
+    Console(width=160).print(table(rows))
+    device = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    if options.json or not (options.cases or options.impls):
+        path = options.json or harness.RESULTS / device / f"{SUITE}.json"
+        save(path, rows)
+        print(f"wrote {path}")

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One tile of a decode: 16 rows against 16 keys, by one warp, on mma.sync. C::kRowBytes are a row of Q, K and V in shared memory, whose
+// 16-byte chunk c lies at c ^ (row % 8), so that ldmatrix meets no bank twice; C::kColumns are the warp's columns of O.
+#pragma once
+
+#include "cuda/attn/decode_work.cuh"
+#include "cuda/device/ptx_sm80.cuh"
+
+namespace sa {
+
+__device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row_bytes, int row, int chunk) {
+    return base + row * row_bytes + ((chunk ^ (row & 7)) << 4);
+}
+
+// What a warp keeps of a stream. Rows lane / 4 + 8 i; pivot in log2 units, sum over this lane's columns.
+template <class C> struct Rows {
+    uint32_t q[C::kQueriesInRegisters ? C::kHeadDim / 16 : 1][4];
+    float o[C::kColumns / 8][4];
+    float pivot[2], sum[2];
+};
+
+__device__ __forceinline__ void load_query(uint32_t (&a)[4], uint32_t q, int row_bytes, int step) {
+    const int lane = threadIdx.x % 32;
+    ldmatrix_x4(a, chunk_address(q, row_bytes, lane & 15, 2 * step + (lane >> 4)));
+}
+
+template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], const Rows<C> &rows, uint32_t q, uint32_t k) {
+    const int lane = threadIdx.x % 32;
+    for (int x = 0; x < 4; x++) s[0][x] = s[1][x] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < C::kHeadDim / 16; step++) {
+        uint32_t keys[4], a[4];
+        ldmatrix_x4(keys, chunk_address(k, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), 2 * step + ((lane >> 3) & 1)));
+        if constexpr (C::kQueriesInRegisters)
+            for (int x = 0; x < 4; x++) a[x] = rows.q[step][x];
+        else
+            load_query(a, q, C::kRowBytes, step);
+        mma_m16n8k16<typename C::Element>(s[0], a, keys[0], keys[1]);
+        mma_m16n8k16<typename C::Element>(s[1], a, keys[2], keys[3]);
+    }
+}
+
+__device__ __forceinline__ bool sees(const Smem &smem, int row, int32_t key) {
+    return (key >= smem.begin[row] && key < smem.end[row]) || key < smem.sink_end[row];
+}
+
+// Scores to -inf where the row does not see the key.
+__device__ __forceinline__ void mask_tile(float (&s)[2][4], const Smem &smem, int32_t tile) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            if (!sees(smem, lane / 4 + 8 * i, tile * kTileK + 8 * (x / 2) + 2 * (lane % 4) + x % 2)) s[x / 2][2 * i + x % 2] = -INFINITY;
+}
+
+// s becomes P; o is rescaled to the new pivot.
+template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4], Rows<C> &rows, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int half = 2 * i;
+        const float top = quad_max(fmaxf(fmaxf(s[0][half], s[0][half + 1]), fmaxf(s[1][half], s[1][half + 1]))) * scale_log2,
+                    before = rows.pivot[i];
+        const float pivot = top > before ? top : before;
+        const float from = pivot == -INFINITY ? 0.0f : pivot;
+        const float alpha = before == pivot ? 1.0f : exp2_approx(before - from);
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int x = half; x < half + 2; x++) {
+                s[n][x] = exp2_approx(fmaf(s[n][x], scale_log2, -from));
+                sum += s[n][x];
+            }
+        rows.pivot[i] = pivot;
+        rows.sum[i] = rows.sum[i] * alpha + sum;
+#pragma unroll
+        for (int n = 0; n < C::kColumns / 8; n++) {
+            rows.o[n][half] *= alpha;
+            rows.o[n][half + 1] *= alpha;
+        }
+    }
+}
+
+template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, const float (&p)[2][4], uint32_t v, int first_chunk) {
+    const int lane = threadIdx.x % 32;
+    uint32_t a[4];
+#pragma unroll
+    for (int x = 0; x < 4; x++) a[x] = pack_halves<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
+#pragma unroll
+    for (int n = 0; n < C::kColumns / 16; n++) {
+        uint32_t values[4];
+        ldmatrix_x4_trans(values, chunk_address(v, C::kRowBytes, lane & 15, first_chunk + 2 * n + (lane >> 4)));
+        mma_m16n8k16<typename C::Element>(rows.o[2 * n], a, values[0], values[1]);
+        mma_m16n8k16<typename C::Element>(rows.o[2 * n + 1], a, values[2], values[3]);
+    }
+}
+
+template <class C> __device__ __forceinline__ bool is_unfinite(uint32_t half) {
+    return (half & kExponent<typename C::Element>) == kExponent<typename C::Element>;
+}
+
+// A masked key's P is 0, but 0 * NaN is not: where a value that is not finite meets rows that do not see it, it is zeroed in shared memory
+// and added by hand to the rows that do. Each warp looks at its own columns, which no other reads.
+template <class C>
+__device__ __forceinline__ void hide_unfinite(unsigned char *values, Rows<C> &rows, const Smem &smem, int32_t tile, int first_chunk) {
+    constexpr int kMine = C::kColumns / 8;
+    const int lane = threadIdx.x % 32;
+    const auto chunk_at = [&](int key, int n) { return values + key * C::kRowBytes + (((first_chunk + n) ^ (key & 7)) << 4); };
+    bool bad = false;
+    for (int x = lane; x < kTileK * kMine; x += 32) {
+        const uint4 halves = *reinterpret_cast<const uint4 *>(chunk_at(x / kMine, x % kMine));
+        for (const uint32_t pair : {halves.x, halves.y, halves.z, halves.w}) bad |= is_unfinite<C>(pair) || is_unfinite<C>(pair >> 16);
+    }
+    if (!__any_sync(0xffffffffu, bad)) return;
+#pragma unroll 1
+    for (int key = 0; key < kTileK; key++)
+#pragma unroll
+        for (int n = 0; n < kMine; n++)
+#pragma unroll
+            for (int x = 0; x < 2; x++) {
+                const uint16_t half = reinterpret_cast<const uint16_t *>(chunk_at(key, n))[2 * (lane % 4) + x];
+                if (!is_unfinite<C>(half)) continue;
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (sees(smem, lane / 4 + 8 * i, tile * kTileK + key)) rows.o[n][2 * i + x] += widen<typename C::Element>(half);
+            }
+    __syncwarp();
+    for (int x = lane; x < kTileK * kMine * 8; x += 32) {
+        auto &half = reinterpret_cast<uint16_t *>(chunk_at(x / 8 / kMine, x / 8 % kMine))[x % 8];
+        if (is_unfinite<C>(half)) half = 0;
+    }
+    __syncwarp();
+}
+
+} // namespace sa

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode on a CUDA device. SINKATTN_GPU_CASES is the number of random configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_decode import CASES
+from test_gpu import on_device
+from torch import Tensor
+
+import sinkattn
+from sinkattn import _C
+from sinkattn._testing import (
+    DTYPES,
+    EDGES,
+    Case,
+    Inputs,
+    Outcome,
+    compare_all,
+    evaluate,
+    make_inputs,
+    random_case,
+    run_ops,
+)
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
+)
+RANDOM_CASES = int(os.environ.get("SINKATTN_GPU_CASES", "500"))
+SERVED = [name for name in CASES if "invariant" not in name]
+decode_op, decode_out_op = torch.ops.sinkattn.flash_decode, torch.ops.sinkattn.flash_decode_out
+
+
+def cache_on_device(case: Case, t: Inputs) -> Inputs:
+    assert t.cache_seqlens is not None
+    table = None if t.block_table is None else t.block_table.cuda()
+    return dataclasses.replace(on_device(case, t), cache_seqlens=t.cache_seqlens.cuda(), block_table=table)
+
+
+def assert_right_on_device(case: Case, least_cosine: float = -1.0) -> None:
+    t = make_inputs(case)
+    got = {name: x.cpu() for name, x in run_ops(case, cache_on_device(case, t), sinkattn).items()}
+    ref = evaluate(case, t)
+    outcome = Outcome(case, "cuda", compare_all(case, t, got, ref, evaluate(case, t, DTYPES[case.dtype])))
+    assert not outcome.failures, str(outcome)
+    cosine = torch.nn.functional.cosine_similarity(got["out"].double().flatten(), ref["out"].flatten(), 0)
+    assert not cosine < least_cosine, f"cosine {cosine}: {outcome}"
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_case(name: str, dtype: str) -> None:
+    assert_right_on_device(Case.parse(f"{name}-{dtype}"))
+
+
+def test_random_configurations_against_fp64(seed: int) -> None:
+    found, index = 0, 0
+    while found < RANDOM_CASES:
+        case = random_case(f"{seed}-{index}")
+        index += 1
+        if not case.decode:
+            continue
+        found += 1
+        dtype = case.dtype if case.dtype in ("bf16", "fp16") else "bf16"
+        assert_right_on_device(dataclasses.replace(case, dtype=dtype, invariant=False))
+
+
+MASKS = {
+    "window": {"left": 127},
+    "causal": {},
+    "sink": {"left": 127, "num_sink_tokens": 4},
+    "prefix": {"left": 63, "num_sink_tokens": 700},
+    "all": {"left": 200, "num_sink_tokens": 17, "q_lens": (3,) * 4},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("num_splits", [0, 1, 2, 8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_parity(head_dim: int, num_splits: int, mask: str) -> None:
+    case = Case(
+        head_dim=head_dim, right=0, ratio=8, kv_heads=2, layout="paged", page_size=16, q_lens=(1,) * 4,
+        k_lens=(1500, 37, 0, 801), num_splits=num_splits, poison=True, dtype="bf16", seed=1,
+    )  # fmt: skip
+    assert_right_on_device(dataclasses.replace(case, **MASKS[mask]), least_cosine=0.999998)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_edges_of_s_aux(edge: str, num_splits: int) -> None:
+    case = Case(right=0, ratio=8, layout="cache", q_lens=(2,) * 3, k_lens=(900, 1, 0), s_aux=edge, dtype="bf16", seed=1)
+    assert_right_on_device(dataclasses.replace(case, num_splits=num_splits))
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 8, 16, 20, 64, 128])
+@pytest.mark.parametrize("q_len", [1, 2, 16, 33])
+def test_rows_of_several_tiles(ratio: int, q_len: int) -> None:
+    case = Case(right=0, left=300, ratio=ratio, layout="cache", q_lens=(q_len,) * 2, k_lens=(700, 20), dtype="bf16")
+    assert_right_on_device(case)
+
+
+def make_cache(
+    lens: list[int], page_size: int = 0, capacity: int = 0, kv_heads: int = 8, head_dim: int = 64, q_len: int = 1
+) -> dict[str, Tensor | None]:
+    """gpt-oss's heads; slots past a sequence's end, and pages that no sequence has, hold NaN."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    batch, capacity = len(lens), capacity or max(*lens, 1)
+    shape = (2, batch, capacity, kv_heads, head_dim)
+    cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+    seqlens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+    cache.masked_fill_((torch.arange(capacity, device="cuda") >= seqlens[:, None])[None, :, :, None, None], torch.nan)
+    q = torch.randn(batch, q_len, 8 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16, generator=generator)
+    s_aux = 2 * torch.randn(8 * kv_heads, device="cuda", generator=generator)
+    table = None
+    if page_size:
+        assert capacity % page_size == 0
+        count = batch * capacity // page_size
+        order = torch.randperm(count + 3, device="cuda", generator=generator)
+        pages = cache.new_full((2, count + 3, page_size, kv_heads, head_dim), torch.nan)
+        pages[:, order[:count]] = cache.view(2, count, page_size, kv_heads, head_dim)
+        table, cache = order[:count].int().view(batch, -1), pages
+    return {"q": q, "k": cache[0], "v": cache[1], "s_aux": s_aux, "cache_seqlens": seqlens, "block_table": table}
+
+
+def arguments(
+    t: dict[str, Tensor | None], left: int = -1, num_sink_tokens: int = 0, num_splits: int = 0
+) -> tuple[object, ...]:
+    return (*t.values(), None, left, num_sink_tokens, num_splits, False)
+
+
+def buffers(
+    t: dict[str, Tensor | None], left: int = -1, num_sink_tokens: int = 0, num_splits: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and scratch of flash_decode_out."""
+    q, k, table = t["q"], t["k"], t["block_table"]
+    assert q is not None
+    assert k is not None
+    sizes = {"page_size": k.shape[1], "num_pages": k.shape[0]} if table is not None else {}
+    plan = sinkattn.plan(
+        "decode", _C.query_cuda(0), dtype="bf16", batch=q.shape[0], num_q_heads=q.shape[2], num_kv_heads=k.shape[2],
+        head_dim=q.shape[3], q_len=q.shape[1], k_len=k.shape[1] * (1 if table is None else table.shape[1]),
+        s_aux_dtype="fp32", window_size_left=left, window_size_right=0, num_sink_tokens=num_sink_tokens,
+        num_splits=num_splits, **sizes,
+    )  # fmt: skip
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device="cuda")
+    return torch.empty_like(q), lse, torch.empty(plan["workspace_bytes"], dtype=torch.uint8, device="cuda")
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+LENS = [1500, 0, 700, 33, 2048, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"left": 127}, {"left": 127, "num_sink_tokens": 600}])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
+def test_paged_is_contiguous_bit_for_bit(page_size: int, options: dict[str, int]) -> None:
+    dense, paged = make_cache(LENS), make_cache(LENS, page_size)
+    want = decode_op(*arguments(dense, **options))
+    assert want[0].isfinite().all()
+    assert_same(decode_op(*arguments(paged, **options)), want)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 8])
+def test_a_fixed_split_does_not_depend_on_the_batch(num_splits: int) -> None:
+    t = make_cache(LENS)
+    out, lse = decode_op(*arguments(t, num_splits=num_splits))
+    for b in range(len(LENS)):
+        alone = {name: x[b : b + 1] if x is not None and name != "s_aux" else x for name, x in t.items()}
+        assert_same(decode_op(*arguments(alone, num_splits=num_splits)), (out[b : b + 1], lse[b : b + 1]))
+
+
+def test_a_batch_of_thousands() -> None:
+    lens = [(7 * b) % 90 for b in range(5000)]
+    t = make_cache(lens, capacity=512, kv_heads=1)
+    assert_close(decode_op(*arguments(t)), decode_op(*arguments(t, num_splits=1)))
+
+
+def assert_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """Two ways of splitting."""
+    torch.testing.assert_close(got[0], want[0], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_more_than_2_31_elements() -> None:
+    t, num_pages = make_cache([640]), 2**31 // (64 * 8 * 64) + 100
+    assert t["k"] is not None
+    cache = torch.empty(num_pages, 64, 8, 64, device="cuda", dtype=torch.bfloat16)
+    cache[-10:] = t["k"].view(10, 64, 8, 64)
+    table = torch.arange(num_pages - 10, num_pages, dtype=torch.int32, device="cuda").view(1, 10)
+    far = t | {"k": cache, "v": cache, "block_table": table}
+    assert_same(decode_op(*arguments(far)), decode_op(*arguments(t | {"v": t["k"]})))
+
+
+def test_hostile_lengths_and_tables_are_contained_and_reported(seed: int) -> None:
+    t = make_cache(LENS, 64)
+    good = decode_op(*arguments(t))
+    sinkattn.check_errors()
+    table = t["block_table"]
+    assert table is not None
+    generator = torch.Generator().manual_seed(seed)
+
+    def hostile(shape: torch.Size, top: int) -> Tensor:
+        wild = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
+        near = torch.randint(-top, 2 * top, shape, generator=generator, dtype=torch.int64)
+        return torch.where(torch.rand(shape, generator=generator) < 0.5, wild, near).int().cuda()
+
+    room = 4096
+    for index in range(200):
+        bad = t | {"cache_seqlens": hostile(torch.Size([len(LENS)]), 2048), "block_table": hostile(table.shape, 200)}
+        options = {"left": (-1, 127, 5)[index % 3], "num_splits": (0, 1, 5)[index // 3 % 3]}
+        canaries = []
+        for buffer in buffers(bad, **options):
+            around = torch.full((buffer.numel() * buffer.element_size() + 2 * room,), 0x5A, dtype=torch.uint8).cuda()
+            inner = around[room : room + buffer.numel() * buffer.element_size()]
+            canaries.append((around, inner.view(buffer.dtype).view(buffer.shape)))
+        decode_out_op(*arguments(bad, **options), *(inner for _, inner in canaries))
+        for around, _ in canaries:
+            assert (around[:room] == 0x5A).all()
+            assert (around[-room:] == 0x5A).all()
+    with pytest.raises(ValueError, match=r"cache_seqlens was negative .* block_table named a page outside"):
+        sinkattn.check_errors()
+    sinkattn.check_errors()
+    assert_same(decode_op(*arguments(t)), good)
+
+
+def test_pages_that_no_row_sees_may_be_anything() -> None:
+    t = make_cache([2048, 900], 64)
+    table = t["block_table"]
+    assert table is not None
+    want = decode_op(*arguments(t, left=127, num_sink_tokens=4))
+    table[0, 1:30], table[1, 15:] = -1, 2**31 - 1
+    assert_same(decode_op(*arguments(t, left=127, num_sink_tokens=4)), want)
+    sinkattn.check_errors()
+
+
+def test_a_sliced_block_table_is_read_in_place() -> None:
+    t = make_cache(LENS, 64)
+    table = t["block_table"]
+    assert table is not None
+    wide = torch.full((table.shape[0], table.shape[1] + 7), -1, dtype=torch.int32, device="cuda")
+    wide[:, : table.shape[1]] = table
+    assert_same(decode_op(*arguments(t | {"block_table": wide[:, : table.shape[1]]})), decode_op(*arguments(t)))
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"left": 127}])
+def test_lengths_change_between_replays(options: dict[str, int]) -> None:
+    t = make_cache([4096] * 4, 64)
+    out, lse, scratch = buffers(t, **options)
+    graph = captured(lambda: decode_out_op(*arguments(t, **options), out, lse, scratch))
+    for lens in ([4096, 1, 0, 77], [1, 1, 1, 1], [0, 0, 0, 0], [4095, 4096, 4096, 4096], [300, 2000, 17, 4096]):
+        assert t["cache_seqlens"] is not None
+        t["cache_seqlens"].copy_(torch.tensor(lens, dtype=torch.int32))
+        want = decode_op(*arguments(t, **options))
+        for _ in range(3):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert_same((out, lse), want)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 5}])
+def test_scratch_may_hold_anything(options: dict[str, int]) -> None:
+    t = make_cache(LENS, 64)
+    out, lse, scratch = buffers(t, **options)
+    want = decode_op(*arguments(t, **options))
+    other = make_cache([2048] * 2, 64, kv_heads=2)
+    for round_ in range(30):
+        if round_ % 3 == 0:
+            scratch.copy_(torch.randint(0, 256, scratch.shape, dtype=torch.uint8, device="cuda"))
+        elif round_ % 3 == 1:
+            scratch.fill_((0, 255, 1)[round_ // 3 % 3])
+        else:  # what another shape leaves
+            small_out, small_lse, needed = buffers(other, **options)
+            offset = 16 * round_
+            decode_out_op(*arguments(other, **options), small_out, small_lse, scratch[offset : offset + needed.numel()])
+        out.fill_(torch.nan)
+        decode_out_op(*arguments(t, **options), out, lse, scratch)
+        assert_same((out, lse), want)
+
+
+@pytest.mark.parametrize("num_splits", [0, 5])
+def test_two_streams_at_once(num_splits: int) -> None:
+    work = [make_cache(lens, 64, capacity=4096) for lens in ([4096, 300, 1], [17, 2222, 4000])]
+    want = [decode_op(*arguments(t, num_splits=num_splits)) for t in work]
+    streams = [torch.cuda.Stream() for _ in work]
+    graphs, results = [], []
+    for t in work:
+        out, lse, scratch = buffers(t, num_splits=num_splits)
+        call = arguments(t, num_splits=num_splits)
+        graphs.append(captured(lambda c=call, o=out, x=lse, s=scratch: decode_out_op(*c, o, x, s)))
+        results.append((out, lse))
+    different = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in work]
+    torch.cuda.synchronize()
+    for index in range(200):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if index % 2:
+                    graphs[i].replay()
+                    got = results[i]
+                else:
+                    got = decode_op(*arguments(work[i], num_splits=num_splits))
+                different[i] += (got[0] != want[i][0]).sum() + (got[1] != want[i][1]).sum()
+    torch.cuda.synchronize()
+    assert [x.item() for x in different] == [0, 0]
+
+
+@pytest.mark.parametrize("num_splits", [0, 5])
+def test_repeats_are_bitwise_equal_under_load(num_splits: int) -> None:
+    t = make_cache([4096, 700, 33], 16, capacity=4096)
+    first = decode_op(*arguments(t, num_splits=num_splits))
+    busy, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(int(os.environ.get("SINKATTN_GPU_REPEATS", "500"))):
+        with torch.cuda.stream(busy):
+            noise = (noise @ noise).clamp(-1, 1)
+        different += (decode_op(*arguments(t, num_splits=num_splits))[0] != first[0]).sum()
+    assert different.item() == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"left": 127}])
+def test_one_launch_no_sync_no_allocation(options: dict[str, int]) -> None:
+    t = make_cache(LENS, 64)
+    call = (*arguments(t, **options), *buffers(t, **options))
+    decode_out_op(*call)
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            decode_out_op(*call)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_gpu) == 1, on_gpu
+    assert "decode_kernel" in on_gpu[0]
+
+
+def test_the_plan_says_what_it_does() -> None:
+    device = _C.query_cuda(0)
+    sizes = {"dtype": "bf16", "batch": 1, "num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64, "q_len": 1}
+    plan = sinkattn.plan("decode", device, k_len=131072, window_size_right=0, **sizes)
+    assert "by the lengths found" in plan["reason"]
+    assert plan["num_splits"] == 2 * device["workers"]
+    window = sinkattn.plan("decode", device, k_len=131072, window_size_left=127, window_size_right=0, **sizes)
+    assert (window["num_splits"], window["workspace_bytes"]) == (1, 0)
+
+
+def test_what_is_not_compiled_raises() -> None:
+    t = make_cache([64])
+    with pytest.raises(NotImplementedError, match="no decode kernel serves bf16, head_dim 64, invariant"):
+        decode_op(*t.values(), None, -1, 0, 0, True)
+    floats = {name: x.float() if name in ("q", "k", "v") and x is not None else x for name, x in t.items()}
+    with pytest.raises(NotImplementedError, match="no decode kernel serves fp32"):
+        decode_op(*arguments(floats))
