@@ -97,4 +97,6 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
     return status;
 }
 
-extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *, const sinkattn_plan *) { return 0; }
+extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
+    return problem->op == SINKATTN_BWD ? sa_cuda_bwd_workspace(problem) : 0;
+}

@@ -1,0 +1,502 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Backward for every architecture from sm_80: mma.sync, cp.async in two stages, three kernels.
+//
+//     rows   a block owns rows, meets keys:   S = Q K^T,   dP = dO V^T,   P, dS,   dQ += dS K
+//     keys   a block owns keys, meets rows:   S = K Q^T,   dP = V dO^T,   P, dS,   dV += P dO,   dK += dS Q
+//     sink   ds_aux of a head from its rows' terms
+//
+// Rows and keys run through one kernel: what is owned stays in shared memory and is the left side of S and dP, what is met streams by and
+// is their right side; a warp keeps the gradients of 16 or 32 owned rows in registers. The first kernel leaves lse and g - delta of every
+// row for the second, and the row's term of ds_aux for the third. Sums run over the met in ascending tiles anchored at key 0, or at row 0
+// of the sequence, all heads of the group in one sum: the same bits every time, no atomics, and each gradient is rounded once.
+
+#include "cuda/attn/key_work.cuh"
+#include "cuda/attn/mma_tile.cuh"
+#include "cuda/cuda_backend.h"
+
+namespace sa {
+namespace {
+
+// A block owns kTile rows (or keys) and meets kStep keys (or rows) at a time; a warp owns kBlocks x 16.
+template <class Element_, bool kOwnsKeys_, int kHeadDim, int kTile_, int kStep_, int kBlocks_> struct Config {
+    using Element = Element_;
+    static constexpr bool kOwnsKeys = kOwnsKeys_;
+    static constexpr int kTile = kTile_, kStep = kStep_, kBlocks = kBlocks_, kWarpRows = 16 * kBlocks;
+    // dK and dV of 16 keys x 256 would fill the registers: two warps share the keys, and each keeps half of the columns.
+    static constexpr int kColumns = kOwnsKeys && kHeadDim > 128 ? 128 : kHeadDim, kColumnParts = kHeadDim / kColumns;
+    static constexpr int kRowWarps = kTile / kWarpRows, kThreads = 32 * kRowWarps * kColumnParts;
+    static constexpr int kChunks = kHeadDim / 8, kRowBytes = kHeadDim * 2, kGradients = kOwnsKeys ? 2 : 1;
+    static constexpr int kRowStep = kThreads / kChunks; // rows that the threads copy at once
+    static_assert(kHeadDim % 64 == 0 && kStep % 16 == 0 && kTile % kWarpRows == 0, "whole swizzled rows, 16 of the met a product");
+    static_assert(kThreads % kChunks == 0 && kTile % kRowStep == 0 && kStep % kRowStep == 0 && kStep <= kThreads,
+                  "threads share the copies evenly");
+};
+
+struct Stats {
+    float lse, bias; // lse in log2 units, 0 where there is nothing to normalise; bias: g - delta
+};
+
+// Stats in the order of rows: [batch][num_kv_heads][q_len * group], packed [num_kv_heads][total_q * group]. Terms as lse; NULL without
+// ds_aux.
+struct Workspace {
+    Stats *stats;
+    float *terms;
+};
+
+// What each owned row meets: [0, sink_end) and `length` from `begin`. A key's rows are one range.
+template <class C> struct Seen {
+    int32_t begin[C::kTile], sink_end[C::kTile];
+    uint32_t length[C::kTile];
+
+    __device__ __forceinline__ bool sees(int own, int32_t other) const {
+        return static_cast<uint32_t>(other - begin[own]) < length[own] || other < sink_end[own];
+    }
+};
+
+// Tiles inside [full_begin, full_end) of the met need no mask in this warp, those outside [any_begin, any_end) are nothing to it.
+struct alignas(16) Reach {
+    int32_t full_begin, full_end, any_begin, any_end;
+};
+
+template <class C> struct Smem {
+    unsigned char owned[2][C::kTile * C::kRowBytes];                       // Q and dO, or K and V; at last what leaves: dQ, or dK and dV
+    unsigned char met[2][2][C::kStep * C::kRowBytes];                      // stages of K and V, or of Q and dO
+    Stats stats[C::kOwnsKeys ? 2 : 1][C::kOwnsKeys ? C::kStep : C::kTile]; // stages of the rows met, or those owned
+    Seen<C> seen;
+    Reach reach[C::kThreads / 32]; // of the warps, where keys are owned
+    Work work;
+    sa_range keys; // owned
+    bool has_work;
+};
+
+template <class C> using Scores = float[C::kBlocks][C::kStep / 8][4];
+template <class C> using Gradient = float[C::kBlocks][C::kColumns / 8][4];
+
+// The warp's first row, in the tile, and its first chunk of the gradients' columns.
+template <class C> __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % C::kRowWarps * C::kWarpRows; }
+template <class C> __device__ __forceinline__ int warp_chunk() { return threadIdx.x / 32 / C::kRowWarps * (C::kColumns / 8); }
+
+// Offset of row r from row 0 of the group's first head. Rows of a sequence and a kv head fit int32, which the launcher sees to.
+__device__ __forceinline__ int64_t row_offset(const sinkattn_tensor &tensor, const Work &work, int32_t r) {
+    const uint32_t group = static_cast<uint32_t>(work.group), token = static_cast<uint32_t>(r) / group;
+    return token * tensor.row_stride + (static_cast<uint32_t>(r) - token * group) * tensor.head_stride;
+}
+
+__device__ __forceinline__ int64_t stats_index(const sinkattn_problem &problem, const Work &work, int64_t r) {
+    return ((work.sequence.batch * problem.num_kv_heads + work.kv_head) * problem.q_len + work.sequence.q_begin) * work.group + r;
+}
+
+// A thread copies one column of chunks, kRowStep rows apart.
+template <class C> struct Loader {
+    int row, chunk;
+    bool valid;
+
+    __device__ __forceinline__ explicit Loader(int64_t head_dim)
+        : row(threadIdx.x / C::kChunks), chunk(threadIdx.x % C::kChunks), valid(chunk * 8 < head_dim) {}
+
+    // Rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real`, where nothing is read.
+    template <int kCount>
+    __device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_args &args, const Work &work, int32_t first,
+                                              sa_range real) const {
+        const auto *q = static_cast<const uint16_t *>(args.fwd.q.data) + query_offset(work, args.fwd.q, 0) + chunk * 8;
+        const auto *dout = static_cast<const uint16_t *>(args.dout.data) + query_offset(work, args.dout, 0) + chunk * 8;
+        const int begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
+#pragma unroll
+        for (int n = 0; n < kCount / C::kRowStep; n++) {
+            const int i = row + n * C::kRowStep;
+            const bool is_real = valid && i >= begin && i < end;
+            const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, chunk);
+            cp_async_16(at, is_real ? q + row_offset(args.fwd.q, work, first + i) : args.fwd.q.data, is_real);
+            cp_async_16(at + kCount * C::kRowBytes, is_real ? dout + row_offset(args.dout, work, first + i) : args.dout.data, is_real);
+        }
+    }
+
+    // The same of k and v.
+    template <int kCount>
+    __device__ __forceinline__ void load_keys(unsigned char *to, const sinkattn_fwd_args &args, const Work &work, int64_t first,
+                                              sa_range real) const {
+        const auto *k = static_cast<const uint16_t *>(args.k.data) + key_offset(work, args.k, first + row) + chunk * 8;
+        const auto *v = static_cast<const uint16_t *>(args.v.data) + key_offset(work, args.v, first + row) + chunk * 8;
+        const int begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
+#pragma unroll
+        for (int n = 0; n < kCount / C::kRowStep; n++) {
+            const int i = row + n * C::kRowStep;
+            const bool is_real = valid && i >= begin && i < end;
+            const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, chunk);
+            cp_async_16(at, is_real ? k : args.k.data, is_real);
+            cp_async_16(at + kCount * C::kRowBytes, is_real ? v : args.v.data, is_real);
+            k += C::kRowStep * args.k.row_stride;
+            v += C::kRowStep * args.v.row_stride;
+        }
+    }
+};
+
+template <class C> __device__ __forceinline__ void load_owned(Smem<C> &smem, const Loader<C> &loader, const sinkattn_bwd_args &args) {
+    if constexpr (C::kOwnsKeys)
+        loader.template load_keys<C::kTile>(smem.owned[0], args.fwd, smem.work, smem.keys.begin, smem.keys);
+    else
+        loader.template load_rows<C::kTile>(smem.owned[0], args, smem.work, static_cast<int32_t>(smem.work.rows.begin), smem.work.rows);
+}
+
+// Tile t of what is met. Nothing outside what some owned row sees is read.
+template <class C>
+__device__ __forceinline__ void load_met(Smem<C> &smem, const Loader<C> &loader, const sinkattn_bwd_args &args, const Stats *stats, int t,
+                                         int stage) {
+    const sa_range real = sa_key_tile(&smem.work.tiles, t);
+    if constexpr (C::kOwnsKeys) {
+        const int32_t first = t * C::kStep;
+        loader.template load_rows<C::kStep>(smem.met[stage][0], args, smem.work, first, real);
+        if (threadIdx.x < C::kStep) {
+            const bool is_real = first + static_cast<int>(threadIdx.x) >= real.begin && first + static_cast<int>(threadIdx.x) < real.end;
+            const Stats *from = stats + stats_index(args.fwd.problem, smem.work, first + static_cast<int>(threadIdx.x));
+            cp_async_8(shared_address(&smem.stats[stage][threadIdx.x]), is_real ? from : stats, is_real);
+        }
+    } else {
+        loader.template load_keys<C::kStep>(smem.met[stage][0], args.fwd, smem.work, static_cast<int64_t>(t) * C::kStep, real);
+    }
+    cp_async_commit();
+}
+
+template <class C> __device__ __forceinline__ void find_rows_of_keys(Smem<C> &smem) {
+    const int own = warp_row<C>() + threadIdx.x % C::kWarpRows;
+    const int64_t key = smem.keys.begin + own;
+    const sa_range tokens = key < smem.keys.end ? sa_keys_rows(&smem.work.band, {key, key + 1}) : sa_range{0, 0};
+    const int32_t begin = static_cast<int32_t>(tokens.begin * smem.work.group), end = static_cast<int32_t>(tokens.end * smem.work.group);
+    if (warp_chunk<C>() == 0) {
+        smem.seen.begin[own] = begin;
+        smem.seen.length[own] = static_cast<uint32_t>(end - begin);
+        smem.seen.sink_end[own] = 0;
+    }
+    constexpr unsigned kAll = 0xffffffffu;
+    const Reach reach = {__reduce_max_sync(kAll, begin), __reduce_min_sync(kAll, end),
+                         __reduce_min_sync(kAll, begin < end ? begin : INT32_MAX), __reduce_max_sync(kAll, begin < end ? end : 0)};
+    if (threadIdx.x % 32 == 0) smem.reach[threadIdx.x / 32] = reach;
+}
+
+template <class C> __device__ __forceinline__ void find_keys_of_rows(Smem<C> &smem) {
+    for (int own = threadIdx.x; own < C::kTile; own += C::kThreads) {
+        const int64_t r = smem.work.rows.begin + own;
+        const bool is_real = r < smem.work.rows.end;
+        const sa_range keys = is_real ? sa_row_band(&smem.work.band, r / smem.work.group) : sa_range{0, 0};
+        smem.seen.begin[own] = static_cast<int32_t>(keys.begin);
+        smem.seen.length[own] = static_cast<uint32_t>(keys.end - keys.begin);
+        smem.seen.sink_end[own] = is_real ? static_cast<int32_t>(sa_row_sink_end(&smem.work.band, r / smem.work.group)) : 0;
+    }
+}
+
+// delta = dO . O of the owned rows, from the chunks of dO that this thread copied.
+template <class C>
+__device__ __forceinline__ void find_stats(Smem<C> &smem, const Loader<C> &loader, const sinkattn_bwd_args &args, Stats *stats) {
+    const Work &work = smem.work;
+    const auto *out = static_cast<const uint16_t *>(args.fwd.out.data) + query_offset(work, args.fwd.out, 0) + loader.chunk * 8;
+    for (int own = loader.row; own < C::kTile; own += C::kRowStep) {
+        const int32_t r = static_cast<int32_t>(work.rows.begin) + own;
+        const bool is_real = r < work.rows.end;
+        float delta = 0.0f;
+        if (is_real && loader.valid) {
+            const uint4 a = *reinterpret_cast<const uint4 *>(out + row_offset(args.fwd.out, work, r));
+            const uint4 b = *reinterpret_cast<const uint4 *>(smem.owned[1] + chunk_offset<C::kRowBytes>(own, loader.chunk));
+            const uint32_t outs[4] = {a.x, a.y, a.z, a.w}, douts[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int x = 0; x < 8; x++) {
+                const auto half = [x](const uint32_t (&pairs)[4]) {
+                    return widen<typename C::Element>(static_cast<uint16_t>(pairs[x / 2] >> 16 * (x % 2)));
+                };
+                delta = fmaf(half(outs), half(douts), delta);
+            }
+        }
+#pragma unroll
+        for (int x = C::kChunks / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
+        if (loader.chunk != 0) continue;
+        Stats row = {0.0f, 0.0f};
+        if (is_real) {
+            const int64_t at = stat_index(work, args.fwd.problem, r);
+            const float lse = static_cast<const float *>(args.fwd.lse)[at],
+                        g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
+            row = {lse == -INFINITY ? 0.0f : lse * kLog2e, g - delta};
+            stats[stats_index(args.fwd.problem, work, r)] = row;
+        }
+        smem.stats[0][own] = row;
+    }
+}
+
+// s becomes P and dp becomes dS; what is not seen is zero in both, whatever it was. sums: P dP of the thread's rows.
+template <class C, bool kMasked, bool kSums>
+__device__ __forceinline__ void gradient_step(Scores<C> &s, Scores<C> &dp, float (&sums)[2 * C::kBlocks], const Smem<C> &smem,
+                                              int32_t first, int stage, float scale_log2) {
+    const int column = 2 * (threadIdx.x % 4);
+    int32_t begin[2 * C::kBlocks], sink_end[2 * C::kBlocks];
+    uint32_t length[2 * C::kBlocks];
+    Stats stats[2 * C::kBlocks];
+#pragma unroll
+    for (int i = 0; i < 2 * C::kBlocks; i++) {
+        const int own = warp_row<C>() + fragment_row(i);
+        if (kMasked) {
+            begin[i] = smem.seen.begin[own] - first - column;
+            length[i] = smem.seen.length[own];
+            if (!C::kOwnsKeys) sink_end[i] = smem.seen.sink_end[own] - first - column;
+        }
+        if (!C::kOwnsKeys) stats[i] = smem.stats[0][own];
+    }
+#pragma unroll
+    for (int n = 0; n < C::kStep / 8; n++) {
+        Stats met[2];
+        if (C::kOwnsKeys) {
+            const float4 both = *reinterpret_cast<const float4 *>(&smem.stats[stage][8 * n + column]);
+            met[0] = {both.x, both.y};
+            met[1] = {both.z, both.w};
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * C::kBlocks; i++)
+#pragma unroll
+            for (int x = 0; x < 2; x++) {
+                const int32_t other = 8 * n + x;
+                const Stats row = C::kOwnsKeys ? met[x] : stats[i];
+                const bool seen = !kMasked || static_cast<uint32_t>(other - begin[i]) < length[i] || (!C::kOwnsKeys && other < sink_end[i]);
+                float &score = s[i / 2][n][2 * (i & 1) + x], &product = dp[i / 2][n][2 * (i & 1) + x];
+                const float p = exp2_approx(fmaf(score, scale_log2, -row.lse));
+                score = seen ? p : 0.0f;
+                if (kSums) sums[i] = fmaf(score, seen ? product : 0.0f, sums[i]);
+                product = seen ? p * (product + row.bias) : 0.0f;
+            }
+    }
+}
+
+// One tile of the met: its part of the gradients. hide: it may hold values that are not finite.
+template <class C>
+__device__ __forceinline__ void add_tile(Gradient<C> (&gradients)[C::kGradients], float (&sums)[2 * C::kBlocks], Smem<C> &smem,
+                                         int32_t first, int stage, bool masked, bool hide, bool wants_sums, float scale_log2) {
+    using Element = typename C::Element;
+    Scores<C> s, dp;
+    const uint32_t row = warp_row<C>() * C::kRowBytes, met[2] = {shared_address(smem.met[stage][0]), shared_address(smem.met[stage][1])};
+    product_abt<Element, C::kRowBytes>(s, shared_address(smem.owned[0]) + row, met[0]);
+    product_abt<Element, C::kRowBytes>(dp, shared_address(smem.owned[1]) + row, met[1]);
+    if (wants_sums && masked)
+        gradient_step<C, true, true>(s, dp, sums, smem, first, stage, scale_log2);
+    else if (wants_sums)
+        gradient_step<C, false, true>(s, dp, sums, smem, first, stage, scale_log2);
+    else if (masked)
+        gradient_step<C, true, false>(s, dp, sums, smem, first, stage, scale_log2);
+    else
+        gradient_step<C, false, false>(s, dp, sums, smem, first, stage, scale_log2);
+    if (masked && hide) {
+        const auto meets = [&](int i, int other) { return smem.seen.sees(warp_row<C>() + fragment_row(i), first + other); };
+        if constexpr (C::kOwnsKeys) product_pb_hiding<Element, C::kRowBytes>(gradients[1], s, met[1], warp_chunk<C>(), meets);
+        product_pb_hiding<Element, C::kRowBytes>(gradients[0], dp, met[0], warp_chunk<C>(), meets);
+    } else {
+        if constexpr (C::kOwnsKeys) product_pb<Element, C::kRowBytes>(gradients[1], s, met[1], warp_chunk<C>());
+        product_pb<Element, C::kRowBytes>(gradients[0], dp, met[0], warp_chunk<C>());
+    }
+}
+
+// The terms of ds_aux of the owned rows.
+template <class C>
+__device__ __forceinline__ void write_terms(const float (&sums)[2 * C::kBlocks], const Smem<C> &smem, const sinkattn_bwd_args &args,
+                                            float *terms) {
+    const Work &work = smem.work;
+#pragma unroll
+    for (int i = 0; i < 2 * C::kBlocks; i++) {
+        const float sum = quad_sum(sums[i]);
+        const int64_t r = work.rows.begin + warp_row<C>() + fragment_row(i);
+        if (r >= work.rows.end || threadIdx.x % 4 != 0) continue;
+        const int64_t at = stat_index(work, args.fwd.problem, r);
+        const float g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
+        const double s = sa_s_aux(&args.fwd, work.kv_head * work.group + r % work.group);
+        const float p_sink = static_cast<float>(sa_exp_minus(s, static_cast<const float *>(args.fwd.lse)[at]));
+        terms[at] = work.has_sink ? p_sink * (g - sum) : 0.0f; // rows past the last sequence have no sink, and may hold anything
+    }
+}
+
+// A gradient through shared memory, where its left side was: a row leaves in whole 16-byte chunks.
+template <class C>
+__device__ __forceinline__ void write_gradient(unsigned char *shared, const Gradient<C> &gradient, float factor, const Smem<C> &smem,
+                                               const sinkattn_tensor &tensor, int64_t head_dim) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2 * C::kBlocks; i++)
+#pragma unroll
+        for (int n = 0; n < C::kColumns / 8; n++) {
+            const float *pair = &gradient[i / 2][n][2 * (i & 1)];
+            const int at = chunk_offset<C::kRowBytes>(warp_row<C>() + fragment_row(i), warp_chunk<C>() + n) + 4 * (lane % 4);
+            *reinterpret_cast<uint32_t *>(shared + at) = pack_halves<typename C::Element>(pair[0] * factor, pair[1] * factor);
+        }
+    __syncwarp();
+    auto *to = static_cast<uint16_t *>(tensor.data) +
+               (C::kOwnsKeys ? key_offset(smem.work, tensor, smem.keys.begin) : query_offset(smem.work, tensor, 0));
+    const int64_t count = C::kOwnsKeys ? smem.keys.end - smem.keys.begin : smem.work.rows.end - smem.work.rows.begin;
+    for (int x = lane; x < C::kWarpRows * C::kColumns / 8; x += 32) {
+        const int own = warp_row<C>() + x / (C::kColumns / 8), chunk = warp_chunk<C>() + x % (C::kColumns / 8);
+        if (own >= count || chunk * 8 >= head_dim) continue;
+        const int64_t offset =
+            C::kOwnsKeys ? own * tensor.row_stride : row_offset(tensor, smem.work, static_cast<int32_t>(smem.work.rows.begin) + own);
+        *reinterpret_cast<uint4 *>(to + offset + chunk * 8) =
+            *reinterpret_cast<const uint4 *>(shared + chunk_offset<C::kRowBytes>(own, chunk));
+    }
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant__ sinkattn_bwd_args args, Workspace workspace,
+                                                          int64_t num_tiles, float scale, unsigned *error_word) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    Smem<C> &smem = *reinterpret_cast<Smem<C> *>(shared);
+    const sinkattn_problem &problem = args.fwd.problem;
+    if (!C::kOwnsKeys && blockIdx.x == 0 && problem.packed) {
+        check_cu_seqlens(args.fwd.cu_seqlens_q, problem.batch, problem.q_len, error_word);
+        check_cu_seqlens(args.fwd.cu_seqlens_k, problem.batch, problem.k_len, error_word);
+    }
+    if (threadIdx.x == 0)
+        smem.has_work = C::kOwnsKeys ? find_key_work(args.fwd, C::kTile, C::kStep, blockIdx.x, smem.work, smem.keys)
+                                     : find_work(args.fwd, C::kTile, C::kStep, num_tiles, blockIdx.x, smem.work);
+    __syncthreads();
+    if (!smem.has_work) return;
+
+    const Loader<C> loader(problem.head_dim);
+    const sa_key_tiles &tiles = smem.work.tiles;
+    const int begin = sa_key_tile_from(&tiles, 0), end = tiles.end;
+    const float scale_log2 = scale * kLog2e;
+    load_owned<C>(smem, loader, args);
+    cp_async_commit();
+    if (begin < end) load_met<C>(smem, loader, args, workspace.stats, begin, 0);
+    if constexpr (C::kOwnsKeys) {
+        find_rows_of_keys<C>(smem);
+    } else {
+        find_keys_of_rows<C>(smem);
+        cp_async_wait<0>();
+        find_stats<C>(smem, loader, args, workspace.stats);
+    }
+
+    Gradient<C> gradients[C::kGradients];
+    float sums[2 * C::kBlocks];
+    for (bool hide = false;; hide = true) {
+        for (auto &gradient : gradients)
+            for (auto &block : gradient)
+                for (auto &elements : block)
+                    for (float &element : elements) element = 0.0f;
+        for (float &sum : sums) sum = 0.0f;
+        for (int t = begin, stage = 0; t < end; stage ^= 1) {
+            const int next = sa_key_tile_from(&tiles, t + 1);
+            cp_async_wait<0>();
+            __syncthreads(); // tile t has landed, and nobody reads the other stage any more
+            if (next < end) load_met<C>(smem, loader, args, workspace.stats, next, stage ^ 1);
+            const int32_t first = t * C::kStep;
+            bool masked, needed = true;
+            if constexpr (C::kOwnsKeys) {
+                const Reach reach = smem.reach[threadIdx.x / 32];
+                masked = first < reach.full_begin || first + C::kStep > reach.full_end;
+                needed = first < reach.any_end && first + C::kStep > reach.any_begin;
+            } else {
+                masked = !sa_key_tile_is_full(&tiles, t);
+            }
+            if (needed) add_tile<C>(gradients, sums, smem, first, stage, masked, hide, workspace.terms && !C::kOwnsKeys, scale_log2);
+            t = next;
+        }
+        cp_async_wait<0>(); // what is owned has landed, were nothing met
+        // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: then all is done again with such values hidden.
+        bool finite = true;
+        for (auto &gradient : gradients) finite = finite && is_finite(gradient);
+        if (!__syncthreads_or(!hide && !finite)) break;
+        load_met<C>(smem, loader, args, workspace.stats, begin, 0);
+    }
+    if constexpr (C::kOwnsKeys) {
+        write_gradient<C>(smem.owned[0], gradients[0], scale, smem, args.dk, problem.head_dim);
+        write_gradient<C>(smem.owned[1], gradients[1], 1.0f, smem, args.dv, problem.head_dim);
+    } else {
+        if (workspace.terms) write_terms<C>(sums, smem, args, workspace.terms);
+        write_gradient<C>(smem.owned[0], gradients[0], scale, smem, args.dq, problem.head_dim);
+    }
+}
+
+constexpr int kSinkThreads = 1024;
+
+// A block owns a head: its rows' terms in an order that sizes alone decide.
+__global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, const float *terms) {
+    __shared__ double sums[kSinkThreads / 32];
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t head = blockIdx.x, num_streams = problem.packed ? 1 : problem.batch;
+    double sum = 0.0;
+    for (int64_t b = 0; b < num_streams; b++) {
+        const float *stream = terms + (b * problem.num_q_heads + head) * problem.q_len;
+        for (int64_t i = threadIdx.x; i < problem.q_len; i += kSinkThreads) sum += stream[i];
+    }
+    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    sum = sums[threadIdx.x];
+    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    if (threadIdx.x == 0) sa_store(args.ds_aux, problem.s_aux_dtype, head, sum);
+}
+
+int64_t num_stats(const sinkattn_problem &problem) { return (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len; }
+
+Workspace workspace_of(const sinkattn_bwd_args &args, const sinkattn_context &context) {
+    auto *stats = reinterpret_cast<Stats *>((reinterpret_cast<uintptr_t>(context.workspace) + alignof(float4) - 1) & -alignof(float4));
+    return {stats, args.ds_aux ? reinterpret_cast<float *>(stats + num_stats(args.fwd.problem)) : nullptr};
+}
+
+template <class C>
+sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &workspace, int64_t num_tiles, cudaStream_t stream) {
+    const int64_t num_blocks = num_tiles * args.fwd.problem.num_kv_heads;
+    if (num_blocks == 0) return sa_ok();
+    if (num_blocks > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of %s; a CUDA launch holds less than 2^31", static_cast<long long>(num_blocks),
+                         C::kOwnsKeys ? "keys" : "rows");
+    unsigned *error_word;
+    sinkattn_status status = sa_cuda_error_word(&error_word);
+    if (status.code) return status;
+    status = sa_cuda_status("cudaFuncSetAttribute",
+                            cudaFuncSetAttribute(bwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<C>)));
+    if (status.code) return status;
+    const float scale = static_cast<float>(sa_softmax_scale(&args.fwd.problem));
+    bwd_kernel<C>
+        <<<static_cast<unsigned>(num_blocks), C::kThreads, sizeof(Smem<C>), stream>>>(args, workspace, num_tiles, scale, error_word);
+    return sa_cuda_status("sa_bwd_cuda_sm80", cudaGetLastError());
+}
+
+template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads),
+                  most = INT32_MAX - 128; // tiles may reach past the end
+    if (rows > most || problem.k_len > most || problem.num_q_heads > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld rows of a kv head, %lld keys; this kernel counts less than 2^31 of either",
+                         static_cast<long long>(rows), static_cast<long long>(problem.k_len));
+    const Workspace workspace = workspace_of(args, context);
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    sinkattn_status status = launch_kernel<RowsConfig>(args, workspace, num_row_tiles(problem, RowsConfig::kTile), stream);
+    if (!status.code) status = launch_kernel<KeysConfig>(args, workspace, num_key_tiles(problem, KeysConfig::kTile), stream);
+    if (status.code || !workspace.terms) return status;
+    sink_kernel<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, workspace.terms);
+    return sa_cuda_status("sa_bwd_cuda_sm80", cudaGetLastError());
+}
+
+// Tiles of rows and keys as in variants.def; what each meets at a time, and the blocks a warp owns, as the registers allow.
+template <int kHeadDim, int kTileQ, int kStepK, int kRowBlocks, int kTileK, int kStepQ, int kKeyBlocks>
+sinkattn_status launch_dtype(const void *arguments, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
+    if (args.fwd.problem.dtype == SINKATTN_BF16)
+        return launch<Config<Bf16, false, kHeadDim, kTileQ, kStepK, kRowBlocks>, Config<Bf16, true, kHeadDim, kTileK, kStepQ, kKeyBlocks>>(
+            args, *context);
+    return launch<Config<Fp16, false, kHeadDim, kTileQ, kStepK, kRowBlocks>, Config<Fp16, true, kHeadDim, kTileK, kStepQ, kKeyBlocks>>(
+        args, *context);
+}
+
+} // namespace
+} // namespace sa
+
+extern "C" sinkattn_status sa_bwd_cuda_sm80_d64(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+    return sa::launch_dtype<64, sa::sa_bwd_cuda_sm80_d64_tile_q, 64, 2, sa::sa_bwd_cuda_sm80_d64_tile_k, 32, 2>(args, context);
+}
+
+extern "C" sinkattn_status sa_bwd_cuda_sm80_d128(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+    return sa::launch_dtype<128, sa::sa_bwd_cuda_sm80_d128_tile_q, 32, 2, sa::sa_bwd_cuda_sm80_d128_tile_k, 64, 1>(args, context);
+}
+
+extern "C" sinkattn_status sa_bwd_cuda_sm80_d256(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+    return sa::launch_dtype<256, sa::sa_bwd_cuda_sm80_d256_tile_q, 32, 1, sa::sa_bwd_cuda_sm80_d256_tile_k, 32, 1>(args, context);
+}
+
+extern "C" int64_t sa_cuda_bwd_workspace(const sinkattn_problem *problem) {
+    const int64_t term_bytes = problem->s_aux_dtype ? sizeof(float) : 0;
+    return sa::num_stats(*problem) * (static_cast<int64_t>(sizeof(sa::Stats)) + term_bytes) + alignof(float4) - 1;
+}
