@@ -88,72 +88,59 @@ __device__ __forceinline__ int64_t stats_index(const sinkattn_problem &problem, 
 }
 
 // A thread copies one column of chunks, kRowStep rows apart.
-template <class C> struct Loader {
-    int row, chunk;
-    bool valid;
+template <class C> __device__ __forceinline__ int copy_row() { return threadIdx.x / C::kChunks; }
+template <class C> __device__ __forceinline__ int copy_chunk() { return threadIdx.x % C::kChunks; }
 
-    __device__ __forceinline__ explicit Loader(int64_t head_dim)
-        : row(threadIdx.x / C::kChunks), chunk(threadIdx.x % C::kChunks), valid(chunk * 8 < head_dim) {}
-
-    // Rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real`, where nothing is read.
-    template <int kCount>
-    __device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_args &args, const Work &work, int32_t first,
-                                              sa_range real) const {
-        const auto *q = static_cast<const uint16_t *>(args.fwd.q.data) + query_offset(work, args.fwd.q, 0) + chunk * 8;
-        const auto *dout = static_cast<const uint16_t *>(args.dout.data) + query_offset(work, args.dout, 0) + chunk * 8;
-        const int begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
+// Rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real`, where nothing is read.
+template <class C, int kCount>
+__device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_args &args, const Work &work, int32_t first,
+                                          sa_range real) {
+    const int column = copy_chunk<C>() * 8, begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
+    const auto *q = static_cast<const uint16_t *>(args.fwd.q.data) + query_offset(work, args.fwd.q, 0) + column;
+    const auto *dout = static_cast<const uint16_t *>(args.dout.data) + query_offset(work, args.dout, 0) + column;
 #pragma unroll
-        for (int n = 0; n < kCount / C::kRowStep; n++) {
-            const int i = row + n * C::kRowStep;
-            const bool is_real = valid && i >= begin && i < end;
-            const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, chunk);
-            cp_async_16(at, is_real ? q + row_offset(args.fwd.q, work, first + i) : args.fwd.q.data, is_real);
-            cp_async_16(at + kCount * C::kRowBytes, is_real ? dout + row_offset(args.dout, work, first + i) : args.dout.data, is_real);
-        }
+    for (int n = 0; n < kCount / C::kRowStep; n++) {
+        const int i = copy_row<C>() + n * C::kRowStep;
+        const bool is_real = column < args.fwd.problem.head_dim && i >= begin && i < end;
+        const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, copy_chunk<C>());
+        cp_async_16(at, is_real ? q + row_offset(args.fwd.q, work, first + i) : args.fwd.q.data, is_real);
+        cp_async_16(at + kCount * C::kRowBytes, is_real ? dout + row_offset(args.dout, work, first + i) : args.dout.data, is_real);
     }
+}
 
-    // The same of k and v.
-    template <int kCount>
-    __device__ __forceinline__ void load_keys(unsigned char *to, const sinkattn_fwd_args &args, const Work &work, int64_t first,
-                                              sa_range real) const {
-        const auto *k = static_cast<const uint16_t *>(args.k.data) + key_offset(work, args.k, first + row) + chunk * 8;
-        const auto *v = static_cast<const uint16_t *>(args.v.data) + key_offset(work, args.v, first + row) + chunk * 8;
-        const int begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
+// The same of k and v.
+template <class C, int kCount>
+__device__ __forceinline__ void load_keys(unsigned char *to, const sinkattn_fwd_args &args, const Work &work, int64_t first,
+                                          sa_range real) {
+    const int column = copy_chunk<C>() * 8, begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
+    const auto *k = static_cast<const uint16_t *>(args.k.data) + key_offset(work, args.k, first + copy_row<C>()) + column;
+    const auto *v = static_cast<const uint16_t *>(args.v.data) + key_offset(work, args.v, first + copy_row<C>()) + column;
 #pragma unroll
-        for (int n = 0; n < kCount / C::kRowStep; n++) {
-            const int i = row + n * C::kRowStep;
-            const bool is_real = valid && i >= begin && i < end;
-            const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, chunk);
-            cp_async_16(at, is_real ? k : args.k.data, is_real);
-            cp_async_16(at + kCount * C::kRowBytes, is_real ? v : args.v.data, is_real);
-            k += C::kRowStep * args.k.row_stride;
-            v += C::kRowStep * args.v.row_stride;
-        }
+    for (int n = 0; n < kCount / C::kRowStep; n++) {
+        const int i = copy_row<C>() + n * C::kRowStep;
+        const bool is_real = column < args.problem.head_dim && i >= begin && i < end;
+        const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, copy_chunk<C>());
+        cp_async_16(at, is_real ? k : args.k.data, is_real);
+        cp_async_16(at + kCount * C::kRowBytes, is_real ? v : args.v.data, is_real);
+        k += C::kRowStep * args.k.row_stride;
+        v += C::kRowStep * args.v.row_stride;
     }
-};
-
-template <class C> __device__ __forceinline__ void load_owned(Smem<C> &smem, const Loader<C> &loader, const sinkattn_bwd_args &args) {
-    if constexpr (C::kOwnsKeys)
-        loader.template load_keys<C::kTile>(smem.owned[0], args.fwd, smem.work, smem.keys.begin, smem.keys);
-    else
-        loader.template load_rows<C::kTile>(smem.owned[0], args, smem.work, static_cast<int32_t>(smem.work.rows.begin), smem.work.rows);
 }
 
 // Tile t of what is met. Nothing outside what some owned row sees is read.
 template <class C>
-__device__ __forceinline__ void load_met(Smem<C> &smem, const Loader<C> &loader, const sinkattn_bwd_args &args, const Stats *stats, int t,
-                                         int stage) {
+__device__ __forceinline__ void load_met(Smem<C> &smem, const sinkattn_bwd_args &args, const Stats *stats, int t, int stage) {
     const sa_range real = sa_key_tile(&smem.work.tiles, t);
     if constexpr (C::kOwnsKeys) {
-        const int32_t first = t * C::kStep;
-        loader.template load_rows<C::kStep>(smem.met[stage][0], args, smem.work, first, real);
+        load_rows<C, C::kStep>(smem.met[stage][0], args, smem.work, t * C::kStep, real);
         if (threadIdx.x < C::kStep) {
-            const bool is_real = first + static_cast<int>(threadIdx.x) >= real.begin && first + static_cast<int>(threadIdx.x) < real.end;
-            const Stats *from = stats + stats_index(args.fwd.problem, smem.work, first + static_cast<int>(threadIdx.x));
-            cp_async_8(shared_address(&smem.stats[stage][threadIdx.x]), is_real ? from : stats, is_real);
+            const int32_t r = t * C::kStep + static_cast<int32_t>(threadIdx.x);
+            const bool is_real = r >= real.begin && r < real.end;
+            cp_async_8(shared_address(&smem.stats[stage][threadIdx.x]),
+                       is_real ? stats + stats_index(args.fwd.problem, smem.work, r) : stats, is_real);
         }
     } else {
-        loader.template load_keys<C::kStep>(smem.met[stage][0], args.fwd, smem.work, static_cast<int64_t>(t) * C::kStep, real);
+        load_keys<C, C::kStep>(smem.met[stage][0], args.fwd, smem.work, static_cast<int64_t>(t) * C::kStep, real);
     }
     cp_async_commit();
 }
@@ -185,40 +172,53 @@ template <class C> __device__ __forceinline__ void find_keys_of_rows(Smem<C> &sm
     }
 }
 
-// delta = dO . O of the owned rows, from the chunks of dO that this thread copied.
-template <class C>
-__device__ __forceinline__ void find_stats(Smem<C> &smem, const Loader<C> &loader, const sinkattn_bwd_args &args, Stats *stats) {
-    const Work &work = smem.work;
-    const auto *out = static_cast<const uint16_t *>(args.fwd.out.data) + query_offset(work, args.fwd.out, 0) + loader.chunk * 8;
-    for (int own = loader.row; own < C::kTile; own += C::kRowStep) {
-        const int32_t r = static_cast<int32_t>(work.rows.begin) + own;
-        const bool is_real = r < work.rows.end;
-        float delta = 0.0f;
-        if (is_real && loader.valid) {
-            const uint4 a = *reinterpret_cast<const uint4 *>(out + row_offset(args.fwd.out, work, r));
-            const uint4 b = *reinterpret_cast<const uint4 *>(smem.owned[1] + chunk_offset<C::kRowBytes>(own, loader.chunk));
-            const uint32_t outs[4] = {a.x, a.y, a.z, a.w}, douts[4] = {b.x, b.y, b.z, b.w};
+// The sum of the products of 8 pairs.
+template <class Element> __device__ __forceinline__ float dot(const uint4 &a, const uint4 &b) {
+    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
 #pragma unroll
-            for (int x = 0; x < 8; x++) {
-                const auto half = [x](const uint32_t (&pairs)[4]) {
-                    return widen<typename C::Element>(static_cast<uint16_t>(pairs[x / 2] >> 16 * (x % 2)));
-                };
-                delta = fmaf(half(outs), half(douts), delta);
-            }
-        }
+    for (int x = 0; x < 8; x++)
+        sum = fmaf(widen<Element>(static_cast<uint16_t>(left[x / 2] >> 16 * (x % 2))),
+                   widen<Element>(static_cast<uint16_t>(right[x / 2] >> 16 * (x % 2))), sum);
+    return sum;
+}
+
+// The owned rows' stats, delta = dO . O from the chunks of dO that this thread copied. Waits for the copies, for the block too.
+template <class C> __device__ __forceinline__ void find_stats(Smem<C> &smem, const sinkattn_bwd_args &args, Stats *stats) {
+    static_assert(C::kTile <= C::kThreads, "a thread a row");
+    constexpr int kCopies = C::kTile / C::kRowStep;
+    const Work &work = smem.work;
+    const int32_t begin = static_cast<int32_t>(work.rows.begin), count = static_cast<int32_t>(work.rows.end - work.rows.begin);
+    const auto *out = static_cast<const uint16_t *>(args.fwd.out.data) + query_offset(work, args.fwd.out, 0) + copy_chunk<C>() * 8;
+    uint4 outs[kCopies] = {};
+#pragma unroll
+    for (int n = 0; n < kCopies; n++) {
+        const int own = copy_row<C>() + n * C::kRowStep;
+        if (own < count && copy_chunk<C>() * 8 < args.fwd.problem.head_dim)
+            outs[n] = *reinterpret_cast<const uint4 *>(out + row_offset(args.fwd.out, work, begin + own));
+    }
+    const int own = threadIdx.x;
+    float lse = -INFINITY, g = 0.0f;
+    if (own < count) {
+        const int64_t at = stat_index(work, args.fwd.problem, begin + own);
+        lse = static_cast<const float *>(args.fwd.lse)[at];
+        if (args.dlse) g = static_cast<const float *>(args.dlse)[at];
+    }
+    cp_async_wait<0>();
+#pragma unroll
+    for (int n = 0; n < kCopies; n++) {
+        const int at = copy_row<C>() + n * C::kRowStep;
+        const uint4 dout = *reinterpret_cast<const uint4 *>(smem.owned[1] + chunk_offset<C::kRowBytes>(at, copy_chunk<C>()));
+        float delta = dot<typename C::Element>(outs[n], dout);
 #pragma unroll
         for (int x = C::kChunks / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
-        if (loader.chunk != 0) continue;
-        Stats row = {0.0f, 0.0f};
-        if (is_real) {
-            const int64_t at = stat_index(work, args.fwd.problem, r);
-            const float lse = static_cast<const float *>(args.fwd.lse)[at],
-                        g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
-            row = {lse == -INFINITY ? 0.0f : lse * kLog2e, g - delta};
-            stats[stats_index(args.fwd.problem, work, r)] = row;
-        }
-        smem.stats[0][own] = row;
+        if (copy_chunk<C>() == 0) smem.stats[0][at].bias = delta;
     }
+    __syncthreads();
+    if (own >= C::kTile) return;
+    const Stats row = {lse == -INFINITY ? 0.0f : lse * kLog2e, g - smem.stats[0][own].bias};
+    smem.stats[0][own] = row;
+    if (own < count) stats[stats_index(args.fwd.problem, work, begin + own)] = row;
 }
 
 // s becomes P and dp becomes dS; what is not seen is zero in both, whatever it was. sums: P dP of the thread's rows.
@@ -351,19 +351,20 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
     __syncthreads();
     if (!smem.has_work) return;
 
-    const Loader<C> loader(problem.head_dim);
     const sa_key_tiles &tiles = smem.work.tiles;
     const int begin = sa_key_tile_from(&tiles, 0), end = tiles.end;
     const float scale_log2 = scale * kLog2e;
-    load_owned<C>(smem, loader, args);
+    if constexpr (C::kOwnsKeys)
+        load_keys<C, C::kTile>(smem.owned[0], args.fwd, smem.work, smem.keys.begin, smem.keys);
+    else
+        load_rows<C, C::kTile>(smem.owned[0], args, smem.work, static_cast<int32_t>(smem.work.rows.begin), smem.work.rows);
     cp_async_commit();
-    if (begin < end) load_met<C>(smem, loader, args, workspace.stats, begin, 0);
+    if (begin < end) load_met<C>(smem, args, workspace.stats, begin, 0);
     if constexpr (C::kOwnsKeys) {
         find_rows_of_keys<C>(smem);
     } else {
         find_keys_of_rows<C>(smem);
-        cp_async_wait<0>();
-        find_stats<C>(smem, loader, args, workspace.stats);
+        find_stats<C>(smem, args, workspace.stats);
     }
 
     Gradient<C> gradients[C::kGradients];
@@ -378,7 +379,7 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
             const int next = sa_key_tile_from(&tiles, t + 1);
             cp_async_wait<0>();
             __syncthreads(); // tile t has landed, and nobody reads the other stage any more
-            if (next < end) load_met<C>(smem, loader, args, workspace.stats, next, stage ^ 1);
+            if (next < end) load_met<C>(smem, args, workspace.stats, next, stage ^ 1);
             const int32_t first = t * C::kStep;
             bool masked, needed = true;
             if constexpr (C::kOwnsKeys) {
@@ -396,7 +397,7 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
         bool finite = true;
         for (auto &gradient : gradients) finite = finite && is_finite(gradient);
         if (!__syncthreads_or(!hide && !finite)) break;
-        load_met<C>(smem, loader, args, workspace.stats, begin, 0);
+        load_met<C>(smem, args, workspace.stats, begin, 0);
     }
     if constexpr (C::kOwnsKeys) {
         write_gradient<C>(smem.owned[0], gradients[0], scale, smem, args.dk, problem.head_dim);
@@ -442,6 +443,7 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &wo
     if (num_blocks > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of %s; a CUDA launch holds less than 2^31", static_cast<long long>(num_blocks),
                          C::kOwnsKeys ? "keys" : "rows");
+    static_assert(C::kChunks > 16 || sizeof(Smem<C>) <= 99 * 1024, "what a block of compute capability 8.6 may use");
     unsigned *error_word;
     sinkattn_status status = sa_cuda_error_word(&error_word);
     if (status.code) return status;
