@@ -8,7 +8,7 @@
 
 #include <stdio.h>
 
-#include "cuda/attn/work.cuh"
+#include "cuda/attn/bwd_workspace.cuh"
 #include "cuda/cuda_backend.h"
 
 static sinkattn_status device_error(int32_t ordinal, const char *what, cudaError_t error) {
@@ -98,5 +98,5 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
 }
 
 extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
-    return problem->op == SINKATTN_BWD ? sa_cuda_bwd_workspace(problem) : 0;
+    return problem->op == SINKATTN_BWD ? sa::bwd_workspace_bytes(*problem) : 0;
 }

@@ -20,9 +20,6 @@ sinkattn_status sa_cuda_status(const char *what, cudaError_t error);
 /* The current device's error word, of which kernels set bits. */
 sinkattn_status sa_cuda_error_word(unsigned **word);
 
-/* sm80/bwd.cu: what its launchers lay out in the workspace. */
-int64_t sa_cuda_bwd_workspace(const sinkattn_problem *problem);
-
 #ifdef __cplusplus
 }
 #endif

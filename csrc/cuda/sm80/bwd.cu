@@ -11,6 +11,7 @@
 // row for the second, and the row's term of ds_aux for the third. Sums run over the met in ascending tiles anchored at key 0, or at row 0
 // of the sequence, all heads of the group in one sum: the same bits every time, no atomics, and each gradient is rounded once.
 
+#include "cuda/attn/bwd_workspace.cuh"
 #include "cuda/attn/key_work.cuh"
 #include "cuda/attn/mma_tile.cuh"
 #include "cuda/cuda_backend.h"
@@ -31,17 +32,6 @@ template <class Element_, bool kOwnsKeys_, int kHeadDim, int kTile_, int kStep_,
     static_assert(kHeadDim % 64 == 0 && kStep % 16 == 0 && kTile % kWarpRows == 0, "whole swizzled rows, 16 of the met a product");
     static_assert(kThreads % kChunks == 0 && kTile % kRowStep == 0 && kStep % kRowStep == 0 && kStep <= kThreads,
                   "threads share the copies evenly");
-};
-
-struct Stats {
-    float lse, bias; // lse in log2 units, 0 where there is nothing to normalise; bias: g - delta
-};
-
-// Stats in the order of rows: [batch][num_kv_heads][q_len * group], packed [num_kv_heads][total_q * group]. Terms as lse; NULL without
-// ds_aux.
-struct Workspace {
-    Stats *stats;
-    float *terms;
 };
 
 // What each owned row meets: [0, sink_end) and `length` from `begin`. A key's rows are one range.
@@ -81,10 +71,6 @@ template <class C> __device__ __forceinline__ int warp_chunk() { return threadId
 __device__ __forceinline__ int64_t row_offset(const sinkattn_tensor &tensor, const Work &work, int32_t r) {
     const uint32_t group = static_cast<uint32_t>(work.group), token = static_cast<uint32_t>(r) / group;
     return token * tensor.row_stride + (static_cast<uint32_t>(r) - token * group) * tensor.head_stride;
-}
-
-__device__ __forceinline__ int64_t stats_index(const sinkattn_problem &problem, const Work &work, int64_t r) {
-    return ((work.sequence.batch * problem.num_kv_heads + work.kv_head) * problem.q_len + work.sequence.q_begin) * work.group + r;
 }
 
 // A thread copies one column of chunks, kRowStep rows apart.
@@ -429,13 +415,6 @@ __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constan
     if (threadIdx.x == 0) sa_store(args.ds_aux, problem.s_aux_dtype, head, sum);
 }
 
-int64_t num_stats(const sinkattn_problem &problem) { return (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len; }
-
-Workspace workspace_of(const sinkattn_bwd_args &args, const sinkattn_context &context) {
-    auto *stats = reinterpret_cast<Stats *>((reinterpret_cast<uintptr_t>(context.workspace) + alignof(float4) - 1) & -alignof(float4));
-    return {stats, args.ds_aux ? reinterpret_cast<float *>(stats + num_stats(args.fwd.problem)) : nullptr};
-}
-
 template <class C>
 sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &workspace, int64_t num_tiles, cudaStream_t stream) {
     const int64_t num_blocks = num_tiles * args.fwd.problem.num_kv_heads;
@@ -496,9 +475,4 @@ extern "C" sinkattn_status sa_bwd_cuda_sm80_d128(const void *args, const sinkatt
 
 extern "C" sinkattn_status sa_bwd_cuda_sm80_d256(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
     return sa::launch_dtype<256, sa::sa_bwd_cuda_sm80_d256_tile_q, 32, 1, sa::sa_bwd_cuda_sm80_d256_tile_k, 32, 1>(args, context);
-}
-
-extern "C" int64_t sa_cuda_bwd_workspace(const sinkattn_problem *problem) {
-    const int64_t term_bytes = problem->s_aux_dtype ? sizeof(float) : 0;
-    return sa::num_stats(*problem) * (static_cast<int64_t>(sizeof(sa::Stats)) + term_bytes) + alignof(float4) - 1;
 }
