@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a block that owns keys works on: a tile of the keys of one kv head, and the rows of its group that see some of them.
+// What a block that owns keys works on: a tile of the keys of one kv head, and the rows of its group that see some of them; how rows are
+// walked, all heads of a token before the next token.
 #pragma once
 
 #include "cuda/attn/work.cuh"
@@ -51,6 +52,24 @@ __device__ __forceinline__ bool find_key_work(const sinkattn_fwd_args &args, int
     work.tiles.begin = static_cast<int32_t>(work.rows.begin / tile_rows);
     work.tiles.end = work.rows.begin < work.rows.end ? static_cast<int32_t>(sa_ceil_div(work.rows.end, tile_rows)) : work.tiles.begin;
     return true;
+}
+
+// Offset of row r from row 0 of the group's first head. The rows of a sequence and a kv head fit int32, which the launcher sees to.
+__device__ __forceinline__ int64_t row_offset(const sinkattn_tensor &tensor, const Work &work, int32_t r) {
+    const uint32_t group = static_cast<uint32_t>(work.group), token = static_cast<uint32_t>(r) / group;
+    return token * tensor.row_stride + (static_cast<uint32_t>(r) - token * group) * tensor.head_stride;
+}
+
+// From a row of q and of dout to the one `step` below it, without a division: `head` heads on and so many elements; past the group's last
+// head, one token on.
+struct RowSteps {
+    uint32_t head;
+    int64_t q, q_token, dout, dout_token;
+};
+
+__device__ __forceinline__ RowSteps row_steps(const sinkattn_tensor &q, const sinkattn_tensor &dout, const Work &work, int32_t step) {
+    return {static_cast<uint32_t>(step) % static_cast<uint32_t>(work.group), row_offset(q, work, step),
+            q.row_stride - work.group * q.head_stride, row_offset(dout, work, step), dout.row_stride - work.group * dout.head_stride};
 }
 
 } // namespace sa

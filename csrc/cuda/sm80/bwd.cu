@@ -56,6 +56,7 @@ template <class C> struct Smem {
     Seen<C> seen;
     Reach reach[C::kThreads / 32]; // of the warps, where keys are owned
     Work work;
+    RowSteps steps;
     sa_range keys; // owned
     bool has_work;
 };
@@ -67,30 +68,37 @@ template <class C> using Gradient = float[C::kBlocks][C::kColumns / 8][4];
 template <class C> __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % C::kRowWarps * C::kWarpRows; }
 template <class C> __device__ __forceinline__ int warp_chunk() { return threadIdx.x / 32 / C::kRowWarps * (C::kColumns / 8); }
 
-// Offset of row r from row 0 of the group's first head. Rows of a sequence and a kv head fit int32, which the launcher sees to.
-__device__ __forceinline__ int64_t row_offset(const sinkattn_tensor &tensor, const Work &work, int32_t r) {
-    const uint32_t group = static_cast<uint32_t>(work.group), token = static_cast<uint32_t>(r) / group;
-    return token * tensor.row_stride + (static_cast<uint32_t>(r) - token * group) * tensor.head_stride;
-}
-
 // A thread copies one column of chunks, kRowStep rows apart.
 template <class C> __device__ __forceinline__ int copy_row() { return threadIdx.x / C::kChunks; }
 template <class C> __device__ __forceinline__ int copy_chunk() { return threadIdx.x % C::kChunks; }
 
 // Rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real`, where nothing is read.
 template <class C, int kCount>
-__device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_args &args, const Work &work, int32_t first,
+__device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_args &args, const Smem<C> &smem, int32_t first,
                                           sa_range real) {
+    const Work &work = smem.work;
     const int column = copy_chunk<C>() * 8, begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
-    const auto *q = static_cast<const uint16_t *>(args.fwd.q.data) + query_offset(work, args.fwd.q, 0) + column;
-    const auto *dout = static_cast<const uint16_t *>(args.dout.data) + query_offset(work, args.dout, 0) + column;
+    const int32_t r = first + copy_row<C>();
+    const uint32_t group = static_cast<uint32_t>(work.group);
+    uint32_t head = static_cast<uint32_t>(r) % group;
+    const auto *q =
+        static_cast<const uint16_t *>(args.fwd.q.data) + query_offset(work, args.fwd.q, 0) + row_offset(args.fwd.q, work, r) + column;
+    const auto *dout =
+        static_cast<const uint16_t *>(args.dout.data) + query_offset(work, args.dout, 0) + row_offset(args.dout, work, r) + column;
 #pragma unroll
     for (int n = 0; n < kCount / C::kRowStep; n++) {
         const int i = copy_row<C>() + n * C::kRowStep;
         const bool is_real = column < args.fwd.problem.head_dim && i >= begin && i < end;
         const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, copy_chunk<C>());
-        cp_async_16(at, is_real ? q + row_offset(args.fwd.q, work, first + i) : args.fwd.q.data, is_real);
-        cp_async_16(at + kCount * C::kRowBytes, is_real ? dout + row_offset(args.dout, work, first + i) : args.dout.data, is_real);
+        cp_async_16(at, is_real ? q : args.fwd.q.data, is_real);
+        cp_async_16(at + kCount * C::kRowBytes, is_real ? dout : args.dout.data, is_real);
+        head += smem.steps.head;
+        q += smem.steps.q;
+        dout += smem.steps.dout;
+        if (head < group) continue;
+        head -= group;
+        q += smem.steps.q_token;
+        dout += smem.steps.dout_token;
     }
 }
 
@@ -118,7 +126,7 @@ template <class C>
 __device__ __forceinline__ void load_met(Smem<C> &smem, const sinkattn_bwd_args &args, const Stats *stats, int t, int stage) {
     const sa_range real = sa_key_tile(&smem.work.tiles, t);
     if constexpr (C::kOwnsKeys) {
-        load_rows<C, C::kStep>(smem.met[stage][0], args, smem.work, t * C::kStep, real);
+        load_rows<C, C::kStep>(smem.met[stage][0], args, smem, t * C::kStep, real);
         if (threadIdx.x < C::kStep) {
             const int32_t r = t * C::kStep + static_cast<int32_t>(threadIdx.x);
             const bool is_real = r >= real.begin && r < real.end;
@@ -331,9 +339,11 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
         check_cu_seqlens(args.fwd.cu_seqlens_q, problem.batch, problem.q_len, error_word);
         check_cu_seqlens(args.fwd.cu_seqlens_k, problem.batch, problem.k_len, error_word);
     }
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         smem.has_work = C::kOwnsKeys ? find_key_work(args.fwd, C::kTile, C::kStep, blockIdx.x, smem.work, smem.keys)
                                      : find_work(args.fwd, C::kTile, C::kStep, num_tiles, blockIdx.x, smem.work);
+        smem.steps = row_steps(args.fwd.q, args.dout, smem.work, C::kRowStep);
+    }
     __syncthreads();
     if (!smem.has_work) return;
 
@@ -343,7 +353,7 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
     if constexpr (C::kOwnsKeys)
         load_keys<C, C::kTile>(smem.owned[0], args.fwd, smem.work, smem.keys.begin, smem.keys);
     else
-        load_rows<C, C::kTile>(smem.owned[0], args, smem.work, static_cast<int32_t>(smem.work.rows.begin), smem.work.rows);
+        load_rows<C, C::kTile>(smem.owned[0], args, smem, static_cast<int32_t>(smem.work.rows.begin), smem.work.rows);
     cp_async_commit();
     if (begin < end) load_met<C>(smem, args, workspace.stats, begin, 0);
     if constexpr (C::kOwnsKeys) {
