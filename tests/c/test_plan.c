@@ -97,6 +97,33 @@ static void test_the_cuda_row_is_taken(void) {
               name, cases[i].name);
     }
 }
+
+/* Of every row lse and g - delta, 8 bytes, and with a sink the row's term of ds_aux, 4; packed rows are one stream. */
+static void test_the_cuda_backward_is_planned(void) {
+    static const struct {
+        int64_t head_dim;
+        const char *name;
+    } rows[] = {{8, "sa_bwd_cuda_sm80_d64"},
+                {64, "sa_bwd_cuda_sm80_d64"},
+                {72, "sa_bwd_cuda_sm80_d128"},
+                {128, "sa_bwd_cuda_sm80_d128"},
+                {256, "sa_bwd_cuda_sm80_d256"}};
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 80, .workers = 108};
+    sinkattn_problem problem = prefill(SINKATTN_BWD, SINKATTN_BF16);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        problem.head_dim = rows[i].head_dim;
+        CHECK(strcmp(chosen(&problem, &device), rows[i].name) == 0, "%s is best at head_dim %" PRId64, rows[i].name, problem.head_dim);
+    }
+    for (int i = 0; i < 4; i++) {
+        problem.packed = i % 2;
+        problem.s_aux_dtype = i / 2 ? SINKATTN_BF16 : SINKATTN_NO_DTYPE;
+        const int64_t num_rows = (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len;
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        CHECK(status.code == SINKATTN_OK && plan.workspace_bytes == num_rows * (8 + 4 * (i / 2)) + 7, "%s, %" PRId64 " bytes: %s",
+              status.message, plan.workspace_bytes, problem_text(&problem));
+    }
+}
 #endif
 
 static void test_a_miss_lists_what_is_compiled(void) {
@@ -278,6 +305,7 @@ static void test_plans_that_do_not_fit_are_refused(void) {
 const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken},
 #ifdef SA_WITH_CUDA
                            {"the CUDA row is taken", test_the_cuda_row_is_taken},
+                           {"the CUDA backward is planned", test_the_cuda_backward_is_planned},
 #endif
                            {"a miss lists what is compiled", test_a_miss_lists_what_is_compiled},
                            {"decode splits", test_decode_splits},
