@@ -139,6 +139,11 @@ __device__ __forceinline__ void load_met(Smem<C> &smem, const sinkattn_bwd_args 
     cp_async_commit();
 }
 
+template <class C> __device__ __forceinline__ void load_first(Smem<C> &smem, const sinkattn_bwd_args &args, const Stats *stats) {
+    const int t = sa_key_tile_from(&smem.work.tiles, 0);
+    if (t < smem.work.tiles.end) load_met<C>(smem, args, stats, t, 0);
+}
+
 template <class C> __device__ __forceinline__ void find_rows_of_keys(Smem<C> &smem) {
     const int own = warp_row<C>() + threadIdx.x % C::kWarpRows;
     const int64_t key = smem.keys.begin + own;
@@ -284,6 +289,31 @@ __device__ __forceinline__ void add_tile(Gradient<C> (&gradients)[C::kGradients]
     }
 }
 
+// All that is met, in order; the first tile is on its way.
+template <class C>
+__device__ __forceinline__ void add_tiles(Gradient<C> (&gradients)[C::kGradients], float (&sums)[2 * C::kBlocks], Smem<C> &smem,
+                                          const sinkattn_bwd_args &args, const Workspace &workspace, float scale_log2, bool hide) {
+    const sa_key_tiles &tiles = smem.work.tiles;
+    const int end = tiles.end;
+    for (int t = sa_key_tile_from(&tiles, 0), stage = 0; t < end; stage ^= 1) {
+        const int next = sa_key_tile_from(&tiles, t + 1);
+        cp_async_wait<0>();
+        __syncthreads(); // tile t has landed, and nobody reads the other stage any more
+        if (next < end) load_met<C>(smem, args, workspace.stats, next, stage ^ 1);
+        const int32_t first = t * C::kStep;
+        bool masked, needed = true;
+        if constexpr (C::kOwnsKeys) {
+            const Reach reach = smem.reach[threadIdx.x / 32];
+            masked = first < reach.full_begin || first + C::kStep > reach.full_end;
+            needed = first < reach.any_end && first + C::kStep > reach.any_begin;
+        } else {
+            masked = !sa_key_tile_is_full(&tiles, t);
+        }
+        if (needed) add_tile<C>(gradients, sums, smem, first, stage, masked, hide, workspace.terms && !C::kOwnsKeys, scale_log2);
+        t = next;
+    }
+}
+
 // The terms of ds_aux of the owned rows.
 template <class C>
 __device__ __forceinline__ void write_terms(const float (&sums)[2 * C::kBlocks], const Smem<C> &smem, const sinkattn_bwd_args &args,
@@ -347,15 +377,12 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
     __syncthreads();
     if (!smem.has_work) return;
 
-    const sa_key_tiles &tiles = smem.work.tiles;
-    const int begin = sa_key_tile_from(&tiles, 0), end = tiles.end;
-    const float scale_log2 = scale * kLog2e;
     if constexpr (C::kOwnsKeys)
         load_keys<C, C::kTile>(smem.owned[0], args.fwd, smem.work, smem.keys.begin, smem.keys);
     else
         load_rows<C, C::kTile>(smem.owned[0], args, smem, static_cast<int32_t>(smem.work.rows.begin), smem.work.rows);
     cp_async_commit();
-    if (begin < end) load_met<C>(smem, args, workspace.stats, begin, 0);
+    load_first<C>(smem, args, workspace.stats);
     if constexpr (C::kOwnsKeys) {
         find_rows_of_keys<C>(smem);
     } else {
@@ -371,29 +398,13 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
                 for (auto &elements : block)
                     for (float &element : elements) element = 0.0f;
         for (float &sum : sums) sum = 0.0f;
-        for (int t = begin, stage = 0; t < end; stage ^= 1) {
-            const int next = sa_key_tile_from(&tiles, t + 1);
-            cp_async_wait<0>();
-            __syncthreads(); // tile t has landed, and nobody reads the other stage any more
-            if (next < end) load_met<C>(smem, args, workspace.stats, next, stage ^ 1);
-            const int32_t first = t * C::kStep;
-            bool masked, needed = true;
-            if constexpr (C::kOwnsKeys) {
-                const Reach reach = smem.reach[threadIdx.x / 32];
-                masked = first < reach.full_begin || first + C::kStep > reach.full_end;
-                needed = first < reach.any_end && first + C::kStep > reach.any_begin;
-            } else {
-                masked = !sa_key_tile_is_full(&tiles, t);
-            }
-            if (needed) add_tile<C>(gradients, sums, smem, first, stage, masked, hide, workspace.terms && !C::kOwnsKeys, scale_log2);
-            t = next;
-        }
+        add_tiles<C>(gradients, sums, smem, args, workspace, scale * kLog2e, hide);
         cp_async_wait<0>(); // what is owned has landed, were nothing met
         // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: then all is done again with such values hidden.
         bool finite = true;
         for (auto &gradient : gradients) finite = finite && is_finite(gradient);
         if (!__syncthreads_or(!hide && !finite)) break;
-        load_met<C>(smem, args, workspace.stats, begin, 0);
+        load_first<C>(smem, args, workspace.stats);
     }
     if constexpr (C::kOwnsKeys) {
         write_gradient<C>(smem.owned[0], gradients[0], scale, smem, args.dk, problem.head_dim);
