@@ -155,8 +155,9 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
                           : p->num_splits > 0 ? "as asked"
                           : balanced          ? "by the lengths found"
                                               : "to fill the workers";
-        say(plan, "; %s%" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64 ", P = %" PRId64, balanced ? "up to " : "", plan->num_splits,
-            tiles, why, sa_ceil_div(device->workers, p->num_kv_heads), device->workers / sa_max(1, p->batch * p->num_kv_heads));
+        say(plan, "; %s%" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64 ", P = %" PRId64, balanced ? "up to " : "",
+            plan->num_splits, tiles, why, sa_ceil_div(device->workers, p->num_kv_heads),
+            device->workers / sa_max(1, p->batch * p->num_kv_heads));
     }
     for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
         if (row->info.op != p->op || row->info.backend != device->backend) continue;

@@ -78,8 +78,8 @@ static void test_the_cuda_row_is_taken(void) {
         const char *name;
     } cases[] = {
         {80, 16, 128, "sa_fwd_cuda_sm80_d64"},    {90, 16, 128, "sa_fwd_cuda_sm90_window"}, {100, 16, 128, "sa_fwd_cuda_sm80_d64"},
-        {90, 16, 137, "sa_fwd_cuda_sm90_window"}, {90, 16, 138, "sa_fwd_cuda_sm80_d64"},    {90, 2, 128, "sa_fwd_cuda_sm80_d64"},
-        {90, 6, 128, "sa_fwd_cuda_sm80_d64"},
+        {90, 16, 137, "sa_fwd_cuda_sm90_window"}, {90, 16, 138, "sa_fwd_cuda_sm90_d64"},    {90, 2, 128, "sa_fwd_cuda_sm90_d64"},
+        {90, 6, 128, "sa_fwd_cuda_sm90_d64"},     {90, 386, 128, "sa_fwd_cuda_sm80_d64"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const sinkattn_problem problem = {.op = SINKATTN_FWD,
@@ -170,6 +170,33 @@ static void test_cuda_decode_plans(void) {
     p.invariant = true;
     const sinkattn_status status = sinkattn_make_plan(&p, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "invariant"), "%s", status.message);
+}
+
+/* Of every row lse and g - delta, 8 bytes, and with a sink the row's term of ds_aux, 4; packed rows are one stream. */
+static void test_the_cuda_backward_is_planned(void) {
+    static const struct {
+        int64_t head_dim;
+        const char *name;
+    } rows[] = {{8, "sa_bwd_cuda_sm80_d64"},
+                {64, "sa_bwd_cuda_sm80_d64"},
+                {72, "sa_bwd_cuda_sm80_d128"},
+                {128, "sa_bwd_cuda_sm80_d128"},
+                {256, "sa_bwd_cuda_sm80_d256"}};
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 80, .workers = 108};
+    sinkattn_problem problem = prefill(SINKATTN_BWD, SINKATTN_BF16);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        problem.head_dim = rows[i].head_dim;
+        CHECK(strcmp(chosen(&problem, &device), rows[i].name) == 0, "%s is best at head_dim %" PRId64, rows[i].name, problem.head_dim);
+    }
+    for (int i = 0; i < 4; i++) {
+        problem.packed = i % 2;
+        problem.s_aux_dtype = i / 2 ? SINKATTN_BF16 : SINKATTN_NO_DTYPE;
+        const int64_t num_rows = (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len;
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        CHECK(status.code == SINKATTN_OK && plan.workspace_bytes == num_rows * (8 + 4 * (i / 2)) + 7, "%s, %" PRId64 " bytes: %s",
+              status.message, plan.workspace_bytes, problem_text(&problem));
+    }
 }
 #endif
 
@@ -354,6 +381,7 @@ const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken}
                            {"the CUDA row is taken", test_the_cuda_row_is_taken},
                            {"the window row says why not", test_the_window_row_says_why_not},
                            {"CUDA decode plans", test_cuda_decode_plans},
+                           {"the CUDA backward is planned", test_the_cuda_backward_is_planned},
 #endif
                            {"a miss lists what is compiled", test_a_miss_lists_what_is_compiled},
                            {"decode splits", test_decode_splits},
