@@ -53,7 +53,7 @@ struct Maps {
 };
 
 struct Problem {
-    int64_t num_tiles, num_items;
+    unsigned num_tiles, num_items;
     int group, tokens; // heads and tokens of a tile of rows
     float scale_log2;
 };
@@ -69,6 +69,7 @@ template <int kLength> struct Ring {
 
 template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
     const Work &work = rows.work;
+#pragma unroll 1
     for (int row = threadIdx.x % 32; row < C::kTileQ; row += 32) {
         const int64_t token = work.tokens.begin + row / p.group, head = work.kv_head * p.group + row % p.group;
         const bool real = token < work.tokens.end;
@@ -84,18 +85,14 @@ template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, 
 template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
     const bool leader = threadIdx.x % 32 == 0;
     Ring<C::kSlots> ring;
-    bool backward = false;
-    for (int64_t first = 0; first < p.num_items; first += gridDim.x, backward = !backward) {
-        const int64_t item = first + (backward ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        Work work;
-        if (item >= p.num_items || !find_work(args, p.tokens * p.group, C::kTileK, p.num_tiles, item, work)) continue;
+    for (unsigned round = 0; round * gridDim.x < p.num_items; round++) {
+        const unsigned item = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        if (item >= p.num_items) continue;
         Rows<C> &rows = smem.rows[ring.place()];
         barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
-        if (leader) {
-            rows.work = work;
-            rows.exists = true;
-        }
-        __syncwarp();
+        bool exists = false;
+        if (leader) rows.exists = exists = find_work(args, p.tokens * p.group, C::kTileK, p.num_tiles, item, rows.work);
+        if (!__shfl_sync(0xffffffffu, exists, 0)) continue; // and the lanes see the work
         describe_rows<C>(rows, args, p);
         __syncwarp();
         if (leader) barrier_arrive(&smem.rows_full[ring.place()]);
@@ -444,8 +441,11 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     Problem p;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = C::kTileQ / p.group;
-    p.num_tiles = num_row_tiles(problem, p.tokens * p.group);
-    p.num_items = p.num_tiles * problem.num_kv_heads;
+    const int64_t num_tiles = num_row_tiles(problem, p.tokens * p.group), num_items = num_tiles * problem.num_kv_heads;
+    if (num_items > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_items));
+    p.num_tiles = static_cast<unsigned>(num_tiles);
+    p.num_items = static_cast<unsigned>(num_items);
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     if (p.num_items == 0) return sa_ok();
     Encode encode = nullptr;
@@ -460,7 +460,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
         status = sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(fwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                                              static_cast<int>(sizeof(Smem<C>))));
     if (status.code) return status;
-    const unsigned blocks = static_cast<unsigned>(sa_min(p.num_items, num_multiprocessors()));
+    const unsigned blocks = static_cast<unsigned>(sa_min(num_items, num_multiprocessors()));
     fwd_kernel<C><<<blocks, C::kThreads, sizeof(Smem<C>), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
     return sa_cuda_status("sa_fwd_cuda_sm90", cudaGetLastError());
 }
