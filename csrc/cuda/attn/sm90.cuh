@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the kernels of sm_90 share: tensor maps, the rows of a wgmma's accumulators, values that are not finite.
+// What the kernels of sm_90 share: the rows of a wgmma's accumulators, values that are not finite.
 #pragma once
 
 #include "cuda/attn/work.cuh"
-#include "cuda/cuda_backend.h"
 #include "cuda/device/ptx_sm90.cuh"
 
 namespace sa {
@@ -55,46 +54,6 @@ __device__ __forceinline__ void add_unfinite(float (&o)[kLength], const uint16_t
         if (x >= head_dim || !sees(i / 2 & 1)) continue;
         if ((row[x] & kExponent<Element>) == kExponent<Element>) o[i] += widen<Element>(row[x]);
     }
-}
-
-// ---- tensor maps ----
-
-using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-static inline sinkattn_status find_encode(Encode *encode) {
-    void *function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    if (error == cudaSuccess && found != cudaDriverEntryPointSuccess)
-        return sa_status(SINKATTN_DEVICE, "the CUDA driver has no cuTensorMapEncodeTiled; it must be that of CUDA 12.0 or later");
-    *encode = reinterpret_cast<Encode>(function);
-    return sa_cuda_status("cudaGetDriverEntryPointByVersion", error);
-}
-
-// [batch, rows, heads, head_dim], in boxes of `tokens` rows x `heads_a_box` heads x 64.
-static inline sinkattn_status encode_map(Encode encode, CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor,
-                                         int64_t rows, int64_t heads, int tokens, int heads_a_box, const char *name) {
-    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
-                                static_cast<cuuint64_t>(p.packed ? 1 : p.batch)};
-    const cuuint64_t strides[] = {static_cast<cuuint64_t>(tensor.head_stride * 2), static_cast<cuuint64_t>(tensor.row_stride * 2),
-                                  static_cast<cuuint64_t>((p.packed ? tensor.row_stride : tensor.batch_stride) * 2)};
-    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(heads_a_box), static_cast<cuuint32_t>(tokens), 1}, steps[] = {1, 1, 1, 1};
-    const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result == CUDA_SUCCESS) return sa_ok();
-    return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
-                     static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
-                     static_cast<long long>(tensor.head_stride));
-}
-
-static inline unsigned num_multiprocessors() {
-    int device, count;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return static_cast<unsigned>(count);
 }
 
 } // namespace sa

@@ -15,6 +15,7 @@
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
 #include "cuda/attn/sm90.cuh"
+#include "cuda/tensor_map.cuh"
 
 namespace sa {
 namespace {

@@ -12,6 +12,7 @@
 // Shared memory: two stages of K and V, 240 keys each, 120 KiB; nine slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32.
 
 #include "cuda/attn/sm90.cuh"
+#include "cuda/tensor_map.cuh"
 
 namespace sa {
 namespace {
