@@ -177,7 +177,7 @@ demo: $(call installed,demo)
 
 # ---- style ----
 
-C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c examples/*.c)
+C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c examples/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
 
 lint: $(call installed,lint)
