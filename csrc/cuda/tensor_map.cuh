@@ -28,8 +28,12 @@ static inline sinkattn_status encode_map(Encode encode, CUtensorMap *map, const 
                                          int64_t rows, int64_t heads, int tokens, int heads_a_box, const char *name) {
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
                                 static_cast<cuuint64_t>(p.packed ? 1 : p.batch)};
-    const cuuint64_t strides[] = {static_cast<cuuint64_t>(tensor.head_stride * 2), static_cast<cuuint64_t>(tensor.row_stride * 2),
-                                  static_cast<cuuint64_t>((p.packed ? tensor.row_stride : tensor.batch_stride) * 2)};
+    const int64_t step[] = {tensor.head_stride, tensor.row_stride, p.packed ? tensor.row_stride : tensor.batch_stride};
+    cuuint64_t strides[3];
+    for (int i = 0; i < 3; i++) { // of a size of one any stride is legal, though not to the driver
+        const bool odd = step[i] <= 0 || step[i] % 8;
+        strides[i] = sizes[i + 1] == 1 && odd ? 16 : static_cast<cuuint64_t>(step[i] * 2);
+    }
     const cuuint32_t box[] = {64, static_cast<cuuint32_t>(heads_a_box), static_cast<cuuint32_t>(tokens), 1}, steps[] = {1, 1, 1, 1};
     const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -7,10 +7,10 @@
 //     checker warps       V0 | V1 | ...                               values that are not finite, in tiles that need a mask
 //     math groups     S0 | S1 = Q K1^T, O += P0 V0 | S2, O += P1 V1 | ...       softmax of S1 while O += P0 V0 runs
 //
-// A block stays on its multiprocessor and walks over tiles of rows, tokens x the heads of a group, the longest first; every other round in
-// reverse, which evens out what the blocks get. A math group owns 64 rows; S, P and O live in its registers, and the three groups are out
-// of step. The pivot of a row follows its maximum only when that has grown by 2^kLazy, so O is seldom rescaled. Key tiles lie at multiples
-// of kTileK from key 0 and a masked key adds zero: a row's bits are its own.
+// A block stays on its multiprocessor and walks over tiles of rows, tokens x the heads of a group, the last of a sequence first; every
+// other round in reverse, which evens out what the blocks get. A math group owns 64 rows; S, P and O live in its registers, and the three
+// groups are out of step. The pivot of a row follows its maximum only when that has grown by 2^kLazy, so O is seldom rescaled. Key tiles
+// lie at multiples of kTileK from key 0 and a masked key adds zero: a row's bits are its own.
 //
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
@@ -93,7 +93,8 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
         barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
         bool exists = false;
         if (leader) rows.exists = exists = find_work(args, p.tokens * p.group, C::kTileK, p.num_tiles, item, rows.work);
-        if (!__shfl_sync(0xffffffffu, exists, 0)) continue; // and the lanes see the work
+        if (!__shfl_sync(0xffffffffu, exists, 0)) continue;
+        __syncwarp(); // the lanes see the work
         describe_rows<C>(rows, args, p);
         __syncwarp();
         if (leader) barrier_arrive(&smem.rows_full[ring.place()]);
@@ -156,6 +157,7 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
                 async_fence();
             }
             found = __any_sync(0xffffffffu, found);
+            __syncwarp(); // one lane arrives for what all have written
             if (threadIdx.x % 32 == 0) {
                 smem.unfinite[ring.place()][checker] = found;
                 barrier_arrive(&smem.v_ready[ring.place()]);
@@ -341,16 +343,18 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
             uint32_t weights[C::kTileK / 16][4];
             barrier_wait(&smem.k_full[ring.place()], ring.phase());
             qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
-            bool masked = !sa_key_tile_is_full(&key_tiles, t);
+            const bool masked = !sa_key_tile_is_full(&key_tiles, t);
             wgmma_wait<0>();
             computed(s);
             if (leader) barrier_arrive(&smem.k_empty[ring.place()]);
             if (masked) mask_tile<C>(s, rows, math_group, t);
             softmax_step<C>(s, softmax, alpha, p.scale_log2);
+            // Asked before the product that lets the stage go.
+            const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
             barrier_wait(&smem.v_ready[ring.place()], ring.phase());
+            bool hidden = masked && has_hidden(ring.place());
             pack<C>(weights, s);
             const auto finish_values = [&] {
-                const bool hidden = masked && (smem.unfinite[ring.place()][0] || smem.unfinite[ring.place()][1]);
                 wgmma_wait<0>();
                 computed(o);
                 if (leader) barrier_arrive(&smem.v_empty[ring.place()]);
@@ -372,10 +376,11 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
                 softmax_step<C>(s, softmax, alpha, p.scale_log2);
                 const bool grown = __any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f);
                 barrier_wait(&smem.v_ready[keys.place()], keys.phase());
+                const bool next_hidden = next_masked && has_hidden(keys.place());
                 finish_values();
                 if (grown) rescale<C>(o, alpha);
                 t = next;
-                masked = next_masked;
+                hidden = next_hidden;
                 next = sa_key_tile_from(&key_tiles, t + 1);
                 if (next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
                 pack<C>(weights, s);
@@ -431,14 +436,13 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         registers_up<C::kMathRegisters>();
         compute_tiles<C>(smem, args, p);
     }
+#else
+    __trap();
 #endif
 }
 
 template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
-    if (problem.k_len > INT32_MAX - C::kTileK || problem.q_len > INT32_MAX)
-        return sa_status(SINKATTN_UNSUPPORTED, "%lld rows over %lld keys; a tensor map holds at most 2^31 of either",
-                         static_cast<long long>(problem.q_len), static_cast<long long>(problem.k_len));
     Problem p;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = C::kTileQ / p.group;

@@ -362,6 +362,8 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
         registers_up<152>();
         compute<Element>(smem, args, maps, p);
     }
+#else
+    __trap();
 #endif
 }
 
