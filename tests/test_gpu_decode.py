@@ -232,6 +232,19 @@ def test_hostile_lengths_and_tables_are_contained_and_reported(seed: int) -> Non
     assert_same(decode_op(*arguments(t)), good)
 
 
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_an_infinite_value_that_all_rows_see(value: float, num_splits: int) -> None:
+    t = make_cache(LENS)
+    want = decode_op(*arguments(t, num_splits=num_splits))
+    assert t["v"] is not None
+    t["v"][2, 300, :, 5] = value
+    out, lse = decode_op(*arguments(t, num_splits=num_splits))
+    assert (out[2, ..., 5] == value).all()
+    out[2, ..., 5] = want[0][2, ..., 5]
+    assert_same((out, lse), want)
+
+
 def test_pages_that_no_row_sees_may_be_anything() -> None:
     t = make_cache([2048, 900], 64)
     table = t["block_table"]
@@ -277,18 +290,20 @@ def test_lengths_change_between_replays(options: dict[str, int]) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_splits": 5}])
 def test_scratch_may_hold_anything(options: dict[str, int]) -> None:
     t = make_cache(LENS, 64)
-    out, lse, scratch = buffers(t, **options)
+    out, lse, needed = buffers(t, **options)
     want = decode_op(*arguments(t, **options))
     other = make_cache([2048] * 2, 64, kv_heads=2)
-    for round_ in range(30):
+    small_out, small_lse, small = buffers(other, **options)
+    rounds = 30
+    scratch = needed.new_empty(max(needed.numel(), 16 * rounds + small.numel()))
+    for round_ in range(rounds):
         if round_ % 3 == 0:
             scratch.copy_(torch.randint(0, 256, scratch.shape, dtype=torch.uint8, device="cuda"))
         elif round_ % 3 == 1:
             scratch.fill_((0, 255, 1)[round_ // 3 % 3])
         else:  # what another shape leaves
-            small_out, small_lse, needed = buffers(other, **options)
-            offset = 16 * round_
-            decode_out_op(*arguments(other, **options), small_out, small_lse, scratch[offset : offset + needed.numel()])
+            there = scratch[16 * round_ : 16 * round_ + small.numel()]
+            decode_out_op(*arguments(other, **options), small_out, small_lse, there)
         out.fill_(torch.nan)
         decode_out_op(*arguments(t, **options), out, lse, scratch)
         assert_same((out, lse), want)
@@ -299,12 +314,12 @@ def test_two_streams_at_once(num_splits: int) -> None:
     work = [make_cache(lens, 64, capacity=4096) for lens in ([4096, 300, 1], [17, 2222, 4000])]
     want = [decode_op(*arguments(t, num_splits=num_splits)) for t in work]
     streams = [torch.cuda.Stream() for _ in work]
-    graphs, results = [], []
+    graphs, results = [], []  # a graph has addresses only: its out, lse and scratch are kept here
     for t in work:
-        out, lse, scratch = buffers(t, num_splits=num_splits)
-        call = arguments(t, num_splits=num_splits)
-        graphs.append(captured(lambda c=call, o=out, x=lse, s=scratch: decode_out_op(*c, o, x, s)))
-        results.append((out, lse))
+        written = buffers(t, num_splits=num_splits)
+        call = (*arguments(t, num_splits=num_splits), *written)
+        graphs.append(captured(lambda c=call: decode_out_op(*c)))
+        results.append(written)
     different = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in work]
     torch.cuda.synchronize()
     for index in range(200):

@@ -16,7 +16,7 @@
 
 #define SA_MAX_WORKERS 65536
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
-#define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads */
+#define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
 static const char *const op_names[] = {"fwd", "bwd", "decode"};
 
@@ -127,8 +127,8 @@ bool sa_is_balanced(const sinkattn_problem *p, const sinkattn_plan *plan) {
 }
 
 static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info *info, const sinkattn_plan *plan) {
-    if (sa_is_balanced(p, plan)) return (int64_t)SA_BLOCKS_A_WORKER * plan->workers;
-    return num_query_tiles(p, info) * plan->num_splits;
+    const int64_t blocks = (int64_t)SA_BLOCKS_A_WORKER * plan->workers, streams = num_query_tiles(p, info);
+    return sa_is_balanced(p, plan) ? sa_clamp(streams, blocks, 2 * blocks) : streams * plan->num_splits;
 }
 
 /* Each part of each row leaves head_dim + 2 floats behind; 2^31 of them fill a terabyte, and no machine. */

@@ -69,17 +69,20 @@ SA_HD sa_range sa_split_part(int64_t num_tiles, int64_t num_parts, int64_t part)
     return tiles;
 }
 
-/* The part that `tile` is in. */
-SA_HD int64_t sa_split_part_of(int64_t num_tiles, int64_t num_parts, int64_t tile) {
-    const int64_t size = num_tiles / num_parts, longer = num_tiles % num_parts, in_longer = longer * (size + 1);
-    return tile < in_longer ? tile / (size + 1) : longer + (tile - in_longer) / size;
-}
+/* Where share `share` of num_shares <= num_tiles begins, and which share `tile` is in. The tiles of equal streams are cut where the
+ * streams end, if num_shares is a multiple of the streams or divides them. */
+SA_HD int64_t sa_share_begin(int64_t num_tiles, int64_t num_shares, int64_t share) { return share * num_tiles / num_shares; }
+SA_HD int64_t sa_share_of(int64_t num_tiles, int64_t num_shares, int64_t tile) { return ((tile + 1) * num_shares - 1) / num_tiles; }
 
-/* Parts worth cutting num_tiles of many sequences into, for workers that take `step` tiles at a time: none shorter than a step, one a
- * worker, and `most` where that leaves each at least 8 steps, which hides the merges of one part behind the loads of another. */
-SA_HD int64_t sa_balanced_parts(int64_t num_tiles, int64_t step, int64_t workers, int64_t most) {
+/* Shares worth cutting num_tiles of num_streams streams into: none shorter than a step, one a worker, two where each then has two steps;
+ * but no fewer than streams, up to `most`, since what follows a stream's last tile costs more than a step. Equal streams end with a share.
+ */
+SA_HD int64_t sa_balanced_shares(int64_t num_tiles, int64_t num_streams, int64_t step, int64_t workers, int64_t most) {
     const int64_t steps = num_tiles / step;
-    return steps <= workers ? sa_max(1, steps) : sa_clamp(steps / 8, workers, most);
+    int64_t shares = steps <= workers ? steps : sa_clamp(steps / 2, workers, sa_min(2 * workers, most));
+    shares = sa_max(shares, sa_min(num_streams, most));
+    if (num_streams <= shares) return shares / num_streams * num_streams;
+    return sa_ceil_div(num_streams, sa_ceil_div(num_streams, shares));
 }
 
 #endif

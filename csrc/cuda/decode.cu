@@ -12,8 +12,8 @@
 // warp up to head_dim 128, take every kTeams-th tile, each with its own softmax and its own cp.async stages: the loop has no block barrier.
 // Partials merge in the order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
 //
-// Shared memory: Q, then stages of 32 KiB, K and V of one tile a team; two blocks share an SM where 2 stages fit. Registers: Q, O and S of
-// a warp, 16 + 32 + 8 at head_dim 64.
+// Shared memory: Q, then stages, K and V of one tile a team: 16 KiB at head_dim 64, else 32. Four blocks share an SM at head_dim 64, two
+// elsewhere, where 2 stages fit. Registers: Q, O and S of a warp, 16 + 32 + 8 at head_dim 64.
 
 #include "cuda/attn/decode_merge.cuh"
 #include "cuda/cuda_backend.h"
@@ -23,16 +23,18 @@ namespace {
 
 template <class Element_, int kHeadDim_> struct Config {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_, kTeams = 512 / kHeadDim;
+    static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
+    static constexpr int kTeams = kStep < 4 ? kStep : 4;
     static constexpr int kTeamWarps = kHeadDim > 128 ? kHeadDim / 128 : 1; // each takes all scores and its own columns of O
-    static constexpr int kTeamThreads = 32 * kTeamWarps, kThreads = kTeams * kTeamThreads, kBlocks = 2;
+    static constexpr int kTeamThreads = 32 * kTeamWarps, kThreads = kTeams * kTeamThreads;
+    static constexpr int kBlocks = kHeadDim <= 64 ? 4 : 2; // an SM
     static constexpr int kColumns = kHeadDim / kTeamWarps;
     static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
     static constexpr int kQueryBytes = kTileQ * kRowBytes, kStageBytes = kTeams * 2 * kTileBytes;
     static constexpr int kPartialRow = kHeadDim + 8;                // floats: O, pivot, sum, and room that spreads rows over the banks
     static constexpr int kItems = kTileQ * kHeadDim / 4 / kThreads; // quadruples of O a thread merges
-    static_assert(kStageBytes == 32768 && kTeams * kTileQ * kPartialRow * 4 <= 2 * kStageBytes, "the teams' partials fit two stages");
+    static_assert(kTeams * kTileQ * kPartialRow * 4 <= 2 * kStageBytes, "the teams' partials fit two stages");
     static_assert(kTeamThreads % kChunks == 0, "threads share the work evenly");
 };
 
@@ -45,69 +47,102 @@ template <class C> __device__ __forceinline__ void team_sync(int team) {
         bar_sync<C::kTeamThreads>(team + 1);
 }
 
-// Lane l of each warp finds where key l % 16 of a tile lies; then each thread copies its chunks of several keys.
+// Copies the tiles of a team, every kTeams-th from n on, in this order. Where no tile lies in two pages, lane l holds the page of the l-th
+// of 32 tiles, and of the 32 after those; else that of key l % 16 of the next tile. So no copy but the first waits for the block table.
 template <class C> struct Loader {
     static constexpr int kRowStep = C::kTeamThreads / C::kChunks;
     const sinkattn_decode_args &args;
     const Schedule &schedule;
+    const sa_key_tiles tiles;
     const int32_t *pages; // of this sequence, NULL: contiguous
     const uint16_t *k, *v;
-    int32_t batch, sink_keys, begin, end;
-    int row, chunk;
-    bool real_chunk;
+    int32_t head_dim, batch, last, sink_keys, begin, end, page, page_ahead;
+    int row, chunk, turn;
 
-    __device__ __forceinline__ Loader(const sinkattn_decode_args &args_, const Schedule &schedule_, const Fragment &fragment)
-        : args(args_), schedule(schedule_) {
+    __device__ __forceinline__ Loader(const sinkattn_decode_args &args_, const Schedule &schedule_, const Fragment &fragment, int32_t n)
+        : args(args_), schedule(schedule_), tiles(fragment.stream.tiles) {
         const int thread = threadIdx.x % C::kTeamThreads;
         row = thread / C::kChunks;
         chunk = thread % C::kChunks;
-        real_chunk = chunk * 8 < args.fwd.problem.head_dim;
+        turn = 0;
         pages = args.block_table ? args.block_table + fragment.batch * args.block_table_stride : nullptr;
-        k = static_cast<const uint16_t *>(args.fwd.k.data) + fragment.kv_head * args.fwd.k.head_stride + chunk * 8;
-        v = static_cast<const uint16_t *>(args.fwd.v.data) + fragment.kv_head * args.fwd.v.head_stride + chunk * 8;
+        k = static_cast<const uint16_t *>(args.fwd.k.data) + fragment.kv_head * args.fwd.k.head_stride + row * args.fwd.k.row_stride +
+            chunk * 8;
+        v = static_cast<const uint16_t *>(args.fwd.v.data) + fragment.kv_head * args.fwd.v.head_stride + row * args.fwd.v.row_stride +
+            chunk * 8;
+        head_dim = static_cast<int32_t>(args.fwd.problem.head_dim);
         batch = static_cast<int32_t>(fragment.batch);
-        sink_keys = static_cast<int32_t>(fragment.stream.tiles.sink_keys);
-        begin = static_cast<int32_t>(fragment.stream.tiles.band.begin);
-        end = static_cast<int32_t>(fragment.stream.tiles.band.end);
+        last = min(fragment.last, sa_key_tile_count(&tiles));
+        sink_keys = static_cast<int32_t>(tiles.sink_keys);
+        begin = static_cast<int32_t>(tiles.band.begin);
+        end = static_cast<int32_t>(tiles.band.end);
+        page = find_page(n);
+        page_ahead = schedule.whole_tiles ? find_page(n + 32 * C::kTeams) : 0;
     }
 
-    __device__ __forceinline__ bool is_seen(int32_t key) const { return key < sink_keys || (key >= begin && key < end); }
+    // & and |, for a predicate without a branch.
+    __device__ __forceinline__ bool is_seen(int32_t key) const { return (key < sink_keys) | ((key >= begin) & (key < end)); }
 
     __device__ __forceinline__ int32_t page_index(int32_t key) const {
-        return schedule.page_shift >= 0 ? key >> schedule.page_shift : key / static_cast<int32_t>(args.fwd.problem.page_size);
+        return static_cast<int32_t>(static_cast<unsigned long long>(key) * schedule.page_factor >> schedule.page_shift);
     }
 
-    // Ahead of the load, which then need not wait for it. A key that no row sees has no page.
-    __device__ __forceinline__ int32_t find_page(int32_t tile) const {
-        const int32_t key = tile * kTileK + threadIdx.x % kTileK;
-        return pages && is_seen(key) ? __ldg(pages + page_index(key)) : batch;
-    }
-
-    // Keys that no row sees, and those of unmapped pages, become zeros: they are never read.
-    __device__ __forceinline__ void load(uint32_t to, int32_t tile, int32_t page) const {
-        const int32_t key = tile * kTileK + threadIdx.x % kTileK;
-        int64_t k_offset = -1, v_offset = -1;
-        if (is_seen(key)) {
-            const int32_t slot = pages ? key - page_index(key) * static_cast<int32_t>(args.fwd.problem.page_size) : key;
-            if (pages && (page < 0 || page >= args.fwd.problem.num_pages)) {
-                atomicOr(schedule.error_word, kBadBlockTable);
-            } else {
-                k_offset = page * args.fwd.k.batch_stride + slot * args.fwd.k.row_stride;
-                v_offset = page * args.fwd.v.batch_stride + slot * args.fwd.v.row_stride;
-            }
+    // The lane's, of tiles from the n-th on. A key that no row sees has no page.
+    __device__ __forceinline__ int32_t find_page(int32_t n) const {
+        if (!pages) return batch;
+        const int lane = threadIdx.x % 32;
+        if (schedule.whole_tiles) {
+            n += lane * C::kTeams;
+            return n < last ? __ldg(pages + page_index(sa_key_tile_at(&tiles, n) * kTileK)) : 0;
         }
-        copy(to, k, k_offset);
-        copy(to + C::kTileBytes, v, v_offset);
+        const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + lane % kTileK;
+        return n < last && is_seen(key) ? __ldg(pages + page_index(key)) : 0;
     }
 
-    __device__ __forceinline__ void copy(uint32_t to, const uint16_t *base, long long offset) const {
+    // The thread's chunk of K and V of a key, row r of the tile; zeros, and nothing is read, where no row sees it or it has no page.
+    __device__ __forceinline__ void copy(uint32_t to, int r, int32_t key, int32_t its_page, int64_t k_offset, int64_t v_offset) const {
+        const bool real = (its_page >= 0) & (chunk * 8 < head_dim) & is_seen(key);
+        const uint32_t at = chunk_address(to, C::kRowBytes, r, chunk);
+        cp_async_16(at, k + k_offset, real);
+        cp_async_16(at + C::kTileBytes, v + v_offset, real);
+    }
+
+    // -1 for a page outside the cache.
+    __device__ __forceinline__ int32_t check_page(int32_t its_page, bool seen) const {
+        if (!pages || (its_page >= 0 && its_page < args.fwd.problem.num_pages)) return its_page;
+        if (seen) atomicOr(schedule.error_word, kBadBlockTable);
+        return -1;
+    }
+
+    __device__ __forceinline__ int32_t slot_of_key(int32_t key) const {
+        return pages ? key - page_index(key) * static_cast<int32_t>(args.fwd.problem.page_size) : key;
+    }
+
+    __device__ __forceinline__ void load(uint32_t to, int32_t n) {
+        const int32_t key = sa_key_tile_at(&tiles, n) * kTileK;
+        const int64_t k_stride = args.fwd.k.row_stride, v_stride = args.fwd.v.row_stride;
+        if (schedule.whole_tiles) {
+            const int32_t its_page = check_page(__shfl_sync(0xffffffffu, page, turn), true), from = max(its_page, 0),
+                          slot = slot_of_key(key);
+            const int64_t k_offset = from * args.fwd.k.batch_stride + slot * k_stride;
+            const int64_t v_offset = from * args.fwd.v.batch_stride + slot * v_stride;
 #pragma unroll
-        for (int i = 0; i < kTileK / kRowStep; i++) {
-            const int r = row + i * kRowStep;
-            const long long from = __shfl_sync(0xffffffffu, offset, r);
-            const bool real = from >= 0 && real_chunk;
-            cp_async_16(chunk_address(to, C::kRowBytes, r, chunk), real ? base + from : args.fwd.q.data, real);
+            for (int i = 0; i < kTileK; i += kRowStep)
+                copy(to, row + i, key + row + i, its_page, k_offset + i * k_stride, v_offset + i * v_stride);
+            if (++turn < 32) return;
+            turn = 0;
+            page = page_ahead;
+            page_ahead = find_page(n + 33 * C::kTeams);
+            return;
         }
+#pragma unroll 1
+        for (int i = 0; i < kTileK; i += kRowStep) {
+            const int32_t mine = key + row + i, slot = slot_of_key(mine) - row; // k and v point at the thread's first row
+            const int32_t its_page = check_page(__shfl_sync(0xffffffffu, page, row + i), is_seen(mine)), from = max(its_page, 0);
+            copy(to, row + i, mine, its_page, from * args.fwd.k.batch_stride + slot * k_stride,
+                 from * args.fwd.v.batch_stride + slot * v_stride);
+        }
+        page = find_page(n + C::kTeams);
     }
 };
 
@@ -170,30 +205,25 @@ template <class C>
 __device__ __forceinline__ int attend(Rows<C> &rows, unsigned char *shared, Smem &smem, const sinkattn_decode_args &args,
                                       const Schedule &schedule) {
     const Fragment &fragment = smem.fragment;
-    const sa_key_tiles &tiles = fragment.stream.tiles;
-    const Loader<C> loader(args, schedule, fragment);
     const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
-    const int stages = schedule.stages, stage_begin = C::kQueryBytes + team * 2 * C::kTileBytes;
-    const int32_t last = min(fragment.last, sa_key_tile_count(&tiles));
+    const int stages = schedule.stages, stage_begin = C::kQueryBytes + team * 2 * C::kTileBytes, num_rows = fragment.stream.num_rows;
     const uint32_t q = shared_address(shared);
-    int32_t n = fragment.first + team, pages[kMaxStages];
-#pragma unroll
-    for (int i = 0; i < kMaxStages; i++) pages[i] = i < stages ? loader.find_page(sa_key_tile_at(&tiles, n + i * C::kTeams)) : 0;
-#pragma unroll
-    for (int i = 0; i < kMaxStages; i++) {
-        if (i == stages) break;
-        const int32_t tile = n + i * C::kTeams;
-        if (tile < last) loader.load(q + stage_begin + i * C::kStageBytes, sa_key_tile_at(&tiles, tile), pages[i]);
+    int32_t n = fragment.first + team;
+    Loader<C> loader(args, schedule, fragment, n);
+    const sa_key_tiles &tiles = loader.tiles;
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) {
+        if (n + i * C::kTeams < loader.last) loader.load(q + stage_begin + i * C::kStageBytes, n + i * C::kTeams);
         cp_async_commit();
     }
-    int32_t page = loader.find_page(sa_key_tile_at(&tiles, n + stages * C::kTeams));
     if (threadIdx.x == 0 && fragment.num_parts > 1) open_counter(schedule.counters + fragment.counter, schedule.tag);
     load_rows<C>(shared, smem, args, schedule);
     __syncthreads();
     if constexpr (C::kQueriesInRegisters)
         for (int step = 0; step < C::kHeadDim / 16; step++) load_query(rows.q[step], q, C::kRowBytes, step);
 
-    for (int stage = 0; n < last; n += C::kTeams) {
+#pragma unroll 1
+    for (int stage = 0; n < loader.last; n += C::kTeams) {
         const int keys = stage_begin + stage * C::kStageBytes;
         const int32_t tile = sa_key_tile_at(&tiles, n), next = n + stages * C::kTeams;
         cp_async_wait_upto(stages - 1);
@@ -202,17 +232,16 @@ __device__ __forceinline__ int attend(Rows<C> &rows, unsigned char *shared, Smem
         qk_product<C>(s, rows, q, q + keys);
         const bool masked = !sa_key_tile_is_full(&tiles, tile);
         if (masked) mask_tile(s, smem, tile);
-        softmax_step<C>(s, rows, fabsf(schedule.scale_log2));
+        softmax_step<C>(s, rows, fabsf(schedule.scale_log2), num_rows);
         if (masked) hide_unfinite<C>(shared + keys + C::kTileBytes, rows, smem, tile, first_chunk);
         pv_product<C>(rows, s, q + keys + C::kTileBytes, first_chunk);
         team_sync<C>(team); // and nobody reads it any more
-        if (next < last) loader.load(q + keys, sa_key_tile_at(&tiles, next), page);
+        if (next < loader.last) loader.load(q + keys, next);
         cp_async_commit();
-        page = loader.find_page(sa_key_tile_at(&tiles, next + C::kTeams));
         stage = stage + 1 == stages ? 0 : stage + 1;
     }
     cp_async_wait<0>();
-    return sa_clamp(last - fragment.first, 1, C::kTeams);
+    return sa_clamp(loader.last - fragment.first, 1, C::kTeams);
 }
 
 template <class C>
@@ -296,7 +325,7 @@ sinkattn_status check_sizes(const sinkattn_problem &problem, const sinkattn_plan
     return sa_ok();
 }
 
-// Stages, and blocks that an SM then holds: two where each has two stages.
+// Stages, and blocks that an SM then holds: as many, up to kBlocks, as have two stages each.
 template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *blocks) {
     int device = 0, block_bytes = 0, sm_bytes = 0, reserved = 0;
     cudaError_t error = cudaGetDevice(&device);
@@ -305,9 +334,8 @@ template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *block
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
     if (error != cudaSuccess) return sa_cuda_status("cudaDeviceGetAttribute", error);
     const auto fit = [](int64_t bytes) { return (bytes - C::kQueryBytes - static_cast<int64_t>(sizeof(Smem))) / C::kStageBytes; };
-    const int64_t in_half = fit(sm_bytes / 2 - reserved), alone = fit(block_bytes);
-    *blocks = in_half >= 2 ? 2 : 1;
-    *stages = static_cast<int32_t>(sa_min(kMaxStages, in_half >= 2 ? in_half : alone));
+    for (*blocks = C::kBlocks; *blocks > 1 && fit(sm_bytes / *blocks - reserved) < 2;) *blocks /= 2;
+    *stages = static_cast<int32_t>(sa_min(kMaxStages, fit(sa_min(block_bytes, sm_bytes / *blocks - reserved))));
     if (*stages >= 2) return sa_ok();
     return sa_status(SINKATTN_UNSUPPORTED, "a block may use %d bytes of shared memory; this kernel needs %d", block_bytes,
                      C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(Smem)));
@@ -332,16 +360,16 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     schedule.row_tiles = (schedule.num_rows + kTileQ - 1) / kTileQ;
     schedule.num_splits = balanced ? 0 : static_cast<int32_t>(plan.num_splits);
     schedule.workers = plan.workers;
-    schedule.most_parts = blocks * plan.workers;
+    schedule.most_shares = static_cast<int32_t>(sa_min(blocks * static_cast<int64_t>(plan.workers), plan.num_items));
+    schedule.num_streams = problem.batch * problem.num_kv_heads * schedule.row_tiles;
     schedule.tag = next_tag();
     const uintptr_t workspace = (reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16;
     schedule.counters = reinterpret_cast<unsigned long long *>(workspace);
     schedule.slots = reinterpret_cast<float *>(workspace + static_cast<uintptr_t>(counter_bytes(problem, plan)));
     schedule.slot_floats = rows_a_slot(problem) * C::kPartialRow;
-    const bool power = problem.page_size > 0 && (problem.page_size & (problem.page_size - 1)) == 0;
-    schedule.page_shift = power ? __builtin_ctzll(static_cast<unsigned long long>(problem.page_size)) : -1;
+    set_page_size(schedule, problem.page_size);
     schedule.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
-    const unsigned grid = static_cast<unsigned>(balanced ? schedule.most_parts : plan.num_items);
+    const unsigned grid = static_cast<unsigned>(balanced ? schedule.most_shares : plan.num_items);
     decode_kernel<C><<<grid, C::kThreads, shared_bytes, static_cast<cudaStream_t>(context.stream)>>>(args, schedule);
     return sa_cuda_status("sa_decode_cuda_sm80", cudaGetLastError());
 }

@@ -204,9 +204,6 @@ static void test_split_covers_every_tile_once(void) {
             for (int64_t part = 0; part < parts; part++) {
                 const sa_range range = sa_split_part(tiles, parts, part);
                 CHECK(range.begin == end, "%" PRId64 " tiles, %" PRId64 " parts: a hole before part %" PRId64, tiles, parts, part);
-                for (int64_t t = range.begin; t < range.end; t++)
-                    CHECK(sa_split_part_of(tiles, parts, t) == part, "tile %" PRId64 " of %" PRId64 " in %" PRId64 " parts", t, tiles,
-                          parts);
                 end = range.end;
                 longest = sa_max(longest, range.end - range.begin);
                 shortest = sa_min(shortest, range.end - range.begin);
@@ -215,17 +212,38 @@ static void test_split_covers_every_tile_once(void) {
         }
 }
 
-/* At least one part, none shorter than a step unless there is only one, a second one a worker only where they stay long. */
-static void test_balanced_parts(void) {
-    const int64_t step = 8, workers = 132, most = 264;
-    int64_t before = 1;
-    for (int64_t tiles = 1; tiles < 40000; tiles++) {
-        const int64_t parts = sa_balanced_parts(tiles, step, workers, most);
-        CHECK(parts >= before && parts <= most && (parts == 1 || tiles / parts >= step), "%" PRId64 " tiles: %" PRId64, tiles, parts);
-        CHECK(parts <= workers || tiles / parts >= 8 * step, "%" PRId64 " tiles: %" PRId64 " short parts", tiles, parts);
-        before = parts;
-    }
-    CHECK(before == most && sa_balanced_parts(INT64_C(1) << 40, step, workers, workers) == workers, "%" PRId64 " parts at last", before);
+static void test_shares_cover_every_tile_once(void) {
+    for (int64_t tiles = 1; tiles <= 60; tiles++)
+        for (int64_t shares = 1; shares <= tiles; shares++) {
+            CHECK(sa_share_begin(tiles, shares, 0) == 0 && sa_share_begin(tiles, shares, shares) == tiles, "%" PRId64 " tiles", tiles);
+            for (int64_t share = 0; share < shares; share++) {
+                const int64_t begin = sa_share_begin(tiles, shares, share), end = sa_share_begin(tiles, shares, share + 1);
+                CHECK(end - begin == tiles / shares || end - begin == sa_ceil_div(tiles, shares), "%" PRId64 " tiles, %" PRId64 " shares",
+                      tiles, shares);
+                for (int64_t t = begin; t < end; t++)
+                    CHECK(sa_share_of(tiles, shares, t) == share, "tile %" PRId64 " of %" PRId64 " in %" PRId64 " shares", t, tiles,
+                          shares);
+            }
+        }
+}
+
+/* None empty, none shorter than a step while there are more than streams; equal streams are cut where they end, or not at all. */
+static void test_balanced_shares(void) {
+    const int64_t step = 8, workers = 132, all_streams[] = {1, 3, 8, 64, 132, 256, 512, 513, 2048};
+    for (size_t i = 0; i < sizeof all_streams / sizeof *all_streams; i++)
+        for (int64_t each = 1, streams = all_streams[i], most = 264; each < 9000; each += 1 + each / 7, most = 792 - most) {
+            const int64_t tiles = streams * each, shares = sa_balanced_shares(tiles, streams, step, workers, most);
+            CHECK(shares >= 1 && shares <= tiles && shares <= most, "%" PRId64 " shares of %" PRId64 " tiles", shares, tiles);
+            CHECK(shares <= streams || tiles / shares >= step, "%" PRId64 " short shares of %" PRId64 " tiles", shares, tiles);
+            CHECK(shares <= sa_max(workers, streams) || tiles / shares >= 2 * step, "%" PRId64 " shares of %" PRId64, shares, tiles);
+            CHECK(2 * shares >= sa_min(streams, most), "%" PRId64 " shares for %" PRId64 " streams", shares, streams);
+            for (int64_t s = 1; s < streams && shares % streams == 0; s++)
+                CHECK(sa_share_begin(tiles, shares, s * (shares / streams)) == s * each, "stream %" PRId64 " of %" PRId64, s, streams);
+        }
+    CHECK(sa_balanced_shares(8 * 4096, 8, step, workers, 264) == 264 && sa_balanced_shares(8 * 256, 8, step, workers, 264) == 128,
+          "33 and 16 a stream");
+    CHECK(sa_balanced_shares(512 * 512, 512, step, workers, 528) == 512 && sa_balanced_shares(512 * 512, 512, step, workers, 264) == 256,
+          "1 and 2 streams a share");
 }
 
 static uint32_t bits_of(float x) {
@@ -308,7 +326,8 @@ const test core_tests[] = {{"mask over all small sizes", test_mask_over_all_smal
                            {"layout clamps hostile lengths", test_layout_clamps_hostile_lengths},
                            {"offsets are int64", test_offsets_are_int64},
                            {"split covers every tile once", test_split_covers_every_tile_once},
-                           {"balanced parts", test_balanced_parts},
+                           {"shares cover every tile once", test_shares_cover_every_tile_once},
+                           {"balanced shares", test_balanced_shares},
                            {"halves round trip", test_halves_round_trip},
                            {"halves round to nearest even", test_halves_round_to_nearest_even},
                            {"loads and stores", test_loads_and_stores},

@@ -30,10 +30,13 @@ template <class C> struct Merged {
         }
     }
 
+    // Both may be the same infinity.
+    __device__ __forceinline__ static float weight(float its_pivot, float top) {
+        return its_pivot == top ? 1.0f : exp2_approx(its_pivot - top);
+    }
+
     __device__ __forceinline__ void add(int i, float4 other, float its_pivot, float its_sum) {
-        const float top = fmaxf(pivot[i], its_pivot);
-        const float kept = pivot[i] == top ? 1.0f : exp2_approx(pivot[i] - top);
-        const float added = its_pivot == top ? 1.0f : exp2_approx(its_pivot - top);
+        const float top = fmaxf(pivot[i], its_pivot), kept = weight(pivot[i], top), added = weight(its_pivot, top);
         o[i][0] = o[i][0] * kept + other.x * added;
         o[i][1] = o[i][1] * kept + other.y * added;
         o[i][2] = o[i][2] * kept + other.z * added;
@@ -42,13 +45,26 @@ template <class C> struct Merged {
         pivot[i] = top;
     }
 
-    // count partials of num_rows rows each, one behind the other in shared memory, in this order.
+    // count partials of num_rows rows each, one behind the other in shared memory, in this order. With the pivot found first, each is added
+    // without waiting for the one before.
     __device__ __forceinline__ void add_partials(const float *partials, int count, int num_rows) {
+        const int stride = num_rows * C::kPartialRow;
         for_each(num_rows, [&](int i, int row, int column) {
-            for (int n = 0; n < count; n++) {
-                const float *partial = partials + (n * num_rows + row) * C::kPartialRow;
+            const float *partial = partials + row * C::kPartialRow;
+            float top = -INFINITY;
+#pragma unroll 4
+            for (int n = 0; n < count; n++) top = fmaxf(top, partial[n * stride + C::kHeadDim]);
+            add(i, {0.0f, 0.0f, 0.0f, 0.0f}, top, 0.0f);
+#pragma unroll 4
+            for (int n = 0; n < count; n++, partial += stride) {
                 const float2 stats = *reinterpret_cast<const float2 *>(partial + C::kHeadDim);
-                add(i, *reinterpret_cast<const float4 *>(partial + column), stats.x, stats.y);
+                const float4 other = *reinterpret_cast<const float4 *>(partial + column);
+                const float added = weight(stats.x, pivot[i]);
+                o[i][0] += other.x * added;
+                o[i][1] += other.y * added;
+                o[i][2] += other.z * added;
+                o[i][3] += other.w * added;
+                sum[i] += stats.y * added;
             }
         });
     }

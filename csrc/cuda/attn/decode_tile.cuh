@@ -4,6 +4,8 @@
 // 16-byte chunk c lies at c ^ (row % 8), so that ldmatrix meets no bank twice; C::kColumns are the warp's columns of O.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attn/decode_work.cuh"
 #include "cuda/device/ptx_sm80.cuh"
 
@@ -55,11 +57,15 @@ __device__ __forceinline__ void mask_tile(float (&s)[2][4], const Smem &smem, in
             if (!sees(smem, lane / 4 + 8 * i, tile * kTileK + 8 * (x / 2) + 2 * (lane % 4) + x % 2)) s[x / 2][2 * i + x % 2] = -INFINITY;
 }
 
-// s becomes P; o is rescaled to the new pivot.
-template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4], Rows<C> &rows, float scale_log2) {
+// s becomes P; o is rescaled to the new pivot, where there is one. Rows from num_rows on get P = 0.
+template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4], Rows<C> &rows, float scale_log2, int num_rows) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int half = 2 * i;
+        if (8 * i >= num_rows) {
+            s[0][half] = s[0][half + 1] = s[1][half] = s[1][half + 1] = 0.0f;
+            continue;
+        }
         const float top = quad_max(fmaxf(fmaxf(s[0][half], s[0][half + 1]), fmaxf(s[1][half], s[1][half + 1]))) * scale_log2,
                     before = rows.pivot[i];
         const float pivot = top > before ? top : before;
@@ -75,6 +81,7 @@ template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4]
             }
         rows.pivot[i] = pivot;
         rows.sum[i] = rows.sum[i] * alpha + sum;
+        if (!__any_sync(0xffffffffu, alpha != 1.0f)) continue;
 #pragma unroll
         for (int n = 0; n < C::kColumns / 8; n++) {
             rows.o[n][half] *= alpha;
@@ -83,17 +90,34 @@ template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4]
     }
 }
 
+// O += P V. bf16 keeps 8 bits of P, which would cost as much as rounding O does: so P is the sum of two. The first is cut off a little
+// below P, so that the second is above 0 where P is: a value that is infinite meets no 0.
 template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, const float (&p)[2][4], uint32_t v, int first_chunk) {
+    constexpr bool kSplit = std::is_same_v<typename C::Element, Bf16>;
     const int lane = threadIdx.x % 32;
-    uint32_t a[4];
+    uint32_t a[4], rest[4];
 #pragma unroll
-    for (int x = 0; x < 4; x++) a[x] = pack_halves<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
+    for (int x = 0; x < 4; x++) {
+        const float low = p[x / 2][2 * (x & 1)], high = p[x / 2][2 * (x & 1) + 1];
+        if constexpr (kSplit) {
+            const uint32_t low_bits = __float_as_uint(low * 0x0.ffp0f) & 0xffff0000u,
+                           high_bits = __float_as_uint(high * 0x0.ffp0f) & 0xffff0000u;
+            a[x] = low_bits >> 16 | high_bits;
+            rest[x] = pack_halves<Bf16>(low - __uint_as_float(low_bits), high - __uint_as_float(high_bits));
+        } else {
+            a[x] = pack_halves<typename C::Element>(low, high);
+        }
+    }
 #pragma unroll
     for (int n = 0; n < C::kColumns / 16; n++) {
         uint32_t values[4];
         ldmatrix_x4_trans(values, chunk_address(v, C::kRowBytes, lane & 15, first_chunk + 2 * n + (lane >> 4)));
         mma_m16n8k16<typename C::Element>(rows.o[2 * n], a, values[0], values[1]);
         mma_m16n8k16<typename C::Element>(rows.o[2 * n + 1], a, values[2], values[3]);
+        if constexpr (kSplit) {
+            mma_m16n8k16<Bf16>(rows.o[2 * n], rest, values[0], values[1]);
+            mma_m16n8k16<Bf16>(rows.o[2 * n + 1], rest, values[2], values[3]);
+        }
     }
 }
 

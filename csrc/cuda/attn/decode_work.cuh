@@ -17,12 +17,25 @@ struct Schedule {
     float *slots;
     int64_t slot_floats;
     unsigned *error_word;
-    int32_t num_splits; // 0: shares of equal size, one a worker or up to most_parts
-    int32_t workers, most_parts;
+    int64_t num_streams;
+    int32_t num_splits; // 0: shares of equal size, at most most_shares
+    int32_t workers, most_shares;
     int32_t num_rows, row_tiles, group; // of a sequence and kv head
-    int32_t stages, page_shift;         // page_shift -1: page_size is no power of two
+    int32_t stages;
+    uint32_t page_factor, page_shift;
+    bool whole_tiles; // no tile lies in two pages
     float scale_log2;
 };
+
+// Keys are divided by the page size as in (key * factor) >> shift, which is right for keys below 2^31 and sizes up to there: with
+// factor * size = 2^shift + e, 0 <= e < size <= 2^(shift - 31), key * e stays below 2^shift.
+static inline void set_page_size(Schedule &schedule, int64_t page_size) {
+    const uint64_t size = static_cast<uint64_t>(sa_clamp(page_size, 1, INT32_MAX));
+    schedule.page_shift = 31;
+    while (size > 1ull << (schedule.page_shift - 31)) schedule.page_shift++;
+    schedule.page_factor = static_cast<uint32_t>(((1ull << schedule.page_shift) + size - 1) / size);
+    schedule.whole_tiles = page_size % kTileK == 0; // so is a cache without pages
+}
 
 // One stream of rows: rows r = token * group + head within the group.
 struct Stream {
@@ -41,7 +54,7 @@ struct Fragment {
 
 // Where a block is in its share [position, end) of all tiles; sequence b begins at b_begin.
 struct Cursor {
-    int64_t b, b_begin, position, end, num_tiles, num_parts;
+    int64_t b, b_begin, position, end, num_tiles, num_shares;
 };
 
 struct Smem {
@@ -66,6 +79,7 @@ __device__ __forceinline__ Stream stream_of(const sinkattn_decode_args &args, co
 
 __device__ __forceinline__ int64_t sequence_tiles(const sinkattn_decode_args &args, const Schedule &schedule, int64_t b) {
     int64_t tiles = 0;
+#pragma unroll 1
     for (int32_t row_tile = 0; row_tile < schedule.row_tiles; row_tile++) tiles += stream_of(args, schedule, b, row_tile).num_tiles;
     return tiles * args.fwd.problem.num_kv_heads;
 }
@@ -80,6 +94,7 @@ template <class C> __device__ __forceinline__ void take_share(Smem &smem, const 
     const int64_t batch = args.fwd.problem.batch, each = sa_ceil_div(batch, C::kThreads);
     const int64_t first = sa_min(threadIdx.x * each, batch), past = sa_min(first + each, batch);
     int64_t tiles = 0;
+#pragma unroll 1
     for (int64_t b = first; b < past; b++) {
         tiles += sequence_tiles(args, schedule, b);
         if (blockIdx.x == 0) check_length(args, b, schedule.error_word);
@@ -99,13 +114,14 @@ template <class C> __device__ __forceinline__ void take_share(Smem &smem, const 
         before += w < warp ? smem.sums[w] : 0;
         total += smem.sums[w];
     }
-    const int64_t num_parts = sa_balanced_parts(total, C::kTeams, schedule.workers, schedule.most_parts);
-    if (blockIdx.x >= num_parts) return; // the others have it all
-    const sa_range share = sa_split_part(total, num_parts, blockIdx.x);
-    if (share.begin < before || share.begin >= before + tiles) return;
+    const int64_t num_shares = sa_balanced_shares(total, schedule.num_streams, C::kStep, schedule.workers, schedule.most_shares);
+    if (blockIdx.x >= num_shares) return; // the others have it all
+    const int64_t begin = sa_share_begin(total, num_shares, blockIdx.x);
+    if (begin < before || begin >= before + tiles) return;
     int64_t b = first;
-    for (int64_t size; b + 1 < past && share.begin >= before + (size = sequence_tiles(args, schedule, b)); b++) before += size;
-    smem.cursor = {b, before, share.begin, share.end, total, num_parts};
+#pragma unroll 1
+    for (int64_t size; b + 1 < past && begin >= before + (size = sequence_tiles(args, schedule, b)); b++) before += size;
+    smem.cursor = {b, before, begin, sa_share_begin(total, num_shares, blockIdx.x + 1ll), total, num_shares};
 }
 
 // The next fragment of the block's share. Lengths that change under the kernel lead to no access outside, whatever else they do.
@@ -114,15 +130,17 @@ __device__ __forceinline__ bool next_share(Smem &smem, const sinkattn_decode_arg
     Fragment &fragment = smem.fragment;
     const int64_t num_heads = args.fwd.problem.num_kv_heads;
     if (cursor.position >= cursor.end) return false;
+#pragma unroll 1
     for (int64_t begin = cursor.b_begin; cursor.b < args.fwd.problem.batch; cursor.b++, cursor.b_begin = begin)
+#pragma unroll 1
         for (int32_t row_tile = 0; row_tile < schedule.row_tiles; row_tile++) {
             fragment.stream = stream_of(args, schedule, cursor.b, row_tile);
             const int64_t n = fragment.stream.num_tiles, within = cursor.position - begin;
             begin += n * num_heads;
             if (cursor.position >= begin) continue;
             const int64_t first = within % n, last = sa_min(n, first + cursor.end - cursor.position), start = cursor.position - first;
-            const int64_t first_block = sa_split_part_of(cursor.num_tiles, cursor.num_parts, start);
-            const int64_t last_block = sa_split_part_of(cursor.num_tiles, cursor.num_parts, sa_min(start + n, cursor.num_tiles) - 1);
+            const int64_t first_block = sa_share_of(cursor.num_tiles, cursor.num_shares, start);
+            const int64_t last_block = sa_share_of(cursor.num_tiles, cursor.num_shares, sa_min(start + n, cursor.num_tiles) - 1);
             fragment.batch = cursor.b;
             fragment.kv_head = within / n;
             fragment.first = static_cast<int32_t>(first);
