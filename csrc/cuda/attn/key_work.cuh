@@ -26,11 +26,7 @@ __device__ __forceinline__ bool find_key_work(const sinkattn_fwd_args &args, int
     if (problem.packed) {
         const auto keys_before = [&](int64_t b) { return sa_clamp(args.cu_seqlens_k[b], 0, problem.k_len); };
         const auto first_tile = [&](int64_t b) { return keys_before(b) / tile_keys + b; };
-        int64_t b = 0, above = problem.batch + 1; // b: the last sequence whose first tile is at most this one
-        while (above - b > 1) {
-            const int64_t middle = (b + above) / 2;
-            (first_tile(middle) <= tile ? b : above) = middle;
-        }
+        const int64_t b = find_sequence(problem.batch, tile, first_tile);
         keys.begin = (tile - first_tile(b)) * tile_keys;
         if (b < problem.batch)
             work.sequence = sa_sequence_at(&args, b);

@@ -68,14 +68,6 @@ __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_
 // What threads wrote to shared memory, for wgmma and the copy engine to read.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A barrier among kThreads threads of the block that name the same id; those that only arrive do not wait.
-template <int kThreads> __device__ __forceinline__ void named_barrier(int id) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-template <int kThreads> __device__ __forceinline__ void named_barrier_arrive(int id) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-
 template <int kRegisters> __device__ __forceinline__ void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

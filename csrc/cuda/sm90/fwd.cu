@@ -14,7 +14,7 @@
 //
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
-#include "cuda/attn/sm90.cuh"
+#include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
 namespace sa {
@@ -389,7 +389,7 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
             finish_values();
         }
         write_rows<C>(o, softmax, args, p, rows, math_group);
-        named_barrier<128>(1 + math_group); // the group has read the queries and the rows
+        bar_sync<128>(1 + math_group); // the group has read the queries and the rows
         if (leader) {
             barrier_arrive(&smem.rows_empty[tiles.place()]);
             barrier_arrive(&smem.q_empty[queries.place()]);

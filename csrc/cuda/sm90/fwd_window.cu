@@ -11,7 +11,7 @@
 //
 // Shared memory: two stages of K and V, 240 keys each, 120 KiB; nine slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32.
 
-#include "cuda/attn/sm90.cuh"
+#include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
 namespace sa {
@@ -124,6 +124,18 @@ template <class Element> __device__ __forceinline__ void check_values(Smem &smem
         barrier_arrive(&smem.kv_ready[stage]);
     }
 }
+
+// The two rows of a thread's accumulators: element i of a row block belongs to row (i / 2) % 2.
+struct ThreadRows {
+    int group, token[2]; // heads of a token, tokens of the tile
+
+    __device__ __forceinline__ explicit ThreadRows(int group_) : group(group_) {
+        for (int i = 0; i < 2; i++) token[i] = row(i) / group;
+    }
+
+    __device__ __forceinline__ int row(int i) const { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+    __device__ __forceinline__ int head(int i) const { return row(i) - token[i] * group; }
+};
 
 // Columns of the tile that each of the two rows sees: a row's own window, of the keys inside the sequence.
 struct Columns {
@@ -271,11 +283,11 @@ __device__ __forceinline__ void write_tile(Smem &smem, SlotRing &ring, const sin
     const bool leader = threadIdx.x % 128 == 0, whole = token >= 0 && token + p.tokens <= span.sequence.q_len;
     unsigned char *slot = smem.slots[math_group][ring.slot];
     async_fence();
-    named_barrier<128>(1 + math_group);
+    bar_sync<128>(1 + math_group);
     if (!whole) {
         write_rows(slot, args, span, token, p.group);
         async_fence();
-        named_barrier<128>(1 + math_group);
+        bar_sync<128>(1 + math_group);
     }
     if (!leader) return;
     uint64_t *free = smem.q_empty[math_group];
@@ -295,7 +307,7 @@ __device__ __forceinline__ void write_tile(Smem &smem, SlotRing &ring, const sin
 template <class Element>
 __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
     const int math_group = threadIdx.x / 128 - 1;
-    const ThreadRows rows(0, p.group);
+    const ThreadRows rows(p.group);
     SlotRing ring;
     for (int stage = 0, phase = 0;; stage ^= 1, phase ^= stage == 0) {
         barrier_wait(&smem.kv_full[stage], phase);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the kernels of sm_90 share: the rows of a wgmma's accumulators, values that are not finite.
+// What the kernels of sm_90 share: values that are not finite.
 #pragma once
 
 #include "cuda/attn/work.cuh"
@@ -9,18 +9,6 @@
 namespace sa {
 
 constexpr int kRowBytes = 128; // of a row of 64 elements in shared memory, its 16-byte chunk c at c ^ (row % 8)
-
-// The two rows of a thread's accumulators in a warp group's 64: element i belongs to row (i / 2) % 2 of them.
-struct ThreadRows {
-    int first, group, token[2]; // row of the tile, heads of a token, tokens of the tile
-
-    __device__ __forceinline__ ThreadRows(int first_row, int group_) : first(first_row), group(group_) {
-        for (int i = 0; i < 2; i++) token[i] = row(i) / group;
-    }
-
-    __device__ __forceinline__ int row(int i) const { return first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
-    __device__ __forceinline__ int head(int i) const { return row(i) - token[i] * group; }
-};
 
 // ---- 0 * NaN is not 0: values that are not finite are zeroed before the math sees them, and added to the rows that see them ----
 
