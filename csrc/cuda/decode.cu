@@ -59,27 +59,6 @@ template <class C> struct Loader {
     int32_t head_dim, batch, last, sink_keys, begin, end, page, page_ahead;
     int row, chunk, turn;
 
-    __device__ __forceinline__ Loader(const sinkattn_decode_args &args_, const Schedule &schedule_, const Fragment &fragment, int32_t n)
-        : args(args_), schedule(schedule_), tiles(fragment.stream.tiles) {
-        const int thread = threadIdx.x % C::kTeamThreads;
-        row = thread / C::kChunks;
-        chunk = thread % C::kChunks;
-        turn = 0;
-        pages = args.block_table ? args.block_table + fragment.batch * args.block_table_stride : nullptr;
-        k = static_cast<const uint16_t *>(args.fwd.k.data) + fragment.kv_head * args.fwd.k.head_stride + row * args.fwd.k.row_stride +
-            chunk * 8;
-        v = static_cast<const uint16_t *>(args.fwd.v.data) + fragment.kv_head * args.fwd.v.head_stride + row * args.fwd.v.row_stride +
-            chunk * 8;
-        head_dim = static_cast<int32_t>(args.fwd.problem.head_dim);
-        batch = static_cast<int32_t>(fragment.batch);
-        last = min(fragment.last, sa_key_tile_count(&tiles));
-        sink_keys = static_cast<int32_t>(tiles.sink_keys);
-        begin = static_cast<int32_t>(tiles.band.begin);
-        end = static_cast<int32_t>(tiles.band.end);
-        page = find_page(n);
-        page_ahead = schedule.whole_tiles ? find_page(n + 32 * C::kTeams) : 0;
-    }
-
     // & and |, for a predicate without a branch.
     __device__ __forceinline__ bool is_seen(int32_t key) const { return (key < sink_keys) | ((key >= begin) & (key < end)); }
 
@@ -143,6 +122,27 @@ template <class C> struct Loader {
                  from * args.fwd.v.batch_stride + slot * v_stride);
         }
         page = find_page(n + C::kTeams);
+    }
+
+    __device__ __forceinline__ Loader(const sinkattn_decode_args &args_, const Schedule &schedule_, const Fragment &fragment, int32_t n)
+        : args(args_), schedule(schedule_), tiles(fragment.stream.tiles) {
+        const int thread = threadIdx.x % C::kTeamThreads;
+        row = thread / C::kChunks;
+        chunk = thread % C::kChunks;
+        turn = 0;
+        pages = args.block_table ? args.block_table + fragment.batch * args.block_table_stride : nullptr;
+        k = static_cast<const uint16_t *>(args.fwd.k.data) + fragment.kv_head * args.fwd.k.head_stride + row * args.fwd.k.row_stride +
+            chunk * 8;
+        v = static_cast<const uint16_t *>(args.fwd.v.data) + fragment.kv_head * args.fwd.v.head_stride + row * args.fwd.v.row_stride +
+            chunk * 8;
+        head_dim = static_cast<int32_t>(args.fwd.problem.head_dim);
+        batch = static_cast<int32_t>(fragment.batch);
+        last = min(fragment.last, sa_key_tile_count(&tiles));
+        sink_keys = static_cast<int32_t>(tiles.sink_keys);
+        begin = static_cast<int32_t>(tiles.band.begin);
+        end = static_cast<int32_t>(tiles.band.end);
+        page = find_page(n);
+        page_ahead = schedule.whole_tiles ? find_page(n + 32 * C::kTeams) : 0;
     }
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the kernels of sm_90 share: values that are not finite.
+// 0 * NaN is not 0: values that are not finite are zeroed before the math sees them, and added to the rows that see them.
 #pragma once
 
 #include "cuda/attn/work.cuh"
@@ -9,8 +9,6 @@
 namespace sa {
 
 constexpr int kRowBytes = 128; // of a row of 64 elements in shared memory, its 16-byte chunk c at c ^ (row % 8)
-
-// ---- 0 * NaN is not 0: values that are not finite are zeroed before the math sees them, and added to the rows that see them ----
 
 template <class Element> __device__ __forceinline__ bool unfinite(uint32_t pair) {
     constexpr uint32_t kLow = kExponent<Element>, kHigh = kLow << 16;
