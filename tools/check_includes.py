@@ -39,7 +39,8 @@ INCLUDE = re.compile(r'\s*#\s*include\s*([<"])([^>"]+)[>"]')
 MASK_FIELD = re.compile(r"(?:\.|->)(?:has_)?(?:left|right|shift)\b|\bwindow_size_(?:left|right)\s*[-+*/]\s*\w")
 MASK_FILES = {"csrc/core/mask.h", "csrc/core/validate.c"}
 
-# A definition's first line stands at column 0 and opens a brace that a lone one at column 0 closes; data has "= {".
+# A definition's first line opens a brace that one at the same column closes: 0 or, in a struct, 4. A continued first
+# line is taken to have begun at 0; data has "= {".
 FUNCTION = re.compile(r"^[A-Za-z_].*\)[^;=]*\{$|^ .*\)[^;=]*\{$")
 PYTHON_IMPORT = re.compile(r"\s*(?:from|import)\s+(tests|benchmarks|examples|tools)\b")
 
@@ -99,11 +100,11 @@ def check_mask(path: Path, code: list[str], root: Path) -> Iterator[Finding]:
 def check_lengths(path: Path, code: list[str]) -> Iterator[Finding]:
     if len(code) > MAX_FILE_LINES:
         yield path, MAX_FILE_LINES + 1, f"the file has {len(code)} lines; at most {MAX_FILE_LINES}"
-    begin = 0
+    begin, closing = 0, "}"
     for number, line in enumerate(code, 1):
         if not begin and FUNCTION.match(line):
-            begin = number
-        elif begin and line.startswith("}"):
+            begin, closing = number, "    }" if re.match(r" {4}\S", line) else "}"
+        elif begin and line.startswith(closing):
             if number - begin + 1 > MAX_FUNCTION_LINES:
                 yield path, begin, f"the function has {number - begin + 1} lines; at most {MAX_FUNCTION_LINES}"
             begin = 0
