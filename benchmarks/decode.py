@@ -8,12 +8,9 @@ after a write that leaves nothing of the cache in the L2. Every result is held a
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import re
-import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -25,11 +22,14 @@ from torch import Tensor
 import sinkattn
 from sinkattn import _C, reference
 
-from . import harness
+from . import gpu, harness
+from .gpu import FLUSH_BYTES
+from .harness import digits
+from .peers import Absent
 
 SUITE = "decode"
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 64, 8, 64, 64
-NODES, FLUSH_BYTES = 50, 256 << 20
+NODES = 50
 COSINE = 0.99999  # to fp64
 
 
@@ -113,10 +113,6 @@ class Cache:
 Call = Callable[[], Tensor]
 
 
-class NotHere(Exception):
-    """This peer cannot run here, and why."""
-
-
 def _plan(case: DecodeCase, num_splits: int) -> dict[str, object]:
     return sinkattn.plan(
         "decode", _C.query_cuda(torch.cuda.current_device()), dtype="bf16", batch=case.batch, num_q_heads=NUM_Q_HEADS,
@@ -144,7 +140,7 @@ def _xqa(case: DecodeCase, cache: Cache) -> Call:
     try:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
     except ImportError as error:
-        raise NotHere("not installed: flashinfer") from error
+        raise Absent("not installed: flashinfer") from error
     workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
     out = torch.empty_like(cache.q)
     sinks = [cache.s_aux.view(NUM_KV_HEADS, -1)]
@@ -181,6 +177,20 @@ def cosine_to_fp64(case: DecodeCase, cache: Cache, out: Tensor) -> float:
     return worst
 
 
+def replay_ms(graph: torch.cuda.CUDAGraph, rounds: int, prepare: Callable[[], object] = lambda: None) -> float:
+    """Median over replays, each behind what `prepare` enqueues."""
+    times: list[float] = []
+    for _ in range(rounds):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        prepare()
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after))
+    return median(times)
+
+
 def warm_ms(call: Call, rounds: int) -> float:
     """Of one node in a graph of NODES, median over replays."""
     stream = torch.cuda.Stream()
@@ -192,15 +202,7 @@ def warm_ms(call: Call, rounds: int) -> float:
         for _ in range(NODES):
             call()
     graph.replay()
-    times = []
-    for _ in range(rounds):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        graph.replay()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after) / NODES)
-    return median(times)
+    return replay_ms(graph, rounds) / NODES
 
 
 def cold_ms(call: Call, rounds: int) -> float:
@@ -209,16 +211,7 @@ def cold_ms(call: Call, rounds: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    times = []
-    for _ in range(rounds):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        flush.zero_()
-        before.record()
-        graph.replay()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after))
-    return median(times)
+    return replay_ms(graph, rounds, flush.zero_)
 
 
 def measure(case: DecodeCase, peers: dict[str, Callable[[DecodeCase, Cache], Call]], commit: str) -> list[DecodeRow]:
@@ -231,9 +224,9 @@ def measure(case: DecodeCase, peers: dict[str, Callable[[DecodeCase, Cache], Cal
             cosine = cosine_to_fp64(case, cache, call())
             if not cosine >= COSINE:
                 raise RuntimeError(f"{case.id}: {impl} is off from fp64, cosine {cosine}")
-            warm, cold = (_digits(time(call, 30)) for time in (warm_ms, cold_ms))
-            gbps = _digits(case.cache_bytes / warm / 1e6)
-        except NotHere as reason:
+            warm, cold = (digits(time(call, 30)) for time in (warm_ms, cold_ms))
+            gbps = digits(case.cache_bytes / warm / 1e6)
+        except Absent as reason:
             note = str(reason)
         except Exception as error:
             if impl.startswith("sinkattn"):
@@ -243,28 +236,6 @@ def measure(case: DecodeCase, peers: dict[str, Callable[[DecodeCase, Cache], Cal
         measured = (warm, cold, gbps, bar, goal, note)
         rows.append(DecodeRow(SUITE, case.id, "decode", impl, *measured, commit, torch.__version__))
     return rows
-
-
-def _digits(x: float) -> float:
-    return float(f"{x:.4g}")
-
-
-def _commit() -> str:
-    def git(*words: str) -> str:
-        run = subprocess.run(["git", *words], cwd=harness.ROOT, capture_output=True, text=True, check=False)
-        return run.stdout.strip()
-
-    dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + dirty
-
-
-def save(path: Path, rows: list[DecodeRow]) -> None:
-    facts = torch.cuda.get_device_properties(0)
-    machine = {"gpu": facts.name, "sms": facts.multi_processor_count, "cuda": torch.version.cuda}
-    machine["build"] = _C.build_info()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("    " + json.dumps(asdict(row)) for row in rows)
-    path.write_text(f'{{\n  "machine": {json.dumps(machine)},\n  "rows": [\n{lines}\n  ]\n}}\n')
 
 
 def table(rows: list[DecodeRow]) -> Table:
@@ -287,20 +258,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="*", choices=[case.id for case in CASES], help="default: all of them")
     parser.add_argument("--impls", nargs="*", choices=list(PEERS), help="default: all of them")
     parser.add_argument("--json", type=Path, help="where rows go; default: benchmarks/results/<device>/decode.json")
+    parser.add_argument("--commit", help="the commit that rows name; default: git's")
 
 
 def run(options: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks decode needs a CUDA device")
-    commit, rows = _commit(), []
+    commit, rows = options.commit or harness.commit(), []
     for case in CASES:
         if options.cases and case.id not in options.cases:
             continue
         rows += measure(case, {n: p for n, p in PEERS.items() if not options.impls or n in options.impls}, commit)
         torch.cuda.empty_cache()
     Console(width=160).print(table(rows))
-    device = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     if options.json or not (options.cases or options.impls):
-        path = options.json or harness.RESULTS / device / f"{SUITE}.json"
-        save(path, rows)
+        path = options.json or harness.results_path(SUITE, torch.cuda.get_device_name())
+        harness.save(path, rows, gpu.machine())
         print(f"wrote {path}")
