@@ -106,4 +106,10 @@ __device__ __forceinline__ void check_cu_seqlens(const int32_t *cu_seqlens, int6
     if (bad) atomicOr(error_word, kBadCuSeqlens);
 }
 
+__device__ __forceinline__ void check_lengths(const sinkattn_fwd_args &args, unsigned *error_word) {
+    if (!args.problem.packed) return;
+    check_cu_seqlens(args.cu_seqlens_q, args.problem.batch, args.problem.q_len, error_word);
+    check_cu_seqlens(args.cu_seqlens_k, args.problem.batch, args.problem.k_len, error_word);
+}
+
 } // namespace sa

@@ -365,10 +365,7 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
     extern __shared__ __align__(128) unsigned char shared[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(shared);
     const sinkattn_problem &problem = args.fwd.problem;
-    if (!C::kOwnsKeys && blockIdx.x == 0 && problem.packed) {
-        check_cu_seqlens(args.fwd.cu_seqlens_q, problem.batch, problem.q_len, error_word);
-        check_cu_seqlens(args.fwd.cu_seqlens_k, problem.batch, problem.k_len, error_word);
-    }
+    if (!C::kOwnsKeys && blockIdx.x == 0) check_lengths(args.fwd, error_word);
     if (threadIdx.x == 0) {
         smem.has_work = C::kOwnsKeys ? find_key_work(args.fwd, C::kTile, C::kStep, blockIdx.x, smem.work, smem.keys)
                                      : find_work(args.fwd, C::kTile, C::kStep, num_tiles, blockIdx.x, smem.work);

@@ -292,10 +292,7 @@ __global__ __launch_bounds__(C::kThreads) void fwd_kernel(const __grid_constant_
     __shared__ RowKeys<C> row_keys;
     __shared__ Work work; // out of the registers, which the loop needs
     __shared__ bool has_work;
-    if (blockIdx.x == 0 && args.problem.packed) {
-        check_cu_seqlens(args.cu_seqlens_q, args.problem.batch, args.problem.q_len, error_word);
-        check_cu_seqlens(args.cu_seqlens_k, args.problem.batch, args.problem.k_len, error_word);
-    }
+    if (blockIdx.x == 0) check_lengths(args, error_word);
     if (threadIdx.x == 0) has_work = find_work(args, C::kTileQ, C::kTileK, num_tiles, blockIdx.x, work);
     __syncthreads();
     if (!has_work) return;

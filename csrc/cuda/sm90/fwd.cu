@@ -422,10 +422,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         }
         barrier_init_fence();
     }
-    if (blockIdx.x == 0 && args.problem.packed) {
-        check_cu_seqlens(args.cu_seqlens_q, args.problem.batch, args.problem.q_len, error_word);
-        check_cu_seqlens(args.cu_seqlens_k, args.problem.batch, args.problem.k_len, error_word);
-    }
+    if (blockIdx.x == 0) check_lengths(args, error_word);
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<C::kLoaderRegisters>();
