@@ -96,15 +96,12 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
         if (!__shfl_sync(0xffffffffu, exists, 0)) continue;
         __syncwarp(); // the lanes see the work
         describe_rows<C>(rows, args, p);
-        __syncwarp();
-        if (leader) barrier_arrive(&smem.rows_full[ring.place()]);
+        barrier_arrive(&smem.rows_full[ring.place()]);
         ring.n++;
     }
     barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
-    if (leader) {
-        smem.rows[ring.place()].exists = false;
-        barrier_arrive(&smem.rows_full[ring.place()]);
-    }
+    if (leader) smem.rows[ring.place()].exists = false;
+    barrier_arrive(&smem.rows_full[ring.place()]);
 }
 
 template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, const Maps &maps, const Problem &p) {
@@ -118,12 +115,9 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
     Ring<2> queries;
     for (Ring<C::kSlots> tiles;; tiles.n++, queries.n++) {
         barrier_wait(&smem.rows_full[tiles.place()], tiles.phase());
+        if (!smem.rows[tiles.place()].exists) return;
         uint64_t *q_full = &smem.q_full[queries.place()];
         barrier_wait(&smem.q_empty[queries.place()], queries.phase() ^ 1);
-        if (!smem.rows[tiles.place()].exists) {
-            barrier_arrive(q_full);
-            return;
-        }
         const Work &work = smem.rows[tiles.place()].work;
         const int end = work.tiles.end;
         int t = sa_key_tile_from(&work.tiles, 0); // once Q is there, a tile without keys may be gone
@@ -157,14 +151,10 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
                 async_fence();
             }
             found = __any_sync(0xffffffffu, found);
-            __syncwarp(); // one lane arrives for what all have written
-            if (threadIdx.x % 32 == 0) {
-                smem.unfinite[ring.place()][checker] = found;
-                barrier_arrive(&smem.v_ready[ring.place()]);
-            }
+            if (threadIdx.x % 32 == 0) smem.unfinite[ring.place()][checker] = found;
+            barrier_arrive(&smem.v_ready[ring.place()]);
         }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.rows_empty[tiles.place()]);
+        barrier_arrive(&smem.rows_empty[tiles.place()]);
     }
 }
 
@@ -324,9 +314,10 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
     Ring<C::kStages> ring;
     Ring<2> queries;
     for (Ring<C::kSlots> tiles;; tiles.n++, queries.n++) {
-        barrier_wait(&smem.q_full[queries.place()], queries.phase());
+        barrier_wait(&smem.rows_full[tiles.place()], tiles.phase());
         const Rows<C> &rows = smem.rows[tiles.place()];
         if (!rows.exists) return;
+        barrier_wait(&smem.q_full[queries.place()], queries.phase());
         const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
         float o[C::kHeadDim / 2] = {};
         Softmax softmax;
@@ -406,8 +397,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kSlots; i++) {
-            barrier_init(&smem.rows_full[i], 1);
-            barrier_init(&smem.rows_empty[i], C::kGroups + C::kCheckers);
+            barrier_init(&smem.rows_full[i], 32);
+            barrier_init(&smem.rows_empty[i], C::kGroups + 32 * C::kCheckers);
         }
         for (int i = 0; i < 2; i++) {
             barrier_init(&smem.q_full[i], 1);
@@ -417,7 +408,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
             barrier_init(&smem.k_full[i], 1);
             barrier_init(&smem.k_empty[i], C::kGroups);
             barrier_init(&smem.v_full[i], 1);
-            barrier_init(&smem.v_ready[i], C::kCheckers);
+            barrier_init(&smem.v_ready[i], 32 * C::kCheckers);
             barrier_init(&smem.v_empty[i], C::kGroups);
         }
         barrier_init_fence();
