@@ -69,20 +69,27 @@ SA_HD sa_range sa_split_part(int64_t num_tiles, int64_t num_parts, int64_t part)
     return tiles;
 }
 
-/* Where share `share` of num_shares <= num_tiles begins, and which share `tile` is in. The tiles of equal streams are cut where the
- * streams end, if num_shares is a multiple of the streams or divides them. */
-SA_HD int64_t sa_share_begin(int64_t num_tiles, int64_t num_shares, int64_t share) { return share * num_tiles / num_shares; }
-SA_HD int64_t sa_share_of(int64_t num_tiles, int64_t num_shares, int64_t tile) { return ((tile + 1) * num_shares - 1) / num_tiles; }
+/* Where share `share` of num_shares <= num_tiles begins, floor(share * num_tiles / num_shares), and which share `tile` is in; at most 2^31
+ * tiles and 2^16 shares. The tiles of equal streams are cut where the streams end, if num_shares is a multiple of the streams or divides
+ * them. 32 bits, since a GPU divides 64 by calling a function. */
+SA_HD uint32_t sa_share_begin(uint32_t num_tiles, uint32_t num_shares, uint32_t share) {
+    return share * (num_tiles / num_shares) + share * (num_tiles % num_shares) / num_shares;
+}
+SA_HD uint32_t sa_share_of(uint32_t num_tiles, uint32_t num_shares, uint32_t tile) {
+    const double before_next = (double)(tile + 1) * num_shares - 1; /* below 2^53, so the quotient is cut off where it should be */
+    return (uint32_t)(before_next / num_tiles);
+}
 
 /* Shares worth cutting num_tiles of num_streams streams into: none shorter than a step, one a worker, two where each then has two steps;
  * but no fewer than streams, up to `most`, since what follows a stream's last tile costs more than a step. Equal streams end with a share.
  */
-SA_HD int64_t sa_balanced_shares(int64_t num_tiles, int64_t num_streams, int64_t step, int64_t workers, int64_t most) {
-    const int64_t steps = num_tiles / step;
-    int64_t shares = steps <= workers ? steps : sa_clamp(steps / 2, workers, sa_min(2 * workers, most));
-    shares = sa_max(shares, sa_min(num_streams, most));
+SA_HD uint32_t sa_balanced_shares(uint32_t num_tiles, uint32_t num_streams, uint32_t step, uint32_t workers, uint32_t most) {
+    const uint32_t steps = num_tiles / step;
+    uint32_t shares = steps <= workers ? steps : (uint32_t)sa_clamp(steps / 2, workers, sa_min(2 * (int64_t)workers, most));
+    shares = (uint32_t)sa_max(shares, sa_min(num_streams, most));
     if (num_streams <= shares) return shares / num_streams * num_streams;
-    return sa_ceil_div(num_streams, sa_ceil_div(num_streams, shares));
+    const uint32_t streams_a_share = (num_streams - 1) / shares + 1;
+    return (num_streams - 1) / streams_a_share + 1;
 }
 
 #endif

@@ -309,13 +309,18 @@ int64_t counter_bytes(const sinkattn_problem &problem, const sinkattn_plan &plan
 }
 
 sinkattn_status check_sizes(const sinkattn_problem &problem, const sinkattn_plan &plan) {
+    const int64_t group = problem.num_q_heads / problem.num_kv_heads, row_tiles = sa_ceil_div(problem.q_len * group, kTileQ);
+    int64_t tiles;
+    if (__builtin_mul_overflow(problem.batch * problem.num_kv_heads, row_tiles * sa_max(1, sa_ceil_div(problem.k_len, kTileK)), &tiles))
+        tiles = INT64_MAX;
     const struct {
         const char *name;
         int64_t size, most;
     } limits[] = {{"batch", problem.batch, INT32_MAX},
                   {"num_kv_heads", problem.num_kv_heads, INT32_MAX},
-                  {"q_len * group", problem.q_len * (problem.num_q_heads / problem.num_kv_heads), INT32_MAX - kTileQ},
+                  {"q_len * group", problem.q_len * group, INT32_MAX - kTileQ},
                   {"k_len", problem.k_len, INT32_MAX - 65536}, // tiles are looked up ahead of the last
+                  {"the number of tiles of 16 keys, of all sequences and kv heads,", tiles, INT32_MAX},
                   {"num_splits", plan.num_splits, (1 << kCountBits) - 1},
                   {"num_items", plan.num_items, INT32_MAX}};
     for (const auto &limit : limits)
@@ -361,7 +366,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     schedule.num_splits = balanced ? 0 : static_cast<int32_t>(plan.num_splits);
     schedule.workers = plan.workers;
     schedule.most_shares = static_cast<int32_t>(sa_min(blocks * static_cast<int64_t>(plan.workers), plan.num_items));
-    schedule.num_streams = problem.batch * problem.num_kv_heads * schedule.row_tiles;
+    schedule.num_streams = static_cast<int32_t>(problem.batch * problem.num_kv_heads * schedule.row_tiles);
     schedule.tag = next_tag();
     const uintptr_t workspace = (reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16;
     schedule.counters = reinterpret_cast<unsigned long long *>(workspace);

@@ -213,32 +213,41 @@ static void test_split_covers_every_tile_once(void) {
 }
 
 static void test_shares_cover_every_tile_once(void) {
-    for (int64_t tiles = 1; tiles <= 60; tiles++)
-        for (int64_t shares = 1; shares <= tiles; shares++) {
-            CHECK(sa_share_begin(tiles, shares, 0) == 0 && sa_share_begin(tiles, shares, shares) == tiles, "%" PRId64 " tiles", tiles);
-            for (int64_t share = 0; share < shares; share++) {
-                const int64_t begin = sa_share_begin(tiles, shares, share), end = sa_share_begin(tiles, shares, share + 1);
-                CHECK(end - begin == tiles / shares || end - begin == sa_ceil_div(tiles, shares), "%" PRId64 " tiles, %" PRId64 " shares",
+    for (uint32_t tiles = 1; tiles <= 60; tiles++)
+        for (uint32_t shares = 1; shares <= tiles; shares++) {
+            CHECK(sa_share_begin(tiles, shares, 0) == 0 && sa_share_begin(tiles, shares, shares) == tiles, "%" PRIu32 " tiles", tiles);
+            for (uint32_t share = 0; share < shares; share++) {
+                const uint32_t begin = sa_share_begin(tiles, shares, share), end = sa_share_begin(tiles, shares, share + 1);
+                CHECK(end - begin == tiles / shares || end - begin == sa_ceil_div(tiles, shares), "%" PRIu32 " tiles, %" PRIu32 " shares",
                       tiles, shares);
-                for (int64_t t = begin; t < end; t++)
-                    CHECK(sa_share_of(tiles, shares, t) == share, "tile %" PRId64 " of %" PRId64 " in %" PRId64 " shares", t, tiles,
+                for (uint32_t t = begin; t < end; t++)
+                    CHECK(sa_share_of(tiles, shares, t) == share, "tile %" PRIu32 " of %" PRIu32 " in %" PRIu32 " shares", t, tiles,
                           shares);
             }
         }
+    for (uint32_t shares = 1; shares < 1 << 16; shares += 1 + shares / 3) { /* the largest sizes, where 32 bits and doubles could fail */
+        const uint32_t tiles = INT32_MAX - shares % 7;
+        for (uint32_t share = 0; share < shares; share += 1 + shares / 100) {
+            const uint32_t begin = sa_share_begin(tiles, shares, share), end = sa_share_begin(tiles, shares, share + 1);
+            CHECK(begin == (uint64_t)share * tiles / shares, "share %" PRIu32 " of %" PRIu32, share, shares);
+            CHECK(sa_share_of(tiles, shares, begin) == share && sa_share_of(tiles, shares, end - 1) == share, "%" PRIu32 " of %" PRIu32,
+                  share, shares);
+        }
+    }
 }
 
 /* None empty, none shorter than a step while there are more than streams; equal streams are cut where they end, or not at all. */
 static void test_balanced_shares(void) {
-    const int64_t step = 8, workers = 132, all_streams[] = {1, 3, 8, 64, 132, 256, 512, 513, 2048};
+    const uint32_t step = 8, workers = 132, all_streams[] = {1, 3, 8, 64, 132, 256, 512, 513, 2048};
     for (size_t i = 0; i < sizeof all_streams / sizeof *all_streams; i++)
-        for (int64_t each = 1, streams = all_streams[i], most = 264; each < 9000; each += 1 + each / 7, most = 792 - most) {
-            const int64_t tiles = streams * each, shares = sa_balanced_shares(tiles, streams, step, workers, most);
-            CHECK(shares >= 1 && shares <= tiles && shares <= most, "%" PRId64 " shares of %" PRId64 " tiles", shares, tiles);
-            CHECK(shares <= streams || tiles / shares >= step, "%" PRId64 " short shares of %" PRId64 " tiles", shares, tiles);
-            CHECK(shares <= sa_max(workers, streams) || tiles / shares >= 2 * step, "%" PRId64 " shares of %" PRId64, shares, tiles);
-            CHECK(2 * shares >= sa_min(streams, most), "%" PRId64 " shares for %" PRId64 " streams", shares, streams);
-            for (int64_t s = 1; s < streams && shares % streams == 0; s++)
-                CHECK(sa_share_begin(tiles, shares, s * (shares / streams)) == s * each, "stream %" PRId64 " of %" PRId64, s, streams);
+        for (uint32_t each = 1, streams = all_streams[i], most = 264; each < 9000; each += 1 + each / 7, most = 792 - most) {
+            const uint32_t tiles = streams * each, shares = sa_balanced_shares(tiles, streams, step, workers, most);
+            CHECK(shares >= 1 && shares <= tiles && shares <= most, "%" PRIu32 " shares of %" PRIu32 " tiles", shares, tiles);
+            CHECK(shares <= streams || tiles / shares >= step, "%" PRIu32 " short shares of %" PRIu32 " tiles", shares, tiles);
+            CHECK(shares <= sa_max(workers, streams) || tiles / shares >= 2 * step, "%" PRIu32 " shares of %" PRIu32, shares, tiles);
+            CHECK(2 * shares >= sa_min(streams, most), "%" PRIu32 " shares for %" PRIu32 " streams", shares, streams);
+            for (uint32_t s = 1; s < streams && shares % streams == 0; s++)
+                CHECK(sa_share_begin(tiles, shares, s * (shares / streams)) == s * each, "stream %" PRIu32 " of %" PRIu32, s, streams);
         }
     CHECK(sa_balanced_shares(8 * 4096, 8, step, workers, 264) == 264 && sa_balanced_shares(8 * 256, 8, step, workers, 264) == 128,
           "33 and 16 a stream");

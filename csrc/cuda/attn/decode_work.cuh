@@ -17,7 +17,7 @@ struct Schedule {
     float *slots;
     int64_t slot_floats;
     unsigned *error_word;
-    int64_t num_streams;
+    int32_t num_streams;
     int32_t num_splits; // 0: shares of equal size, at most most_shares
     int32_t workers, most_shares;
     int32_t num_rows, row_tiles, group; // of a sequence and kv head
@@ -54,13 +54,14 @@ struct Fragment {
 
 // Where a block is in its share [position, end) of all tiles; sequence b begins at b_begin.
 struct Cursor {
-    int64_t b, b_begin, position, end, num_tiles, num_shares;
+    int64_t b;
+    uint32_t b_begin, position, end, num_tiles, num_shares;
 };
 
 struct Smem {
     Cursor cursor;
     Fragment fragment;
-    int64_t sums[8];
+    uint32_t sums[8];
     int32_t begin[kTileQ], end[kTileQ], sink_end[kTileQ]; // what each row sees: [0, sink_end) and [begin, end)
     float s_aux[kTileQ];
     bool alive, is_last;
@@ -77,11 +78,11 @@ __device__ __forceinline__ Stream stream_of(const sinkattn_decode_args &args, co
     return stream;
 }
 
-__device__ __forceinline__ int64_t sequence_tiles(const sinkattn_decode_args &args, const Schedule &schedule, int64_t b) {
-    int64_t tiles = 0;
+__device__ __forceinline__ uint32_t sequence_tiles(const sinkattn_decode_args &args, const Schedule &schedule, int64_t b) {
+    uint32_t tiles = 0;
 #pragma unroll 1
     for (int32_t row_tile = 0; row_tile < schedule.row_tiles; row_tile++) tiles += stream_of(args, schedule, b, row_tile).num_tiles;
-    return tiles * args.fwd.problem.num_kv_heads;
+    return tiles * static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
 }
 
 __device__ __forceinline__ void check_length(const sinkattn_decode_args &args, int64_t b, unsigned *error_word) {
@@ -91,56 +92,56 @@ __device__ __forceinline__ void check_length(const sinkattn_decode_args &args, i
 
 // The block's share of all sequences' tiles, by a prefix sum over their lengths. Ends with the cursor written, not yet visible.
 template <class C> __device__ __forceinline__ void take_share(Smem &smem, const sinkattn_decode_args &args, const Schedule &schedule) {
-    const int64_t batch = args.fwd.problem.batch, each = sa_ceil_div(batch, C::kThreads);
+    const int64_t batch = args.fwd.problem.batch, each = sa_ceil_div(batch, C::kThreads); // a shift
     const int64_t first = sa_min(threadIdx.x * each, batch), past = sa_min(first + each, batch);
-    int64_t tiles = 0;
+    uint32_t tiles = 0;
 #pragma unroll 1
     for (int64_t b = first; b < past; b++) {
         tiles += sequence_tiles(args, schedule, b);
         if (blockIdx.x == 0) check_length(args, b, schedule.error_word);
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    long long before = tiles;
+    uint32_t before = tiles;
     for (int step = 1; step < 32; step *= 2) {
-        const long long other = __shfl_up_sync(0xffffffffu, before, step);
+        const uint32_t other = __shfl_up_sync(0xffffffffu, before, step);
         if (lane >= step) before += other;
     }
     if (lane == 31) smem.sums[warp] = before;
     if (threadIdx.x == 0) smem.cursor.position = smem.cursor.end = 0; // a block without a share
     __syncthreads();
     before -= tiles;
-    int64_t total = 0;
+    uint32_t total = 0;
     for (int w = 0; w < C::kThreads / 32; w++) {
         before += w < warp ? smem.sums[w] : 0;
         total += smem.sums[w];
     }
-    const int64_t num_shares = sa_balanced_shares(total, schedule.num_streams, C::kStep, schedule.workers, schedule.most_shares);
+    const uint32_t num_shares = sa_balanced_shares(total, schedule.num_streams, C::kStep, schedule.workers, schedule.most_shares);
     if (blockIdx.x >= num_shares) return; // the others have it all
-    const int64_t begin = sa_share_begin(total, num_shares, blockIdx.x);
+    const uint32_t begin = sa_share_begin(total, num_shares, blockIdx.x);
     if (begin < before || begin >= before + tiles) return;
     int64_t b = first;
 #pragma unroll 1
-    for (int64_t size; b + 1 < past && begin >= before + (size = sequence_tiles(args, schedule, b)); b++) before += size;
-    smem.cursor = {b, before, begin, sa_share_begin(total, num_shares, blockIdx.x + 1ll), total, num_shares};
+    for (uint32_t size; b + 1 < past && begin >= before + (size = sequence_tiles(args, schedule, b)); b++) before += size;
+    smem.cursor = {b, before, begin, sa_share_begin(total, num_shares, blockIdx.x + 1), total, num_shares};
 }
 
 // The next fragment of the block's share. Lengths that change under the kernel lead to no access outside, whatever else they do.
 __device__ __forceinline__ bool next_share(Smem &smem, const sinkattn_decode_args &args, const Schedule &schedule) {
     Cursor &cursor = smem.cursor;
     Fragment &fragment = smem.fragment;
-    const int64_t num_heads = args.fwd.problem.num_kv_heads;
+    const uint32_t num_heads = static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
     if (cursor.position >= cursor.end) return false;
 #pragma unroll 1
-    for (int64_t begin = cursor.b_begin; cursor.b < args.fwd.problem.batch; cursor.b++, cursor.b_begin = begin)
+    for (uint32_t begin = cursor.b_begin; cursor.b < args.fwd.problem.batch; cursor.b++, cursor.b_begin = begin)
 #pragma unroll 1
         for (int32_t row_tile = 0; row_tile < schedule.row_tiles; row_tile++) {
             fragment.stream = stream_of(args, schedule, cursor.b, row_tile);
-            const int64_t n = fragment.stream.num_tiles, within = cursor.position - begin;
+            const uint32_t n = fragment.stream.num_tiles, within = cursor.position - begin;
             begin += n * num_heads;
             if (cursor.position >= begin) continue;
-            const int64_t first = within % n, last = sa_min(n, first + cursor.end - cursor.position), start = cursor.position - first;
-            const int64_t first_block = sa_share_of(cursor.num_tiles, cursor.num_shares, start);
-            const int64_t last_block = sa_share_of(cursor.num_tiles, cursor.num_shares, sa_min(start + n, cursor.num_tiles) - 1);
+            const uint32_t first = within % n, last = min(n, first + cursor.end - cursor.position), start = cursor.position - first;
+            const uint32_t first_block = sa_share_of(cursor.num_tiles, cursor.num_shares, start);
+            const uint32_t last_block = sa_share_of(cursor.num_tiles, cursor.num_shares, min(start + n, cursor.num_tiles) - 1);
             fragment.batch = cursor.b;
             fragment.kv_head = within / n;
             fragment.first = static_cast<int32_t>(first);
@@ -148,7 +149,7 @@ __device__ __forceinline__ bool next_share(Smem &smem, const sinkattn_decode_arg
             fragment.part = static_cast<int32_t>(blockIdx.x - first_block);
             fragment.num_parts = static_cast<int32_t>(last_block - first_block) + 1;
             fragment.counter = first_block; // in a block at most one stream begins that goes on after it
-            fragment.slots = 2 * first_block;
+            fragment.slots = 2ll * first_block;
             cursor.position += last - first;
             return true;
         }
