@@ -119,7 +119,7 @@ static void plan_slots(const bwd_job *job) {
             slot->tokens = sa_split_part(stream.sequence.q_len, segments, s);
             if (slot->tokens.begin == slot->tokens.end) continue;
             slot->band = sa_rows_band(&stream.band, slot->tokens, &slot->sink_end);
-            slot->band.begin &= ~(int64_t)1; /* as sa_tile_keys */
+            slot->band.begin -= slot->band.begin % job->ops->key_step; /* as sa_tile_keys */
             if (slot->sink_end && (slot->sink_end - 1) / job->tile_k >= slot->band.begin / job->tile_k)
                 slot->sink_end = slot->band.begin = 0; /* prefix and band share a key tile, whose keys must lie in a row */
             row += problem->num_kv_heads * (slot->sink_end + slot->band.end - slot->band.begin);
@@ -247,13 +247,13 @@ static void add_query_gradients(const bwd_job *job, bwd_worker *worker, const sa
     const int64_t n = keys.end - keys.begin;
     sa_operand_keys(&worker->k_pairs, stream, &args->k, keys);
     sa_operand_clean(&worker->k_pairs, ops, &args->problem, n, masked);
-    sa_operand_pairs(&worker->k_pairs, ops, &args->problem, n, args->k.row_stride);
+    sa_operand_columns(&worker->k_pairs, ops, &args->problem, n, args->k.row_stride);
     const sa_product product = {.m = args->problem.head_dim,
                                 .lanes = rows->lanes,
                                 .k = sa_ceil_div(n, ops->pack),
                                 .a = worker->k_pairs.read,
-                                .a_row = 1,
-                                .a_col = worker->k_pairs.read_row,
+                                .a_row = worker->k_pairs.read_row,
+                                .a_col = worker->k_pairs.read_col,
                                 .b = worker->ds_keys,
                                 .b_row = rows->lanes,
                                 .c = worker->dq,
@@ -312,7 +312,7 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
     memset(job->dv + first, 0, (size_t)size * sizeof *job->dv);
     const int64_t end = slot->tokens.end * stream.group;
     for (int64_t r = slot->tokens.begin * stream.group; r < end; r += job->tile_q) {
-        const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end), job->tile_k);
+        const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end), job->ops, job->tile_k);
         load_row_tile(job, worker, &stream, &rows);
         SA_FOR_EACH_TILE(t, &rows) key_tile(job, worker, &stream, &rows, slot, sa_tile_keys(&rows, t));
         store_row_tile(job, worker, &stream, &rows);

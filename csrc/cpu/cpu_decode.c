@@ -50,7 +50,8 @@ static sa_row_tile decode_rows(const decode_job *job, int64_t item, sa_stream *s
     const sinkattn_problem *problem = &job->args->fwd.problem;
     const int64_t tile = item % job->num_row_tiles, head = item / job->num_row_tiles % problem->num_kv_heads;
     *stream = sa_stream_of(&job->args->fwd, job->args, item / job->num_row_tiles / problem->num_kv_heads, head);
-    return sa_row_tile_of(stream, tile * job->tile_q, sa_min((tile + 1) * job->tile_q, sa_num_rows(stream)), job->workers->tile_k);
+    const int64_t begin = tile * job->tile_q, end = sa_min(begin + job->tile_q, sa_num_rows(stream));
+    return sa_row_tile_of(stream, begin, end, job->workers->ops, job->workers->tile_k);
 }
 
 static void decode_item(void *arg, int64_t item, int32_t worker) {

@@ -51,7 +51,7 @@ static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row
                            .k = problem->head_dim / ops->pack,
                            .a = attend->keys.read,
                            .a_row = attend->keys.read_row,
-                           .a_col = 1,
+                           .a_col = attend->keys.read_col,
                            .b = attend->q_lanes,
                            .b_row = lanes,
                            .c = attend->scores,
@@ -73,13 +73,13 @@ static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row
     const sa_cell *weights = (const sa_cell *)attend->scores;
     sa_operand_keys(&attend->values, stream, &args->v, keys);
     sa_operand_clean(&attend->values, ops, problem, n, seen.begin != NULL);
-    sa_operand_pairs(&attend->values, ops, problem, n, args->v.row_stride);
+    sa_operand_columns(&attend->values, ops, problem, n, args->v.row_stride);
     const sa_product pv = {.m = problem->head_dim,
                            .lanes = lanes,
                            .k = sa_ceil_div(n, ops->pack),
                            .a = attend->values.read,
-                           .a_row = 1,
-                           .a_col = attend->values.read_row,
+                           .a_row = attend->values.read_row,
+                           .a_col = attend->values.read_col,
                            .b = weights,
                            .b_row = lanes,
                            .c = attend->out,
@@ -141,9 +141,10 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     const sa_stream stream = sa_stream_of(job->args, NULL, b, item % problem->num_kv_heads);
     const int64_t begin = tile * job->tile_q, end = sa_min(begin + job->tile_q, sa_num_rows(&stream));
     if (begin >= end) return;
-    const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, job->workers[worker].tile_k);
-    sa_attend_rows(&job->workers[worker], &stream, &rows, 0, 1, true);
-    sa_attend_store(&job->workers[worker], &stream, &rows);
+    sa_attend *attend = &job->workers[worker];
+    const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, attend->ops, attend->tile_k);
+    sa_attend_rows(attend, &stream, &rows, 0, 1, true);
+    sa_attend_store(attend, &stream, &rows);
 }
 
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {

@@ -26,6 +26,9 @@ enum { SA_ROWS = 6 };
 #define SA_CELL_MADD(sum, a, b) ((sum) + (sa_vf)(a) * (sa_vf)(b))
 #define SA_NARROW_BF16(x) sa_round_bf16(x)
 #endif
+#ifndef SA_KEY_STEP
+#define SA_KEY_STEP 2
+#endif
 
 SA_INLINE sa_vf sa_load_vf(const float *p) { return *(const sa_vf *)p; }
 SA_INLINE void sa_store_vf(float *p, sa_vf x) { *(sa_vf *)p = x; }
@@ -81,6 +84,9 @@ SA_INLINE sa_vf sa_load_values(const void *row, sinkattn_dtype dtype, int64_t x)
     const sa_vh half = *(const sa_vh *)((const uint16_t *)row + x);
     return dtype == SINKATTN_BF16 ? sa_widen_bf16(half) : sa_widen_fp16(half);
 }
+
+#ifndef SA_PRODUCT
+#define SA_PRODUCT sa_product_run
 
 /* ---- C = A B ------------------------------------------------------------------------------------------------------------------ */
 
@@ -138,6 +144,8 @@ static void sa_product_run(const sa_product *g) {
     for (; lane < g->lanes; lane += SA_VL) sa_panel(g, lane, 1);
 #endif
 }
+
+#endif
 
 /* ---- softmax ------------------------------------------------------------------------------------------------------------------ */
 
@@ -362,12 +370,16 @@ static bool sa_all_finite_run(const void *row, sinkattn_dtype dtype, int64_t n) 
 
 const sa_cpu_ops SA_OPS = {
     .pack = SA_PACK,
-    .product = sa_product_run,
+    .key_step = SA_KEY_STEP,
+    .product = SA_PRODUCT,
     .softmax = sa_softmax_run,
     .gradient = sa_gradient_run,
     .rows_to_lanes = sa_rows_to_lanes_run,
     .rows_to_cells = sa_rows_to_cells_run,
     .rows_to_pairs = sa_rows_to_pairs_run,
+#ifdef SA_ROWS_TO_COLUMNS
+    .rows_to_columns = SA_ROWS_TO_COLUMNS,
+#endif
     .lanes_to_rows = sa_lanes_to_rows_run,
     .store_row = sa_store_row_run,
     .lane_dot = sa_lane_dot_run,

@@ -76,26 +76,27 @@ static inline int64_t sa_stat_index(const sa_stream *stream, int64_t r) {
 
 /* Rows [begin, begin + n) of a stream, in `lanes` lanes, and the key tiles that they meet. */
 typedef struct sa_row_tile {
-    int64_t begin, n, lanes;
+    int64_t begin, n, lanes, key_step;
     sa_range tokens;
     sa_key_tiles tiles;
 } sa_row_tile;
 
-static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin, int64_t end, int64_t tile_k) {
+static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin, int64_t end, const sa_cpu_ops *ops, int64_t tile_k) {
     sa_row_tile rows;
     rows.begin = begin;
     rows.n = end - begin;
     rows.lanes = sa_ceil_div(rows.n, SA_LANES_STEP) * SA_LANES_STEP;
+    rows.key_step = ops->key_step;
     rows.tokens.begin = begin / stream->group;
     rows.tokens.end = (end - 1) / stream->group + 1;
     rows.tiles = sa_key_tiles_of(&stream->band, rows.tokens, tile_k);
     return rows;
 }
 
-/* The keys of tile t, begun on an even one so that pairs of keys fall the same for every row. */
+/* The keys of tile t, begun so that the keys which are added together are the same for every row. */
 static inline sa_range sa_tile_keys(const sa_row_tile *rows, int32_t t) {
     sa_range keys = sa_key_tile(&rows->tiles, t);
-    keys.begin &= ~(int64_t)1;
+    keys.begin -= keys.begin % rows->key_step;
     return keys;
 }
 
@@ -153,8 +154,8 @@ typedef struct sa_operand {
     const void **clean;  /* [capacity] with the copies in place of rows that have something to hide */
     char *copies;        /* [capacity][head_dim] of the tensors' dtype */
     sa_cell *cells;      /* [capacity][head_dim rounded up to lanes] */
-    const sa_cell *read; /* where the last sa_operand_* left its result */
-    int64_t read_row;
+    const sa_cell *read; /* where the last sa_operand_* left its result, a_row and a_col of a product */
+    int64_t read_row, read_col;
     bool hidden;
 } sa_operand;
 
@@ -213,22 +214,33 @@ static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *op
     return true;
 }
 
-/* [n][head_dim / pack], neighbours along head_dim. */
+/* A[key][head_dim / pack], neighbours along head_dim. */
 static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
                                     int64_t row_stride) {
+    operand->read_col = 1;
     if (sa_operand_in_place(operand, ops, problem, operand->rows, n, row_stride)) return;
     operand->read = operand->cells;
     operand->read_row = problem->head_dim / ops->pack;
     ops->rows_to_cells(operand->rows, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
 }
 
-/* [n / pack][head_dim], neighbours along the rows, from clean. */
-static inline void sa_operand_pairs(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
-                                    int64_t row_stride) {
-    if (ops->pack == 1 && sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride)) return;
-    operand->read = operand->cells;
-    operand->read_row = problem->head_dim;
-    ops->rows_to_pairs(operand->clean, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
+/* A[head_dim][key / pack], neighbours along the keys, from clean. */
+static inline void sa_operand_columns(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
+                                      int64_t row_stride) {
+    if (ops->rows_to_columns) {
+        operand->read = operand->cells;
+        operand->read_row = sa_padded(sa_ceil_div(n, ops->pack));
+        operand->read_col = 1;
+        ops->rows_to_columns(operand->clean, n, problem->head_dim, operand->cells, operand->read_row);
+        return;
+    }
+    if (ops->pack != 1 || !sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride)) {
+        operand->read = operand->cells;
+        operand->read_row = problem->head_dim;
+        ops->rows_to_pairs(operand->clean, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
+    }
+    operand->read_col = operand->read_row;
+    operand->read_row = 1;
 }
 
 /* An element of cells [rows / pack][row], neighbours along the rows. */
