@@ -61,13 +61,14 @@ static void decode_item(void *arg, int64_t item, int32_t worker) {
     const sa_row_tile rows = decode_rows(job, item / job->num_splits, &stream);
     sa_attend_rows(attend, &stream, &rows, item % job->num_splits, job->num_splits, !job->parts);
     if (!job->parts) {
-        sa_attend_store(attend, &stream, &rows);
+        sa_attend_store(attend, &stream, rows.n);
         return;
     }
     const decode_part *part = &job->parts[item];
-    memcpy(part->pivot, attend->pivot, (size_t)rows.lanes * sizeof *part->pivot);
-    memcpy(part->sum, attend->sum, (size_t)rows.lanes * sizeof *part->sum);
-    memcpy(part->out, attend->out, (size_t)(rows.lanes * job->args->fwd.problem.head_dim) * sizeof *part->out);
+    const sa_row_block *block = attend->blocks; /* a decode's row tile is one */
+    memcpy(part->pivot, block->pivot, (size_t)rows.lanes * sizeof *part->pivot);
+    memcpy(part->sum, block->sum, (size_t)rows.lanes * sizeof *part->sum);
+    memcpy(part->out, block->out, (size_t)(rows.lanes * job->args->fwd.problem.head_dim) * sizeof *part->out);
 }
 
 static void merge_item(void *arg, int64_t item, int32_t worker) {
@@ -76,7 +77,9 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
     const sinkattn_fwd_args *args = &job->args->fwd;
     sa_stream stream;
     const sa_row_tile rows = decode_rows(job, item, &stream);
-    memset(attend->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *attend->out);
+    sa_row_block *block = attend->blocks;
+    block->rows = rows;
+    memset(block->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *block->out);
     for (int64_t lane = 0; lane < rows.n; lane++) {
         double pivot = sa_s_aux(args, stream.first_head + (rows.begin + lane) % stream.group), sum = sa_sink_sum(pivot);
         for (int64_t p = 0; p < job->num_splits; p++) {
@@ -85,15 +88,15 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
             const double kept = sa_exp_minus(pivot, top), added = part->sum[lane] == 0.0f ? 0.0 : sa_exp_minus(part->pivot[lane], top);
             sum = sum * kept + part->sum[lane] * added;
             for (int64_t x = 0; x < args->problem.head_dim; x++) {
-                float *out = &attend->out[x * rows.lanes + lane];
+                float *out = &block->out[x * rows.lanes + lane];
                 *out = *out * (float)kept + part->out[x * rows.lanes + lane] * (float)added;
             }
             pivot = top;
         }
-        attend->pivot[lane] = (float)pivot;
-        attend->sum[lane] = (float)sum;
+        block->pivot[lane] = (float)pivot;
+        block->sum[lane] = (float)sum;
     }
-    sa_attend_store(attend, &stream, &rows);
+    sa_attend_store(attend, &stream, rows.n);
 }
 
 static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan,

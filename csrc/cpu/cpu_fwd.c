@@ -8,23 +8,35 @@
  */
 #include "cpu/cpu_fwd.h"
 
+static sa_row_block take_block(sa_scratch *scratch, const sinkattn_problem *problem) {
+    const int64_t float_bytes = (int64_t)sizeof(float);
+    sa_row_block block;
+    memset(&block, 0, sizeof block);
+    block.mask = sa_take_mask(scratch, SA_BLOCK_ROWS);
+    block.q_lanes = sa_take(scratch, problem->head_dim * SA_BLOCK_ROWS * float_bytes);
+    block.out = sa_take(scratch, problem->head_dim * SA_BLOCK_ROWS * float_bytes);
+    block.pivot = sa_take(scratch, SA_BLOCK_ROWS * float_bytes);
+    block.sum = sa_take(scratch, SA_BLOCK_ROWS * float_bytes);
+    return block;
+}
+
 static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem,
                              const sinkattn_variant_info *info) {
-    const int64_t tile_q = info->tile_q, float_bytes = (int64_t)sizeof(float);
+    const int64_t num_blocks = sa_ceil_div(info->tile_q, SA_BLOCK_ROWS), float_bytes = (int64_t)sizeof(float);
     sa_attend attend;
     attend.ops = ops;
     attend.tile_k = info->tile_k;
-    attend.mask = sa_take_mask(scratch, tile_q);
-    attend.queries = sa_take_operand(scratch, problem, tile_q);
+    attend.blocks = sa_take(scratch, num_blocks * (int64_t)sizeof *attend.blocks);
+    for (int64_t i = 0; i < num_blocks; i++) {
+        const sa_row_block block = take_block(scratch, problem);
+        if (attend.blocks) attend.blocks[i] = block;
+    }
+    attend.queries = sa_take_operand(scratch, problem, SA_BLOCK_ROWS);
     attend.keys = sa_take_operand(scratch, problem, info->tile_k);
     attend.values = sa_take_operand(scratch, problem, info->tile_k);
-    attend.q_lanes = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
-    attend.scores = sa_take(scratch, info->tile_k * tile_q * float_bytes);
-    attend.out = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
-    attend.pivot = sa_take(scratch, tile_q * float_bytes);
-    attend.sum = sa_take(scratch, tile_q * float_bytes);
-    attend.alpha = sa_take(scratch, tile_q * float_bytes);
-    attend.out_rows = sa_take(scratch, tile_q * (int64_t)sizeof *attend.out_rows);
+    attend.scores = sa_take(scratch, info->tile_k * SA_BLOCK_ROWS * float_bytes);
+    attend.alpha = sa_take(scratch, SA_BLOCK_ROWS * float_bytes);
+    attend.out_rows = sa_take(scratch, SA_BLOCK_ROWS * (int64_t)sizeof *attend.out_rows);
     return attend;
 }
 
@@ -37,22 +49,19 @@ sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sin
     return workers;
 }
 
-static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
+/* One block and those of the tile's keys that it sees, from key `first` of the operands. */
+static void attend_block(sa_attend *attend, sa_row_block *block, const sa_stream *stream, sa_range keys, int64_t first) {
     const sa_cpu_ops *ops = attend->ops;
-    const sinkattn_fwd_args *args = stream->args;
-    const sinkattn_problem *problem = &args->problem;
-    const int64_t n = keys.end - keys.begin, lanes = rows->lanes;
-    const sa_lane_mask seen = sa_mask_keys(&attend->mask, stream, rows, keys);
-
-    sa_operand_keys(&attend->keys, stream, &args->k, keys);
-    sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
+    const sinkattn_problem *problem = &stream->args->problem;
+    const int64_t n = keys.end - keys.begin, lanes = block->rows.lanes;
+    const sa_operand *k = &attend->keys, *v = &attend->values;
     const sa_product qk = {.m = n,
                            .lanes = lanes,
                            .k = problem->head_dim / ops->pack,
-                           .a = attend->keys.read,
-                           .a_row = attend->keys.read_row,
-                           .a_col = attend->keys.read_col,
-                           .b = attend->q_lanes,
+                           .a = k->read + first * k->read_row,
+                           .a_row = k->read_row,
+                           .a_col = k->read_col,
+                           .b = block->q_lanes,
                            .b_row = lanes,
                            .c = attend->scores,
                            .c_row = lanes,
@@ -63,67 +72,97 @@ static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row
                                   .row_stride = lanes,
                                   .lanes = lanes,
                                   .keys = n,
-                                  .mask = seen,
+                                  .mask = sa_mask_keys(&block->mask, stream, &block->rows, keys),
                                   .scale = (float)sa_softmax_scale(problem),
-                                  .pivot = attend->pivot,
-                                  .sum = attend->sum,
+                                  .pivot = block->pivot,
+                                  .sum = block->sum,
                                   .alpha = attend->alpha};
     ops->softmax(&tile);
 
     const sa_cell *weights = (const sa_cell *)attend->scores;
-    sa_operand_keys(&attend->values, stream, &args->v, keys);
-    sa_operand_clean(&attend->values, ops, problem, n, seen.begin != NULL);
-    sa_operand_columns(&attend->values, ops, problem, n, args->v.row_stride);
     const sa_product pv = {.m = problem->head_dim,
                            .lanes = lanes,
                            .k = sa_ceil_div(n, ops->pack),
-                           .a = attend->values.read,
-                           .a_row = attend->values.read_row,
-                           .a_col = attend->values.read_col,
+                           .a = v->read + first / ops->pack * v->read_col,
+                           .a_row = v->read_row,
+                           .a_col = v->read_col,
                            .b = weights,
                            .b_row = lanes,
-                           .c = attend->out,
+                           .c = block->out,
                            .c_row = lanes,
                            .join = SA_RESCALE,
                            .beta = attend->alpha};
     ops->product(&pv);
-    if (attend->values.hidden) sa_add_hidden(&attend->values, ops, stream, rows, keys, weights, attend->out);
+    if (v->hidden) sa_add_hidden(v, first, ops, stream, &block->rows, keys, weights, block->out);
 }
 
-void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink) {
+static void attend_tile(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int32_t t) {
+    const sa_cpu_ops *ops = attend->ops;
     const sinkattn_fwd_args *args = stream->args;
     const sinkattn_problem *problem = &args->problem;
-    sa_mask_rows(&attend->mask, stream, rows);
+    const sa_range keys = sa_tile_keys(rows, t);
+    const int64_t n = keys.end - keys.begin;
+    sa_operand_keys(&attend->keys, stream, &args->k, keys);
+    sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
+    sa_operand_keys(&attend->values, stream, &args->v, keys);
+    sa_operand_clean(&attend->values, ops, problem, n, !sa_all_visible(&stream->band, rows->tokens, keys));
+    sa_operand_columns(&attend->values, ops, problem, n, args->v.row_stride);
+    for (int64_t i = 0; i * SA_BLOCK_ROWS < rows->n; i++) {
+        sa_row_block *block = &attend->blocks[i];
+        if (!sa_has_tile(&block->rows, t)) continue;
+        const sa_range seen = sa_tile_keys(&block->rows, t);
+        attend_block(attend, block, stream, seen, seen.begin - keys.begin);
+    }
+}
+
+static void begin_block(sa_attend *attend, sa_row_block *block, const sa_stream *stream, bool with_sink) {
+    const sinkattn_fwd_args *args = stream->args;
+    const sinkattn_problem *problem = &args->problem;
+    const sa_row_tile *rows = &block->rows;
+    sa_mask_rows(&block->mask, stream, rows);
     sa_operand_queries(&attend->queries, stream, &args->q, rows);
-    attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, attend->q_lanes, rows->lanes);
+    attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, block->q_lanes, rows->lanes);
     for (int64_t lane = 0; lane < rows->lanes; lane++) {
         const double s =
             with_sink && lane < rows->n ? sa_s_aux(args, stream->first_head + (rows->begin + lane) % stream->group) : -(double)INFINITY;
-        attend->pivot[lane] = (float)s;
-        attend->sum[lane] = (float)sa_sink_sum(s);
+        block->pivot[lane] = (float)s;
+        block->sum[lane] = (float)sa_sink_sum(s);
     }
-    memset(attend->out, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *attend->out);
+    memset(block->out, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *block->out);
+}
 
+void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink) {
+    for (int64_t done = 0; done < rows->n; done += SA_BLOCK_ROWS) {
+        const int64_t begin = rows->begin + done, end = rows->begin + sa_min(done + SA_BLOCK_ROWS, rows->n);
+        sa_row_block *block = &attend->blocks[done / SA_BLOCK_ROWS];
+        block->rows = sa_row_tile_of(stream, begin, end, attend->ops, attend->tile_k);
+        begin_block(attend, block, stream, with_sink);
+    }
     int64_t num_tiles = 0, ordinal = 0;
     SA_FOR_EACH_TILE(t, rows) num_tiles++;
     const sa_range mine = sa_split_part(num_tiles, num_parts, part);
     SA_FOR_EACH_TILE(t, rows) {
-        if (ordinal >= mine.begin && ordinal < mine.end) attend_keys(attend, stream, rows, sa_tile_keys(rows, t));
+        if (ordinal >= mine.begin && ordinal < mine.end) attend_tile(attend, stream, rows, t);
         ordinal++;
     }
 }
 
-void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
+static void store_block(sa_attend *attend, sa_row_block *block, const sa_stream *stream) {
     const sinkattn_fwd_args *args = stream->args;
+    const sa_row_tile *rows = &block->rows;
     float *lse = args->lse;
     for (int64_t lane = 0; lane < rows->n; lane++) {
-        const double sum = attend->sum[lane];
-        lse[sa_stat_index(stream, rows->begin + lane)] = (float)sa_lse(attend->pivot[lane], sum);
+        const double sum = block->sum[lane];
+        lse[sa_stat_index(stream, rows->begin + lane)] = (float)sa_lse(block->pivot[lane], sum);
         attend->alpha[lane] = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
         attend->out_rows[lane] = sa_query_row(stream, &args->out, rows->begin + lane);
     }
-    attend->ops->lanes_to_rows(attend->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
+    attend->ops->lanes_to_rows(block->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
                                args->problem.head_dim);
+}
+
+void sa_attend_store(sa_attend *attend, const sa_stream *stream, int64_t num_rows) {
+    for (int64_t i = 0; i * SA_BLOCK_ROWS < num_rows; i++) store_block(attend, &attend->blocks[i], stream);
 }
 
 typedef struct fwd_job {
@@ -144,7 +183,7 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     sa_attend *attend = &job->workers[worker];
     const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, attend->ops, attend->tile_k);
     sa_attend_rows(attend, &stream, &rows, 0, 1, true);
-    sa_attend_store(attend, &stream, &rows);
+    sa_attend_store(attend, &stream, rows.n);
 }
 
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {

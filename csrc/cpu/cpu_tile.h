@@ -100,6 +100,10 @@ static inline sa_range sa_tile_keys(const sa_row_tile *rows, int32_t t) {
     return keys;
 }
 
+static inline bool sa_has_tile(const sa_row_tile *rows, int32_t t) {
+    return t < rows->tiles.sink_end || (t >= rows->tiles.begin && t < rows->tiles.end);
+}
+
 #define SA_FOR_EACH_TILE(t, rows)                                                                                                          \
     for (int32_t t = sa_key_tile_from(&(rows)->tiles, 0); t < (rows)->tiles.end; t = sa_key_tile_from(&(rows)->tiles, t + 1))
 
@@ -252,14 +256,15 @@ static inline float sa_pair_value(const sa_cell *cells, int64_t pack, int64_t ro
     return value;
 }
 
-/* out[dim][lane] += weight[key][lane] * element[key][dim] for the elements that sa_operand_clean hid, in the lanes that see the key. */
-static inline void sa_add_hidden(const sa_operand *operand, const sa_cpu_ops *ops, const sa_stream *stream, const sa_row_tile *rows,
-                                 sa_range keys, const sa_cell *weights, float *out) {
+/* out[dim][lane] += weight[key][lane] * element[key][dim] for the elements that sa_operand_clean hid, in the lanes that see the key. The
+ * operand holds the keys from its row `first` on. */
+static inline void sa_add_hidden(const sa_operand *operand, int64_t first, const sa_cpu_ops *ops, const sa_stream *stream,
+                                 const sa_row_tile *rows, sa_range keys, const sa_cell *weights, float *out) {
     const sinkattn_problem *problem = &stream->args->problem;
     for (int64_t key = 0; key < keys.end - keys.begin; key++) {
-        if (operand->clean[key] == operand->rows[key]) continue;
+        if (operand->clean[first + key] == operand->rows[first + key]) continue;
         for (int64_t x = 0; x < problem->head_dim; x++) {
-            const float element = (float)sa_load(operand->rows[key], problem->dtype, x);
+            const float element = (float)sa_load(operand->rows[first + key], problem->dtype, x);
             if (isfinite(element)) continue;
             for (int64_t lane = 0; lane < rows->n; lane++)
                 if (sa_visible(&stream->band, (rows->begin + lane) / stream->group, keys.begin + key))
