@@ -14,8 +14,7 @@
 
 #define SA_OPS sa_ops_amx_bf16
 #define SA_VL 16
-#define SA_CELL_MADD(sum, a, b) ((sa_vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b)))
-#define SA_NARROW_BF16(x) ((sa_vh)_mm512_cvtneps_pbh((__m512)(x)))
+#define SA_BF16_CELLS
 #define SA_PRODUCT sa_tile_product
 #define SA_ROWS_TO_COLUMNS sa_rows_to_columns_run
 #define SA_KEY_STEP (2 * SA_TILE)

@@ -4,9 +4,14 @@
  *     SA_OPS          the name of its sa_cpu_ops
  *     SA_VL           floats a vector
  *     SA_PANEL        vectors of lanes that a block of the product holds; with SA_ROWS rows its sums fill the registers
- *     SA_CELL_MADD    optional: madd of cells of two bf16, with SA_NARROW_BF16; without it cells are fp32
+ *     SA_BF16_CELLS   optional, where AVX-512 has bf16 dot products: cells are two bf16; without it they are fp32
+ *     SA_PRODUCT, SA_KEY_STEP, SA_ROWS_TO_COLUMNS     optional: a product of its own, and what sa_cpu_ops says of it
  * and includes this. The compiler maps the vectors to the machine, so the same text serves all of them.
  */
+#if SA_VL == 16
+#include <immintrin.h>
+#endif
+
 #include "cpu/cpu.h"
 
 typedef float sa_vf __attribute__((vector_size(SA_VL * 4), aligned(4), may_alias));
@@ -19,8 +24,10 @@ typedef uint16_t sa_vh __attribute__((vector_size(SA_VL * 2), aligned(2), may_al
 #define SA_STEP ((int64_t)SA_VL)
 enum { SA_ROWS = 6 };
 
-#ifdef SA_CELL_MADD
+#ifdef SA_BF16_CELLS
 #define SA_PACK 2
+#define SA_CELL_MADD(sum, a, b) ((sa_vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b)))
+#define SA_NARROW_BF16(x) ((sa_vh)_mm512_cvtneps_pbh((__m512)(x)))
 #else
 #define SA_PACK 1
 #define SA_CELL_MADD(sum, a, b) ((sum) + (sa_vf)(a) * (sa_vf)(b))
@@ -36,7 +43,17 @@ SA_INLINE sa_vu sa_load_vu(const sa_cell *p) { return *(const sa_vu *)p; }
 SA_INLINE sa_vf sa_splat(float x) { return x - (sa_vf){0}; }
 SA_INLINE sa_vu sa_splat_cell(sa_cell x) { return x - (sa_vu){0}; }
 SA_INLINE sa_vf sa_select(sa_vi mask, sa_vf yes, sa_vf no) { return (sa_vf)(((sa_vi)yes & mask) | ((sa_vi)no & ~mask)); }
-SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return sa_select(a > b, a, b); } /* b where a is NaN */
+
+/* sa_vmax(a, b): b where either is NaN. sa_unless_below(x, least, y): 0 where x < least, else y. */
+#if SA_VL == 16
+SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return (sa_vf)_mm512_max_ps((__m512)a, (__m512)b); }
+SA_INLINE sa_vf sa_unless_below(sa_vf x, float least, sa_vf y) {
+    return (sa_vf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_NLT_UQ), (__m512)y);
+}
+#else
+SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return sa_select(a > b, a, b); }
+SA_INLINE sa_vf sa_unless_below(sa_vf x, float least, sa_vf y) { return sa_select(x < least, sa_splat(0.0f), y); }
+#endif
 
 /* exp in 2 ulp: e^x = 2^n e^f with |f| <= ln(2) / 2, polynomial of relative error 4e-9. Zero below the normal numbers; NaN stays NaN. */
 SA_INLINE sa_vf sa_exp(sa_vf x) {
@@ -49,7 +66,7 @@ SA_INLINE sa_vf sa_exp(sa_vf x) {
     y = y * f + 0x1.fffff8p-2f;
     y = y * (f * f) + f + 1.0f;
     const sa_vf power = (sa_vf)(((sa_vu)shifted - 0x4b400000u + 127u) << 23);
-    return sa_select(x < -87.0f, sa_splat(0.0f), y * power);
+    return sa_unless_below(x, -87.0f, y * power);
 }
 
 SA_INLINE sa_vf sa_widen_bf16(sa_vh x) { return (sa_vf)(__builtin_convertvector(x, sa_vu) << 16); }
@@ -158,38 +175,60 @@ SA_INLINE sa_vi sa_seen(const sa_lane_mask *mask, int64_t lane, int32_t key) {
 
 #if SA_PACK == 2
 SA_INLINE sa_vu sa_pair(sa_vf first, sa_vf second) {
-    return __builtin_convertvector(SA_NARROW_BF16(first), sa_vu) | (__builtin_convertvector(SA_NARROW_BF16(second), sa_vu) << 16);
+    static const uint16_t interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (sa_vu)_mm512_permutexvar_epi16(_mm512_loadu_si512(interleaved), halves);
 }
 #endif
+
+/* Scales and masks the scores of a vector of lanes, and returns their maximum; NaN is passed over. */
+SA_INLINE sa_vf sa_scale_scores(const sa_softmax_tile *t, int64_t lane, const bool masked) {
+    const sa_vf none = sa_splat(-INFINITY);
+    const int64_t stride = t->row_stride, keys = t->keys;
+    const float scale = t->scale;
+    float *s = t->scores + lane;
+    sa_vf top = none, odd_top = none;
+    for (int64_t key = 0; key < keys; key++, s += stride) {
+        sa_vf x = sa_load_vf(s) * scale;
+        if (masked) x = sa_select(sa_seen(&t->mask, lane, (int32_t)key), x, none);
+        sa_store_vf(s, x);
+        if (key & 1)
+            odd_top = sa_vmax(x, odd_top);
+        else
+            top = sa_vmax(x, top);
+    }
+    return sa_vmax(top, odd_top);
+}
+
+/* Scores become cells of P; returns their sum. */
+SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_vf from) {
+    const int64_t stride = t->row_stride, keys = t->keys;
+    const float *s = t->scores + lane;
+    float *cells = t->scores + lane;
+    sa_vf sum = sa_splat(0.0f);
+    for (int64_t key = 0; key < keys; key += SA_PACK, s += SA_PACK * stride, cells += stride) {
+        const sa_vf p = sa_exp(sa_load_vf(s) - from);
+        sum += p;
+#if SA_PACK == 1
+        sa_store_vf(cells, p);
+#else
+        sa_vf q = sa_splat(0.0f);
+        if (key + 1 < keys) q = sa_exp(sa_load_vf(s + stride) - from);
+        sum += q;
+        *(sa_vu *)cells = sa_pair(p, q);
+#endif
+    }
+    return sum;
+}
 
 static void sa_softmax_run(const sa_softmax_tile *t) {
     const sa_vf none = sa_splat(-INFINITY);
     for (int64_t lane = 0; lane < t->lanes; lane += SA_VL) {
-        float *column = t->scores + lane;
-        sa_vf top[4] = {none, none, none, none};
-        for (int64_t key = 0; key < t->keys; key++) {
-            sa_vf s = sa_load_vf(column + key * t->row_stride) * t->scale;
-            if (t->mask.begin) s = sa_select(sa_seen(&t->mask, lane, (int32_t)key), s, none);
-            sa_store_vf(column + key * t->row_stride, s);
-            top[key & 3] = sa_vmax(s, top[key & 3]);
-        }
-        const sa_vf before = sa_load_vf(t->pivot + lane);
-        const sa_vf pivot = sa_vmax(sa_vmax(sa_vmax(top[0], top[1]), sa_vmax(top[2], top[3])), before);
+        const sa_vf top = t->mask.begin ? sa_scale_scores(t, lane, true) : sa_scale_scores(t, lane, false);
+        const sa_vf before = sa_load_vf(t->pivot + lane), pivot = sa_vmax(top, before);
         const sa_vf from = sa_select(pivot == none, sa_splat(0.0f), pivot); /* -inf - -inf would be NaN for a lane without keys */
-        sa_vf sum = sa_splat(0.0f);
-        for (int64_t key = 0; key < t->keys; key += SA_PACK) {
-            const sa_vf p = sa_exp(sa_load_vf(column + key * t->row_stride) - from);
-            sum += p;
-#if SA_PACK == 1
-            sa_store_vf(column + key * t->row_stride, p);
-#else
-            sa_vf q = sa_splat(0.0f);
-            if (key + 1 < t->keys) q = sa_exp(sa_load_vf(column + (key + 1) * t->row_stride) - from);
-            sum += q;
-            *(sa_vu *)(column + key / 2 * t->row_stride) = sa_pair(p, q);
-#endif
-        }
-        const sa_vf alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
+        const sa_vf sum = sa_exp_scores(t, lane, from), alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
         sa_store_vf(t->alpha + lane, alpha);
         sa_store_vf(t->pivot + lane, pivot);
         sa_store_vf(t->sum + lane, sa_load_vf(t->sum + lane) * alpha + sum);
