@@ -128,36 +128,9 @@ static void sa_tile_product(const sa_product *g) {
     _tile_release();
 }
 
-/* to[j][i] = from[i][j] of 16 x 16 cells, in registers: pairs, fours, eights and sixteens of rows change places. */
-static inline __attribute__((always_inline)) void sa_transpose_tile(__m512i *rows) {
-    __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        rows[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        rows[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
+static void sa_rows_to_columns_run(const void *const *rows, int64_t n, int64_t head_dim, sa_cell *cells, int64_t row_cells);
+
+#include "cpu/cpu_rows.h"
 
 /* rows[n] -> [head_dim][row_cells], neighbours along the rows, as A of the product. */
 static void sa_rows_to_columns_run(const void *const *rows, int64_t n, int64_t head_dim, sa_cell *cells, int64_t row_cells) {
@@ -174,15 +147,13 @@ static void sa_rows_to_columns_run(const void *const *rows, int64_t n, int64_t h
                     r + 1 < n ? _mm256_maskz_loadu_epi16(in_row, (const uint16_t *)rows[r + 1] + x) : _mm256_setzero_si256();
                 tile[j] = _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
             }
-            sa_transpose_tile(tile);
+            sa_transpose_registers(tile);
 #pragma GCC unroll 16
             for (int64_t j = 0; j < 16; j++)
                 if (j < width) _mm512_storeu_si512(cells + (x + j) * row_cells + i / 2, tile[j]);
         }
     }
 }
-
-#include "cpu/cpu_rows.h"
 #else
 typedef int sa_no_amx_bf16;
 #endif

@@ -108,6 +108,7 @@ int64_t sa_cpu_bwd_workspace(const sinkattn_problem *problem, const sinkattn_pla
 static void plan_slots(const bwd_job *job) {
     const sinkattn_fwd_args *args = &job->args->fwd;
     const sinkattn_problem *problem = &args->problem;
+    const int64_t step = job->ops->key_step;
     int64_t row = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
         const sa_stream stream = sa_stream_of(args, NULL, b, 0);
@@ -119,7 +120,9 @@ static void plan_slots(const bwd_job *job) {
             slot->tokens = sa_split_part(stream.sequence.q_len, segments, s);
             if (slot->tokens.begin == slot->tokens.end) continue;
             slot->band = sa_rows_band(&stream.band, slot->tokens, &slot->sink_end);
-            slot->band.begin -= slot->band.begin % job->ops->key_step; /* as sa_tile_keys */
+            slot->sink_end = sa_ceil_div(slot->sink_end, step) * step; /* as sa_tile_keys, here and below */
+            slot->band.begin -= slot->band.begin % step;
+            slot->band.end = sa_min(sa_ceil_div(slot->band.end, step) * step, stream.sequence.k_len);
             if (slot->sink_end && (slot->sink_end - 1) / job->tile_k >= slot->band.begin / job->tile_k)
                 slot->sink_end = slot->band.begin = 0; /* prefix and band share a key tile, whose keys must lie in a row */
             row += problem->num_kv_heads * (slot->sink_end + slot->band.end - slot->band.begin);

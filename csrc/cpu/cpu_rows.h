@@ -310,10 +310,59 @@ SA_INLINE void sa_row_cells(const void *row, sinkattn_dtype dtype, int64_t head_
 #endif
 }
 
+/* sa_transpose_block: to[j * to_row + i] = from[i][j] for i < height, j < width, and zeros up to i = SA_TURN. */
+#if SA_VL == 16
+enum { SA_TURN = 16 };
+
+/* to[j][i] = from[i][j] of 16 x 16 cells, in registers: pairs, fours, eights and sixteens of rows change places. */
+SA_INLINE void sa_transpose_registers(__m512i *rows) {
+    __m512i t[16];
+    SA_UNROLL
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    SA_UNROLL
+    for (int i = 0; i < 16; i += 4) {
+        rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    SA_UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
+    }
+    SA_UNROLL
+    for (int i = 0; i < 4; i++) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        rows[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        rows[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+SA_INLINE void sa_transpose_block(const sa_cell *const *from, int64_t height, int64_t width, sa_cell *to, int64_t to_row) {
+    const __mmask16 in_row = (__mmask16)((1u << width) - 1u);
+    __m512i rows[SA_TURN];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < SA_TURN; i++) rows[i] = i < height ? _mm512_maskz_loadu_epi32(in_row, from[i]) : _mm512_setzero_si512();
+    sa_transpose_registers(rows);
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < SA_TURN; j++)
+        if (j < width) _mm512_storeu_si512(to + j * to_row, rows[j]);
+}
+#else
+enum { SA_TURN = 4 }; /* which divides every height and width */
+
 typedef uint32_t sa_quad __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* A 4 x 4 block: to[j * to_row + i] = from[i][j]. */
-SA_INLINE void sa_transpose_quad(const sa_cell *const *from, sa_cell *to, int64_t to_row) {
+SA_INLINE void sa_transpose_block(const sa_cell *const *from, int64_t height, int64_t width, sa_cell *to, int64_t to_row) {
+    (void)height;
+    (void)width;
     const sa_quad a = *(const sa_quad *)from[0], b = *(const sa_quad *)from[1], c = *(const sa_quad *)from[2],
                   d = *(const sa_quad *)from[3];
     const sa_quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
@@ -323,15 +372,16 @@ SA_INLINE void sa_transpose_quad(const sa_cell *const *from, sa_cell *to, int64_
     *(sa_quad *)(to + 2 * to_row) = __builtin_shufflevector(ba, dc, 0, 1, 4, 5);
     *(sa_quad *)(to + 3 * to_row) = __builtin_shufflevector(ba, dc, 2, 3, 6, 7);
 }
+#endif
 
 static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells,
                                  int64_t lanes) {
     const int64_t num_cells = head_dim / SA_PACK; /* a multiple of 4 */
     const bool native = SA_PACK == 2 || dtype == SINKATTN_FP32;
-    sa_cell values[4][512];
-    for (int64_t lane = 0; lane < lanes; lane += 4) {
-        const sa_cell *from[4];
-        for (int64_t i = 0; i < 4; i++) {
+    sa_cell values[SA_TURN][512];
+    for (int64_t lane = 0; lane < lanes; lane += SA_TURN) {
+        const sa_cell *from[SA_TURN];
+        for (int64_t i = 0; i < SA_TURN; i++) {
             from[i] = values[i];
             if (lane + i >= n)
                 memset(values[i], 0, (size_t)num_cells * sizeof **values);
@@ -342,9 +392,10 @@ static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dt
             if (lane + i + SA_LANES_STEP < n) /* rows of heads lie apart, where no hardware prefetcher follows */
                 for (int64_t x = 0; x < num_cells; x += 16) __builtin_prefetch((const sa_cell *)rows[lane + i + SA_LANES_STEP] + x);
         }
-        for (int64_t x = 0; x < num_cells; x += 4) {
-            const sa_cell *at[4] = {from[0] + x, from[1] + x, from[2] + x, from[3] + x};
-            sa_transpose_quad(at, cells + x * lanes + lane, lanes);
+        for (int64_t x = 0; x < num_cells; x += SA_TURN) {
+            const int64_t width = sa_min(SA_TURN, num_cells - x);
+            sa_transpose_block(from, SA_TURN, width, cells + x * lanes + lane, lanes);
+            for (int64_t i = 0; i < SA_TURN; i++) from[i] += width;
         }
     }
 }
@@ -391,14 +442,16 @@ static void sa_store_row_run(const float *values, float factor, void *row, sinka
 
 static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n,
                                  sinkattn_dtype dtype, int64_t head_dim) {
-    float block[4][512];
-    for (int64_t lane = 0; lane < n; lane += 4) {
-        for (int64_t x = 0; x < head_dim; x += 4) {
-            const sa_cell *from = (const sa_cell *)values + x * lanes + lane;
-            const sa_cell *at[4] = {from, from + lanes, from + 2 * lanes, from + 3 * lanes};
-            sa_transpose_quad(at, (sa_cell *)&block[0][x], 512);
+    enum { ROW = 512 + SA_TURN }; /* head_dim need not be a multiple of SA_TURN */
+    float block[SA_TURN][ROW];
+    for (int64_t lane = 0; lane < n; lane += SA_TURN) {
+        for (int64_t x = 0; x < head_dim; x += SA_TURN) {
+            const sa_cell *from[SA_TURN];
+            for (int64_t i = 0; i < SA_TURN; i++) from[i] = (const sa_cell *)values + (x + i) * lanes + lane;
+            sa_transpose_block(from, sa_min(SA_TURN, head_dim - x), SA_TURN, (sa_cell *)&block[0][x], ROW);
         }
-        for (int64_t i = 0; i < sa_min(4, n - lane); i++) sa_store_row_run(block[i], factor[lane + i], rows[lane + i], dtype, head_dim);
+        for (int64_t i = 0; i < sa_min(SA_TURN, n - lane); i++)
+            sa_store_row_run(block[i], factor[lane + i], rows[lane + i], dtype, head_dim);
     }
 }
 
@@ -413,11 +466,13 @@ static void sa_lane_dot_run(const sa_cell *a, const sa_cell *b, int64_t k, int64
 static bool sa_all_finite_run(const void *row, sinkattn_dtype dtype, int64_t n) {
     const bool wide = dtype == SINKATTN_FP32;
     const uint32_t exponent = wide ? 0x7f800000u : dtype == SINKATTN_BF16 ? 0x7f80u : 0x7c00u;
-    uint32_t bad = 0;
-    if (wide)
+    if (wide) {
+        uint32_t bad = 0;
         for (int64_t x = 0; x < n; x++) bad |= (((const uint32_t *)row)[x] & exponent) == exponent;
-    else
-        for (int64_t x = 0; x < n; x++) bad |= (((const uint16_t *)row)[x] & exponent) == exponent;
+        return !bad;
+    }
+    uint16_t bad = 0; /* as wide as the elements, so that vectors of them stay vectors */
+    for (int64_t x = 0; x < n; x++) bad |= (uint16_t)((((const uint16_t *)row)[x] & (uint16_t)exponent) == (uint16_t)exponent);
     return !bad;
 }
 

@@ -76,7 +76,8 @@ static inline int64_t sa_stat_index(const sa_stream *stream, int64_t r) {
 
 /* Rows [begin, begin + n) of a stream, in `lanes` lanes, and the key tiles that they meet. */
 typedef struct sa_row_tile {
-    int64_t begin, n, lanes, key_step;
+    int64_t begin, n, lanes;
+    int64_t key_step, k_len;
     sa_range tokens;
     sa_key_tiles tiles;
 } sa_row_tile;
@@ -87,16 +88,18 @@ static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin,
     rows.n = end - begin;
     rows.lanes = sa_ceil_div(rows.n, SA_LANES_STEP) * SA_LANES_STEP;
     rows.key_step = ops->key_step;
+    rows.k_len = stream->band.k_len;
     rows.tokens.begin = begin / stream->group;
     rows.tokens.end = (end - 1) / stream->group + 1;
     rows.tiles = sa_key_tiles_of(&stream->band, rows.tokens, tile_k);
     return rows;
 }
 
-/* The keys of tile t, begun so that the keys which are added together are the same for every row. */
+/* The keys of tile t in whole steps, so that the keys which are added together are the same for every row. */
 static inline sa_range sa_tile_keys(const sa_row_tile *rows, int32_t t) {
     sa_range keys = sa_key_tile(&rows->tiles, t);
     keys.begin -= keys.begin % rows->key_step;
+    keys.end = sa_min(sa_ceil_div(keys.end, rows->key_step) * rows->key_step, rows->k_len);
     return keys;
 }
 
@@ -125,13 +128,18 @@ static inline sa_tile_mask sa_take_mask(sa_scratch *scratch, int64_t tile_q) {
 }
 
 static inline void sa_mask_rows(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows) {
-    for (int64_t lane = 0; lane < rows->lanes; lane++) {
-        const int64_t i = (rows->begin + lane) / stream->group;
-        const sa_range none = {0, 0}, keys = lane < rows->n ? sa_row_band(&stream->band, i) : none;
-        mask->begin[lane] = keys.begin;
-        mask->end[lane] = keys.end;
-        mask->sink_end[lane] = lane < rows->n ? sa_row_sink_end(&stream->band, i) : 0;
+    int64_t lane = 0;
+    for (int64_t i = rows->tokens.begin; i < rows->tokens.end; i++) {
+        const sa_range keys = sa_row_band(&stream->band, i);
+        const int64_t sink_end = sa_row_sink_end(&stream->band, i);
+        const int64_t next = sa_min((i + 1) * stream->group - rows->begin, rows->n);
+        for (; lane < next; lane++) {
+            mask->begin[lane] = keys.begin;
+            mask->end[lane] = keys.end;
+            mask->sink_end[lane] = sink_end;
+        }
     }
+    for (; lane < rows->lanes; lane++) mask->begin[lane] = mask->end[lane] = mask->sink_end[lane] = 0;
 }
 
 static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
