@@ -26,7 +26,7 @@ static int64_t num_row_tiles(const sinkattn_problem *problem, int64_t tile_q) {
 static decode_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     decode_job job = {NULL, NULL, NULL, info->tile_q, num_row_tiles(problem, info->tile_q), plan->num_splits};
-    job.workers = sa_take_workers(scratch, ops, problem, plan);
+    job.workers = sa_take_workers(scratch, ops, problem, plan, 1);
     if (job.num_splits == 1) return job;
     const int64_t num_parts = problem->batch * problem->num_kv_heads * job.num_row_tiles * job.num_splits;
     job.parts = sa_take(scratch, num_parts * (int64_t)sizeof *job.parts);
@@ -61,14 +61,14 @@ static void decode_item(void *arg, int64_t item, int32_t worker) {
     const sa_row_tile rows = decode_rows(job, item / job->num_splits, &stream);
     sa_attend_rows(attend, &stream, &rows, item % job->num_splits, job->num_splits, !job->parts);
     if (!job->parts) {
-        sa_attend_store(attend, &stream, rows.n);
+        sa_attend_store(attend, &stream, &rows);
         return;
     }
     const decode_part *part = &job->parts[item];
-    const sa_row_block *block = attend->blocks; /* a decode's row tile is one */
-    memcpy(part->pivot, block->pivot, (size_t)rows.lanes * sizeof *part->pivot);
-    memcpy(part->sum, block->sum, (size_t)rows.lanes * sizeof *part->sum);
-    memcpy(part->out, block->out, (size_t)(rows.lanes * job->args->fwd.problem.head_dim) * sizeof *part->out);
+    const sa_row_state *state = attend->states;
+    memcpy(part->pivot, state->pivot, (size_t)rows.lanes * sizeof *part->pivot);
+    memcpy(part->sum, state->sum, (size_t)rows.lanes * sizeof *part->sum);
+    memcpy(part->out, state->out, (size_t)(rows.lanes * job->args->fwd.problem.head_dim) * sizeof *part->out);
 }
 
 static void merge_item(void *arg, int64_t item, int32_t worker) {
@@ -77,9 +77,9 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
     const sinkattn_fwd_args *args = &job->args->fwd;
     sa_stream stream;
     const sa_row_tile rows = decode_rows(job, item, &stream);
-    sa_row_block *block = attend->blocks;
-    block->rows = rows;
-    memset(block->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *block->out);
+    sa_row_state *state = attend->states;
+    state->rows = rows;
+    memset(state->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *state->out);
     for (int64_t lane = 0; lane < rows.n; lane++) {
         double pivot = sa_s_aux(args, stream.first_head + (rows.begin + lane) % stream.group), sum = sa_sink_sum(pivot);
         for (int64_t p = 0; p < job->num_splits; p++) {
@@ -88,15 +88,15 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
             const double kept = sa_exp_minus(pivot, top), added = part->sum[lane] == 0.0f ? 0.0 : sa_exp_minus(part->pivot[lane], top);
             sum = sum * kept + part->sum[lane] * added;
             for (int64_t x = 0; x < args->problem.head_dim; x++) {
-                float *out = &block->out[x * rows.lanes + lane];
+                float *out = &state->out[x * rows.lanes + lane];
                 *out = *out * (float)kept + part->out[x * rows.lanes + lane] * (float)added;
             }
             pivot = top;
         }
-        block->pivot[lane] = (float)pivot;
-        block->sum[lane] = (float)sum;
+        state->pivot[lane] = (float)pivot;
+        state->sum[lane] = (float)sum;
     }
-    sa_attend_store(attend, &stream, rows.n);
+    sa_attend_store(attend, &stream, &rows);
 }
 
 static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan,

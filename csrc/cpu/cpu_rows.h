@@ -215,6 +215,8 @@ SA_INLINE sa_vf sa_scale_scores(const sa_softmax_tile *t, int64_t lane, const bo
     return sa_vmax(top, odd_top);
 }
 
+#define SA_PIVOT_SLACK 4.0f /* the pivot stays while no weight passes e^4, so that O^T is seldom rescaled */
+
 /* Scores become cells of P; returns their sum. */
 SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_vf from) {
     const int64_t stride = t->row_stride, keys = t->keys;
@@ -240,7 +242,7 @@ static void sa_softmax_run(const sa_softmax_tile *t) {
     const sa_vf none = sa_splat(-INFINITY);
     for (int64_t lane = 0; lane < t->lanes; lane += SA_VL) {
         const sa_vf top = t->mask.begin ? sa_scale_scores(t, lane, true) : sa_scale_scores(t, lane, false);
-        const sa_vf before = sa_load_vf(t->pivot + lane), pivot = sa_vmax(top, before);
+        const sa_vf before = sa_load_vf(t->pivot + lane), pivot = sa_select(top > before + SA_PIVOT_SLACK, top, before);
         const sa_vf from = sa_select(pivot == none, sa_splat(0.0f), pivot); /* -inf - -inf would be NaN for a lane without keys */
         const sa_vf sum = sa_exp_scores(t, lane, from), alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
         sa_store_vf(t->alpha + lane, alpha);
