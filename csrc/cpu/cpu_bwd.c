@@ -168,8 +168,9 @@ static void load_row_tile(const bwd_job *job, bwd_worker *worker, const sa_strea
     load_pairs(job, &worker->q, problem, rows);
     load_pairs(job, &worker->dout, problem, rows);
     const float *lse = args->fwd.lse, *dlse = args->dlse;
-    for (int64_t lane = 0; lane < rows->lanes; lane++) {
-        const int64_t at = lane < rows->n ? sa_stat_index(stream, rows->begin + lane) : -1;
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t lane = 0; lane < rows->lanes; lane++, row = sa_row_after(stream, row)) {
+        const int64_t at = lane < rows->n ? sa_stat_index(stream, row) : -1;
         worker->lse[lane] = at < 0 ? INFINITY : lse[at];
         worker->bias[lane] = at < 0 ? 0.0f : (dlse ? dlse[at] : 0.0f) - worker->delta[lane];
         worker->sink_sum[lane] = 0.0f;
@@ -292,12 +293,13 @@ static void store_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stre
     const sinkattn_bwd_args *args = job->args;
     const sinkattn_problem *problem = &args->fwd.problem;
     const float *dlse = args->dlse;
-    for (int64_t lane = 0; lane < rows->n; lane++) {
-        const int64_t r = rows->begin + lane, at = sa_stat_index(stream, r);
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t lane = 0; lane < rows->n; lane++, row = sa_row_after(stream, row)) {
+        const int64_t at = sa_stat_index(stream, row);
         worker->factor[lane] = (float)sa_softmax_scale(problem);
-        worker->dq_rows[lane] = sa_query_row(stream, &args->dq, r);
+        worker->dq_rows[lane] = sa_query_row(stream, &args->dq, row);
         if (!job->terms) continue;
-        const double p_sink = sa_exp_minus(sa_s_aux(&args->fwd, stream->first_head + r % stream->group), worker->lse[lane]);
+        const double p_sink = sa_exp_minus(sa_s_aux(&args->fwd, row.head), worker->lse[lane]);
         job->terms[at] = (float)p_sink * ((dlse ? dlse[at] : 0.0f) - worker->sink_sum[lane]);
     }
     job->ops->lanes_to_rows(worker->dq, rows->lanes, worker->factor, worker->dq_rows, rows->n, problem->dtype, problem->head_dim);

@@ -81,7 +81,7 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
     state->rows = rows;
     memset(state->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *state->out);
     for (int64_t lane = 0; lane < rows.n; lane++) {
-        double pivot = sa_s_aux(args, stream.first_head + (rows.begin + lane) % stream.group), sum = sa_sink_sum(pivot);
+        double pivot = sa_s_aux(args, sa_row_at(&stream, rows.begin + lane).head), sum = sa_sink_sum(pivot);
         for (int64_t p = 0; p < job->num_splits; p++) {
             const decode_part *part = &job->parts[item * job->num_splits + p];
             const double top = part->pivot[lane] > pivot ? part->pivot[lane] : pivot;

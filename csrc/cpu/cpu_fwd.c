@@ -128,9 +128,9 @@ static void begin_state(sa_attend *attend, sa_row_state *state, const sa_stream 
     sa_mask_rows(&state->mask, stream, rows);
     sa_operand_queries(&attend->queries, stream, &args->q, rows);
     attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, state->q_lanes, rows->lanes);
-    for (int64_t lane = 0; lane < rows->lanes; lane++) {
-        const double s =
-            with_sink && lane < rows->n ? sa_s_aux(args, stream->first_head + (rows->begin + lane) % stream->group) : -(double)INFINITY;
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t lane = 0; lane < rows->lanes; lane++, row = sa_row_after(stream, row)) {
+        const double s = with_sink && lane < rows->n ? sa_s_aux(args, row.head) : -(double)INFINITY;
         state->pivot[lane] = (float)s;
         state->sum[lane] = (float)sa_sink_sum(s);
     }
@@ -157,11 +157,12 @@ static void store_state(sa_attend *attend, sa_row_state *state, const sa_stream 
     const sinkattn_fwd_args *args = stream->args;
     const sa_row_tile *rows = &state->rows;
     float *lse = args->lse;
-    for (int64_t lane = 0; lane < rows->n; lane++) {
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t lane = 0; lane < rows->n; lane++, row = sa_row_after(stream, row)) {
         const double sum = state->sum[lane];
-        lse[sa_stat_index(stream, rows->begin + lane)] = (float)sa_lse(state->pivot[lane], sum);
+        lse[sa_stat_index(stream, row)] = (float)sa_lse(state->pivot[lane], sum);
         attend->alpha[lane] = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
-        attend->out_rows[lane] = sa_query_row(stream, &args->out, rows->begin + lane);
+        attend->out_rows[lane] = sa_query_row(stream, &args->out, row);
     }
     attend->ops->lanes_to_rows(state->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
                                args->problem.head_dim);

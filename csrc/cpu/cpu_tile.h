@@ -55,10 +55,26 @@ static inline char *sa_element(const sinkattn_tensor *tensor, sinkattn_dtype dty
     return (char *)tensor->data + offset * sa_dtype_bytes(dtype);
 }
 
-/* Row r of a tensor shaped as q. */
-static inline char *sa_query_row(const sa_stream *stream, const sinkattn_tensor *tensor, int64_t r) {
+/* Where row r of a stream lies. Rows are many and a division is long, so a loop goes from one to the next. */
+typedef struct sa_row {
+    int64_t token, head;
+} sa_row;
+
+static inline sa_row sa_row_at(const sa_stream *stream, int64_t r) {
+    const sa_row row = {r / stream->group, stream->first_head + r % stream->group};
+    return row;
+}
+
+static inline sa_row sa_row_after(const sa_stream *stream, sa_row row) {
+    const bool last = row.head + 1 == stream->first_head + stream->group;
+    const sa_row after = {row.token + last, last ? stream->first_head : row.head + 1};
+    return after;
+}
+
+/* A row of a tensor shaped as q. */
+static inline char *sa_query_row(const sa_stream *stream, const sinkattn_tensor *tensor, sa_row row) {
     const sa_sequence *at = &stream->sequence;
-    const int64_t offset = sa_offset(tensor, at->batch, at->q_begin + r / stream->group, stream->first_head + r % stream->group);
+    const int64_t offset = sa_offset(tensor, at->batch, at->q_begin + row.token, row.head);
     return sa_element(tensor, stream->args->problem.dtype, offset);
 }
 
@@ -70,8 +86,8 @@ static inline char *sa_key_row(const sa_stream *stream, const sinkattn_tensor *t
     return sa_element(tensor, stream->args->problem.dtype, offset);
 }
 
-static inline int64_t sa_stat_index(const sa_stream *stream, int64_t r) {
-    return sa_row_index(&stream->args->problem, &stream->sequence, stream->first_head + r % stream->group, r / stream->group);
+static inline int64_t sa_stat_index(const sa_stream *stream, sa_row row) {
+    return sa_row_index(&stream->args->problem, &stream->sequence, row.head, row.token);
 }
 
 /* Rows [begin, begin + n) of a stream, in `lanes` lanes, and the key tiles that they meet. */
@@ -195,7 +211,8 @@ static inline void sa_operand_keys(sa_operand *operand, const sa_stream *stream,
 
 static inline void sa_operand_queries(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor,
                                       const sa_row_tile *rows) {
-    for (int64_t r = 0; r < rows->n; r++) operand->rows[r] = sa_query_row(stream, tensor, rows->begin + r);
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t r = 0; r < rows->n; r++, row = sa_row_after(stream, row)) operand->rows[r] = sa_query_row(stream, tensor, row);
 }
 
 /* Fills clean; with may_hide false it is the rows themselves. */
