@@ -70,8 +70,9 @@ typedef struct sa_gradient_tile {
 
 /* The primitives of one instruction set. */
 typedef struct sa_cpu_ops {
-    int64_t pack;     /* values of the reduction in a cell */
-    int64_t key_step; /* keys that a product adds together: a tile of keys begins at a multiple */
+    int64_t pack;                        /* values of the reduction in a cell */
+    int64_t key_step;                    /* keys that a product adds together: a tile of keys begins at a multiple */
+    void (*enter)(void), (*leave)(void); /* before and after the products of an item, on its thread; NULL: nothing to do */
     void (*product)(const sa_product *product);
     void (*softmax)(const sa_softmax_tile *tile);
     void (*gradient)(const sa_gradient_tile *tile);
@@ -92,6 +93,14 @@ typedef struct sa_cpu_ops {
     void (*lane_dot)(const sa_cell *a, const sa_cell *b, int64_t k, int64_t lanes, float *out);
     bool (*all_finite)(const void *row, sinkattn_dtype dtype, int64_t n);
 } sa_cpu_ops;
+
+static inline void sa_enter(const sa_cpu_ops *ops) {
+    if (ops->enter) ops->enter();
+}
+
+static inline void sa_leave(const sa_cpu_ops *ops) {
+    if (ops->leave) ops->leave();
+}
 
 extern const sa_cpu_ops sa_ops_scalar;
 #if defined(__x86_64__)

@@ -16,6 +16,8 @@
 #define SA_VL 16
 #define SA_BF16_CELLS
 #define SA_PRODUCT sa_tile_product
+#define SA_ENTER sa_tile_enter
+#define SA_LEAVE sa_tile_leave
 #define SA_ROWS_TO_COLUMNS sa_rows_to_columns_run
 #define SA_KEY_STEP (2 * SA_TILE)
 
@@ -44,6 +46,10 @@ static void sa_configure_tiles(int64_t rows, int64_t cells) {
     sa_memory_is_read(&config);
     _tile_loadconfig(&config);
 }
+
+/* Between products, tiles are full. */
+static void sa_tile_enter(void) { sa_configure_tiles(SA_TILE, SA_TILE); }
+static void sa_tile_leave(void) { _tile_release(); }
 
 /* rows x columns tiles of C at (i, lane) from tiles of A and B whose cells are [x, end), `step` at a time. */
 static inline __attribute__((always_inline)) void sa_tile_block(const sa_product *g, int64_t i, int64_t lane, int64_t x, int64_t end,
@@ -85,7 +91,7 @@ static inline __attribute__((always_inline)) void sa_tile_block(const sa_product
 /* Rows [begin, end) of C, all of them full tiles or one that is not, over cells that are the same. */
 static void sa_tile_part(const sa_product *g, sa_range rows, sa_range cells, bool set) {
     const int64_t height = sa_min(SA_TILE, rows.end - rows.begin), step = sa_min(SA_TILE, cells.end - cells.begin);
-    sa_configure_tiles(height, step);
+    if (height < SA_TILE || step < SA_TILE) sa_configure_tiles(height, step);
     for (int64_t i = rows.begin; i < rows.end; i += 2 * SA_TILE) {
         const bool two = i + SA_TILE < rows.end;
         int64_t lane = 0;
@@ -117,6 +123,7 @@ static void sa_tile_product(const sa_product *g) {
     const sa_range rows[2] = {{0, g->m / SA_TILE * SA_TILE}, {g->m / SA_TILE * SA_TILE, g->m}};
     const sa_range cells[2] = {{0, g->k / SA_TILE * SA_TILE}, {g->k / SA_TILE * SA_TILE, g->k}};
     if (g->join == SA_RESCALE) sa_tile_rescale(g);
+    sa_memory_is_read(g->c);
     for (int r = 0; r < 2; r++) {
         bool set = g->join == SA_SET;
         for (int x = 0; x < 2; x++) {
@@ -125,7 +132,7 @@ static void sa_tile_product(const sa_product *g) {
             set = false;
         }
     }
-    _tile_release();
+    if (g->m % SA_TILE || g->k % SA_TILE) sa_tile_enter();
 }
 
 static void sa_rows_to_columns_run(const void *const *rows, int64_t n, int64_t head_dim, sa_cell *cells, int64_t row_cells);

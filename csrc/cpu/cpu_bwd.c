@@ -316,12 +316,14 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
     memset(job->dk + first, 0, (size_t)size * sizeof *job->dk);
     memset(job->dv + first, 0, (size_t)size * sizeof *job->dv);
     const int64_t end = slot->tokens.end * stream.group;
+    sa_enter(job->ops);
     for (int64_t r = slot->tokens.begin * stream.group; r < end; r += job->tile_q) {
         const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end), job->ops, job->tile_k);
         load_row_tile(job, worker, &stream, &rows);
         SA_FOR_EACH_TILE(t, &rows) key_tile(job, worker, &stream, &rows, slot, sa_tile_keys(&rows, t));
         store_row_tile(job, worker, &stream, &rows);
     }
+    sa_leave(job->ops);
 }
 
 /* Pass 2: dK and dV of one key of every kv head. */

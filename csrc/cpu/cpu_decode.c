@@ -59,7 +59,9 @@ static void decode_item(void *arg, int64_t item, int32_t worker) {
     sa_attend *attend = &job->workers[worker];
     sa_stream stream;
     const sa_row_tile rows = decode_rows(job, item / job->num_splits, &stream);
+    sa_enter(attend->ops);
     sa_attend_rows(attend, &stream, &rows, item % job->num_splits, job->num_splits, !job->parts);
+    sa_leave(attend->ops);
     if (!job->parts) {
         sa_attend_store(attend, &stream, &rows);
         return;

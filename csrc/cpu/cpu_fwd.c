@@ -195,7 +195,9 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     if (begin >= end) return;
     sa_attend *attend = &job->workers[worker];
     const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, attend->ops, attend->tile_k);
+    sa_enter(attend->ops);
     sa_attend_rows(attend, &stream, &rows, 0, 1, true);
+    sa_leave(attend->ops);
     sa_attend_store(attend, &stream, &rows);
 }
 

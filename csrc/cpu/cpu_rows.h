@@ -5,7 +5,7 @@
  *     SA_VL           floats a vector
  *     SA_PANEL        vectors of lanes that a block of the product holds; with SA_ROWS rows its sums fill the registers
  *     SA_BF16_CELLS   optional, where AVX-512 has bf16 dot products: cells are two bf16; without it they are fp32
- *     SA_PRODUCT, SA_KEY_STEP, SA_ROWS_TO_COLUMNS     optional: a product of its own, and what sa_cpu_ops says of it
+ *     SA_PRODUCT      optional: a product of its own; with SA_ENTER, SA_LEAVE, SA_ROWS_TO_COLUMNS, SA_KEY_STEP, which see in sa_cpu_ops
  * and includes this. The compiler maps the vectors to the machine, so the same text serves all of them.
  */
 #if SA_VL == 16
@@ -32,9 +32,6 @@ enum { SA_ROWS = 6 };
 #define SA_PACK 1
 #define SA_CELL_MADD(sum, a, b) ((sum) + (sa_vf)(a) * (sa_vf)(b))
 #define SA_NARROW_BF16(x) sa_round_bf16(x)
-#endif
-#ifndef SA_KEY_STEP
-#define SA_KEY_STEP 2
 #endif
 
 SA_INLINE sa_vf sa_load_vf(const float *p) { return *(const sa_vf *)p; }
@@ -117,8 +114,6 @@ SA_INLINE sa_vf sa_load_values(const void *row, sinkattn_dtype dtype, int64_t x)
 }
 
 #ifndef SA_PRODUCT
-#define SA_PRODUCT sa_product_run
-
 /* ---- C = A B ------------------------------------------------------------------------------------------------------------------ */
 
 SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int rows, const int vectors) {
@@ -483,16 +478,21 @@ static bool sa_all_finite_run(const void *row, sinkattn_dtype dtype, int64_t n) 
 
 const sa_cpu_ops SA_OPS = {
     .pack = SA_PACK,
+#ifdef SA_PRODUCT
     .key_step = SA_KEY_STEP,
+    .enter = SA_ENTER,
+    .leave = SA_LEAVE,
     .product = SA_PRODUCT,
+    .rows_to_columns = SA_ROWS_TO_COLUMNS,
+#else
+    .key_step = 2,
+    .product = sa_product_run,
+#endif
     .softmax = sa_softmax_run,
     .gradient = sa_gradient_run,
     .rows_to_lanes = sa_rows_to_lanes_run,
     .rows_to_cells = sa_rows_to_cells_run,
     .rows_to_pairs = sa_rows_to_pairs_run,
-#ifdef SA_ROWS_TO_COLUMNS
-    .rows_to_columns = SA_ROWS_TO_COLUMNS,
-#endif
     .lanes_to_rows = sa_lanes_to_rows_run,
     .store_row = sa_store_row_run,
     .lane_dot = sa_lane_dot_run,
