@@ -19,11 +19,11 @@
 #define SA_ENTER sa_tile_enter
 #define SA_LEAVE sa_tile_leave
 #define SA_ROWS_TO_COLUMNS sa_rows_to_columns_run
-#define SA_KEY_STEP (2 * SA_TILE)
+#define SA_KEY_STEP 32
 
 #include "cpu/cpu.h"
 
-enum { SA_TILE = 16 }; /* rows of a tile, and cells of a row */
+enum { SA_TILE = 16, SA_TWO_TILES = 32 }; /* rows of a tile, and cells of a row */
 
 /* Some compilers do not know what the tile intrinsics read, and would leave it unwritten. */
 static inline void sa_memory_is_read(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
@@ -92,10 +92,10 @@ static inline __attribute__((always_inline)) void sa_tile_block(const sa_product
 static void sa_tile_part(const sa_product *g, sa_range rows, sa_range cells, bool set) {
     const int64_t height = sa_min(SA_TILE, rows.end - rows.begin), step = sa_min(SA_TILE, cells.end - cells.begin);
     if (height < SA_TILE || step < SA_TILE) sa_configure_tiles(height, step);
-    for (int64_t i = rows.begin; i < rows.end; i += 2 * SA_TILE) {
+    for (int64_t i = rows.begin; i < rows.end; i += SA_TWO_TILES) {
         const bool two = i + SA_TILE < rows.end;
         int64_t lane = 0;
-        for (; lane + SA_TILE < g->lanes; lane += 2 * SA_TILE) {
+        for (; lane + SA_TILE < g->lanes; lane += SA_TWO_TILES) {
             if (two)
                 sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 2, 2);
             else

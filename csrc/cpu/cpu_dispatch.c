@@ -2,7 +2,6 @@
  *
  * What this machine's CPU can do, and what SINKATTN_CPU_LEVEL lets it do; the workspace of the backend's rows.
  */
-#define _DEFAULT_SOURCE /* syscall */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +11,8 @@
 #if defined(__x86_64__) && defined(__linux__)
 #include <stdatomic.h>
 #include <sys/syscall.h>
-#include <unistd.h>
+
+long syscall(long number, ...); /* which unistd.h hides from C11 */
 #endif
 
 #include "cpu/cpu.h"

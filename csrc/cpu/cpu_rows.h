@@ -443,7 +443,7 @@ static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float
     float block[SA_TURN][ROW];
     const int64_t line = 64 / sa_dtype_bytes(dtype);
     for (int64_t lane = 0; lane < n; lane += SA_TURN) {
-        for (int64_t i = lane + SA_TURN; i < sa_min(lane + 2 * SA_TURN, n); i++)
+        for (int64_t i = lane + SA_TURN; i < sa_min(lane + SA_TURN + SA_TURN, n); i++)
             for (int64_t x = 0; x < head_dim; x += line) __builtin_prefetch((const char *)rows[i] + x * sa_dtype_bytes(dtype), 1);
         for (int64_t x = 0; x < head_dim; x += SA_TURN) {
             const sa_cell *from[SA_TURN];
