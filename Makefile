@@ -54,9 +54,12 @@ C_TEST_OBJECTS := $(C_TESTS:%=$(BUILD)/%.o)
 ifneq ($(findstring x86_64,$(shell $(CC) -dumpmachine)),)
 AVX2_FLAGS := -mavx2 -mfma -mf16c
 AVX512_FLAGS := $(AVX2_FLAGS) -mavx512f -mavx512bw -mavx512dq -mavx512vl
+AVX512_BF16_FLAGS := $(AVX512_FLAGS) -mavx512bf16
+AMX_BF16_FLAGS := $(AVX512_BF16_FLAGS) -mamx-tile -mamx-bf16
 $(BUILD)/csrc/cpu/cpu_avx2.c.o: ROW_FLAGS := $(AVX2_FLAGS)
 $(BUILD)/csrc/cpu/cpu_avx512.c.o: ROW_FLAGS := $(AVX512_FLAGS)
-$(BUILD)/csrc/cpu/cpu_avx512_bf16.c.o: ROW_FLAGS := $(AVX512_FLAGS) -mavx512bf16
+$(BUILD)/csrc/cpu/cpu_avx512_bf16.c.o: ROW_FLAGS := $(AVX512_BF16_FLAGS)
+$(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
@@ -185,8 +188,7 @@ lint: $(call installed,lint)
 	$(TOOLS)ruff format --check .
 	$(TOOLS)mypy --strict sinkattn
 	$(TOOLS)clang-format --dry-run -Werror $(C_FILES)
-	$(TOOLS)clang-tidy --quiet $(filter csrc/core/%.c csrc/cpu/%.c,$(SOURCES)) -- -std=c11 -Icsrc -Icsrc/include \
-	    $(AVX512_FLAGS) $(if $(AVX512_FLAGS),-mavx512bf16)
+	$(TOOLS)clang-tidy --quiet $(filter csrc/core/%.c csrc/cpu/%.c,$(SOURCES)) -- -std=c11 -Icsrc -Icsrc/include $(AMX_BF16_FLAGS)
 	$(PY) tools/check_includes.py
 
 format: $(call installed,lint)

@@ -9,7 +9,7 @@ import torch
 
 from . import _C
 
-CPU_LEVELS = ("oracle", "scalar", "avx2", "avx512", "avx512_bf16")
+CPU_LEVELS = ("oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 """sinkattn_cpu_level by number; the environment variable SINKATTN_CPU_LEVEL names the highest that is to be used."""
 
 

@@ -70,7 +70,9 @@ typedef struct sa_gradient_tile {
 
 /* The primitives of one instruction set. */
 typedef struct sa_cpu_ops {
-    int64_t pack; /* values of the reduction in a cell */
+    int64_t pack;                        /* values of the reduction in a cell */
+    int64_t key_step;                    /* keys that a product adds together: a tile of keys begins at a multiple */
+    void (*enter)(void), (*leave)(void); /* before and after the products of an item, on its thread; NULL: nothing to do */
     void (*product)(const sa_product *product);
     void (*softmax)(const sa_softmax_tile *tile);
     void (*gradient)(const sa_gradient_tile *tile);
@@ -80,6 +82,8 @@ typedef struct sa_cpu_ops {
     void (*rows_to_cells)(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t row_cells);
     /* rows[n] -> [ceil(n / pack)][row_cells] with neighbours along the rows, tails zero */
     void (*rows_to_pairs)(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t row_cells);
+    /* rows[n] -> [head_dim][row_cells] with neighbours along the rows, tails zero; NULL where a product reads pairs as well */
+    void (*rows_to_columns)(const void *const *rows, int64_t n, int64_t head_dim, sa_cell *cells, int64_t row_cells);
     /* [head_dim][lanes] * factor[lane] -> rows[n] */
     void (*lanes_to_rows)(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n, sinkattn_dtype dtype,
                           int64_t head_dim);
@@ -90,9 +94,17 @@ typedef struct sa_cpu_ops {
     bool (*all_finite)(const void *row, sinkattn_dtype dtype, int64_t n);
 } sa_cpu_ops;
 
+static inline void sa_enter(const sa_cpu_ops *ops) {
+    if (ops->enter) ops->enter();
+}
+
+static inline void sa_leave(const sa_cpu_ops *ops) {
+    if (ops->leave) ops->leave();
+}
+
 extern const sa_cpu_ops sa_ops_scalar;
 #if defined(__x86_64__)
-extern const sa_cpu_ops sa_ops_avx2, sa_ops_avx512, sa_ops_avx512_bf16;
+extern const sa_cpu_ops sa_ops_avx2, sa_ops_avx512, sa_ops_avx512_bf16, sa_ops_amx_bf16;
 #endif
 
 /* Defines the launcher of each tiled instruction set for one op: sa_<op>_cpu_<arch>. */
@@ -103,7 +115,8 @@ extern const sa_cpu_ops sa_ops_avx2, sa_ops_avx512, sa_ops_avx512_bf16;
     }
 #if defined(__x86_64__)
 #define SA_CPU_LAUNCHERS(op)                                                                                                               \
-    SA_CPU_LAUNCHER(op, scalar) SA_CPU_LAUNCHER(op, avx2) SA_CPU_LAUNCHER(op, avx512) SA_CPU_LAUNCHER(op, avx512_bf16)
+    SA_CPU_LAUNCHER(op, scalar)                                                                                                            \
+    SA_CPU_LAUNCHER(op, avx2) SA_CPU_LAUNCHER(op, avx512) SA_CPU_LAUNCHER(op, avx512_bf16) SA_CPU_LAUNCHER(op, amx_bf16)
 #else
 #define SA_CPU_LAUNCHERS(op) SA_CPU_LAUNCHER(op, scalar)
 #endif

@@ -108,6 +108,7 @@ int64_t sa_cpu_bwd_workspace(const sinkattn_problem *problem, const sinkattn_pla
 static void plan_slots(const bwd_job *job) {
     const sinkattn_fwd_args *args = &job->args->fwd;
     const sinkattn_problem *problem = &args->problem;
+    const int64_t step = job->ops->key_step;
     int64_t row = 0;
     for (int64_t b = 0; b < problem->batch; b++) {
         const sa_stream stream = sa_stream_of(args, NULL, b, 0);
@@ -119,7 +120,9 @@ static void plan_slots(const bwd_job *job) {
             slot->tokens = sa_split_part(stream.sequence.q_len, segments, s);
             if (slot->tokens.begin == slot->tokens.end) continue;
             slot->band = sa_rows_band(&stream.band, slot->tokens, &slot->sink_end);
-            slot->band.begin &= ~(int64_t)1; /* as sa_tile_keys */
+            slot->sink_end = sa_ceil_div(slot->sink_end, step) * step; /* as sa_tile_keys, here and below */
+            slot->band.begin -= slot->band.begin % step;
+            slot->band.end = sa_min(sa_ceil_div(slot->band.end, step) * step, stream.sequence.k_len);
             if (slot->sink_end && (slot->sink_end - 1) / job->tile_k >= slot->band.begin / job->tile_k)
                 slot->sink_end = slot->band.begin = 0; /* prefix and band share a key tile, whose keys must lie in a row */
             row += problem->num_kv_heads * (slot->sink_end + slot->band.end - slot->band.begin);
@@ -165,8 +168,9 @@ static void load_row_tile(const bwd_job *job, bwd_worker *worker, const sa_strea
     load_pairs(job, &worker->q, problem, rows);
     load_pairs(job, &worker->dout, problem, rows);
     const float *lse = args->fwd.lse, *dlse = args->dlse;
-    for (int64_t lane = 0; lane < rows->lanes; lane++) {
-        const int64_t at = lane < rows->n ? sa_stat_index(stream, rows->begin + lane) : -1;
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t lane = 0; lane < rows->lanes; lane++, row = sa_row_after(stream, row)) {
+        const int64_t at = lane < rows->n ? sa_stat_index(stream, row) : -1;
         worker->lse[lane] = at < 0 ? INFINITY : lse[at];
         worker->bias[lane] = at < 0 ? 0.0f : (dlse ? dlse[at] : 0.0f) - worker->delta[lane];
         worker->sink_sum[lane] = 0.0f;
@@ -247,20 +251,20 @@ static void add_query_gradients(const bwd_job *job, bwd_worker *worker, const sa
     const int64_t n = keys.end - keys.begin;
     sa_operand_keys(&worker->k_pairs, stream, &args->k, keys);
     sa_operand_clean(&worker->k_pairs, ops, &args->problem, n, masked);
-    sa_operand_pairs(&worker->k_pairs, ops, &args->problem, n, args->k.row_stride);
+    sa_operand_columns(&worker->k_pairs, ops, &args->problem, n, args->k.row_stride);
     const sa_product product = {.m = args->problem.head_dim,
                                 .lanes = rows->lanes,
                                 .k = sa_ceil_div(n, ops->pack),
                                 .a = worker->k_pairs.read,
-                                .a_row = 1,
-                                .a_col = worker->k_pairs.read_row,
+                                .a_row = worker->k_pairs.read_row,
+                                .a_col = worker->k_pairs.read_col,
                                 .b = worker->ds_keys,
                                 .b_row = rows->lanes,
                                 .c = worker->dq,
                                 .c_row = rows->lanes,
                                 .join = SA_ADD};
     ops->product(&product);
-    if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, ops, stream, rows, keys, worker->ds_keys, worker->dq);
+    if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, 0, ops, stream, rows, keys, worker->ds_keys, worker->dq);
 }
 
 static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot,
@@ -289,12 +293,13 @@ static void store_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stre
     const sinkattn_bwd_args *args = job->args;
     const sinkattn_problem *problem = &args->fwd.problem;
     const float *dlse = args->dlse;
-    for (int64_t lane = 0; lane < rows->n; lane++) {
-        const int64_t r = rows->begin + lane, at = sa_stat_index(stream, r);
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t lane = 0; lane < rows->n; lane++, row = sa_row_after(stream, row)) {
+        const int64_t at = sa_stat_index(stream, row);
         worker->factor[lane] = (float)sa_softmax_scale(problem);
-        worker->dq_rows[lane] = sa_query_row(stream, &args->dq, r);
+        worker->dq_rows[lane] = sa_query_row(stream, &args->dq, row);
         if (!job->terms) continue;
-        const double p_sink = sa_exp_minus(sa_s_aux(&args->fwd, stream->first_head + r % stream->group), worker->lse[lane]);
+        const double p_sink = sa_exp_minus(sa_s_aux(&args->fwd, row.head), worker->lse[lane]);
         job->terms[at] = (float)p_sink * ((dlse ? dlse[at] : 0.0f) - worker->sink_sum[lane]);
     }
     job->ops->lanes_to_rows(worker->dq, rows->lanes, worker->factor, worker->dq_rows, rows->n, problem->dtype, problem->head_dim);
@@ -311,12 +316,14 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
     memset(job->dk + first, 0, (size_t)size * sizeof *job->dk);
     memset(job->dv + first, 0, (size_t)size * sizeof *job->dv);
     const int64_t end = slot->tokens.end * stream.group;
+    sa_enter(job->ops);
     for (int64_t r = slot->tokens.begin * stream.group; r < end; r += job->tile_q) {
-        const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end), job->tile_k);
+        const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end), job->ops, job->tile_k);
         load_row_tile(job, worker, &stream, &rows);
         SA_FOR_EACH_TILE(t, &rows) key_tile(job, worker, &stream, &rows, slot, sa_tile_keys(&rows, t));
         store_row_tile(job, worker, &stream, &rows);
     }
+    sa_leave(job->ops);
 }
 
 /* Pass 2: dK and dV of one key of every kv head. */

@@ -26,7 +26,7 @@ static int64_t num_row_tiles(const sinkattn_problem *problem, int64_t tile_q) {
 static decode_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     decode_job job = {NULL, NULL, NULL, info->tile_q, num_row_tiles(problem, info->tile_q), plan->num_splits};
-    job.workers = sa_take_workers(scratch, ops, problem, plan);
+    job.workers = sa_take_workers(scratch, ops, problem, plan, 1);
     if (job.num_splits == 1) return job;
     const int64_t num_parts = problem->batch * problem->num_kv_heads * job.num_row_tiles * job.num_splits;
     job.parts = sa_take(scratch, num_parts * (int64_t)sizeof *job.parts);
@@ -50,7 +50,8 @@ static sa_row_tile decode_rows(const decode_job *job, int64_t item, sa_stream *s
     const sinkattn_problem *problem = &job->args->fwd.problem;
     const int64_t tile = item % job->num_row_tiles, head = item / job->num_row_tiles % problem->num_kv_heads;
     *stream = sa_stream_of(&job->args->fwd, job->args, item / job->num_row_tiles / problem->num_kv_heads, head);
-    return sa_row_tile_of(stream, tile * job->tile_q, sa_min((tile + 1) * job->tile_q, sa_num_rows(stream)), job->workers->tile_k);
+    const int64_t begin = tile * job->tile_q, end = sa_min(begin + job->tile_q, sa_num_rows(stream));
+    return sa_row_tile_of(stream, begin, end, job->workers->ops, job->workers->tile_k);
 }
 
 static void decode_item(void *arg, int64_t item, int32_t worker) {
@@ -58,15 +59,18 @@ static void decode_item(void *arg, int64_t item, int32_t worker) {
     sa_attend *attend = &job->workers[worker];
     sa_stream stream;
     const sa_row_tile rows = decode_rows(job, item / job->num_splits, &stream);
+    sa_enter(attend->ops);
     sa_attend_rows(attend, &stream, &rows, item % job->num_splits, job->num_splits, !job->parts);
+    sa_leave(attend->ops);
     if (!job->parts) {
         sa_attend_store(attend, &stream, &rows);
         return;
     }
     const decode_part *part = &job->parts[item];
-    memcpy(part->pivot, attend->pivot, (size_t)rows.lanes * sizeof *part->pivot);
-    memcpy(part->sum, attend->sum, (size_t)rows.lanes * sizeof *part->sum);
-    memcpy(part->out, attend->out, (size_t)(rows.lanes * job->args->fwd.problem.head_dim) * sizeof *part->out);
+    const sa_row_state *state = attend->states;
+    memcpy(part->pivot, state->pivot, (size_t)rows.lanes * sizeof *part->pivot);
+    memcpy(part->sum, state->sum, (size_t)rows.lanes * sizeof *part->sum);
+    memcpy(part->out, state->out, (size_t)(rows.lanes * job->args->fwd.problem.head_dim) * sizeof *part->out);
 }
 
 static void merge_item(void *arg, int64_t item, int32_t worker) {
@@ -75,22 +79,24 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
     const sinkattn_fwd_args *args = &job->args->fwd;
     sa_stream stream;
     const sa_row_tile rows = decode_rows(job, item, &stream);
-    memset(attend->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *attend->out);
+    sa_row_state *state = attend->states;
+    state->rows = rows;
+    memset(state->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *state->out);
     for (int64_t lane = 0; lane < rows.n; lane++) {
-        double pivot = sa_s_aux(args, stream.first_head + (rows.begin + lane) % stream.group), sum = sa_sink_sum(pivot);
+        double pivot = sa_s_aux(args, sa_row_at(&stream, rows.begin + lane).head), sum = sa_sink_sum(pivot);
         for (int64_t p = 0; p < job->num_splits; p++) {
             const decode_part *part = &job->parts[item * job->num_splits + p];
             const double top = part->pivot[lane] > pivot ? part->pivot[lane] : pivot;
             const double kept = sa_exp_minus(pivot, top), added = part->sum[lane] == 0.0f ? 0.0 : sa_exp_minus(part->pivot[lane], top);
             sum = sum * kept + part->sum[lane] * added;
             for (int64_t x = 0; x < args->problem.head_dim; x++) {
-                float *out = &attend->out[x * rows.lanes + lane];
+                float *out = &state->out[x * rows.lanes + lane];
                 *out = *out * (float)kept + part->out[x * rows.lanes + lane] * (float)added;
             }
             pivot = top;
         }
-        attend->pivot[lane] = (float)pivot;
-        attend->sum[lane] = (float)sum;
+        state->pivot[lane] = (float)pivot;
+        state->sum[lane] = (float)sum;
     }
     sa_attend_store(attend, &stream, &rows);
 }

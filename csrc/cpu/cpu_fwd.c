@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The tiled forward. An item is a row tile of one kv head; it holds Q^T and O^T in its worker's memory and lets the key tiles pass:
+ * The tiled forward. An item is some neighbouring row tiles of one kv head; it holds their Q^T and O^T in its worker's memory and lets the
+ * key tiles pass, each made ready once and met by every row tile:
  *
  *     S^T = K . Q^T      pivot, P, sum, alpha = softmax step      O^T = O^T * alpha + V^T . P^T
  *
@@ -8,51 +9,62 @@
  */
 #include "cpu/cpu_fwd.h"
 
-static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem,
-                             const sinkattn_variant_info *info) {
+static sa_row_state take_state(sa_scratch *scratch, const sinkattn_problem *problem, int64_t tile_q) {
+    const int64_t float_bytes = (int64_t)sizeof(float);
+    sa_row_state state;
+    memset(&state, 0, sizeof state);
+    state.mask = sa_take_mask(scratch, tile_q);
+    state.q_lanes = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
+    state.out = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
+    state.pivot = sa_take(scratch, tile_q * float_bytes);
+    state.sum = sa_take(scratch, tile_q * float_bytes);
+    return state;
+}
+
+static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_variant_info *info,
+                             int64_t num_tiles) {
     const int64_t tile_q = info->tile_q, float_bytes = (int64_t)sizeof(float);
     sa_attend attend;
     attend.ops = ops;
+    attend.tile_q = tile_q;
     attend.tile_k = info->tile_k;
-    attend.mask = sa_take_mask(scratch, tile_q);
+    attend.states = sa_take(scratch, num_tiles * (int64_t)sizeof *attend.states);
+    for (int64_t i = 0; i < num_tiles; i++) {
+        const sa_row_state state = take_state(scratch, problem, tile_q);
+        if (attend.states) attend.states[i] = state;
+    }
     attend.queries = sa_take_operand(scratch, problem, tile_q);
     attend.keys = sa_take_operand(scratch, problem, info->tile_k);
     attend.values = sa_take_operand(scratch, problem, info->tile_k);
-    attend.q_lanes = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
     attend.scores = sa_take(scratch, info->tile_k * tile_q * float_bytes);
-    attend.out = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
-    attend.pivot = sa_take(scratch, tile_q * float_bytes);
-    attend.sum = sa_take(scratch, tile_q * float_bytes);
     attend.alpha = sa_take(scratch, tile_q * float_bytes);
     attend.out_rows = sa_take(scratch, tile_q * (int64_t)sizeof *attend.out_rows);
     return attend;
 }
 
-sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan) {
+sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan,
+                           int64_t num_tiles) {
     sa_attend *workers = sa_take(scratch, plan->workers * (int64_t)sizeof *workers);
     for (int32_t w = 0; w < plan->workers; w++) {
-        const sa_attend attend = take_attend(scratch, ops, problem, sinkattn_variant(plan->variant));
+        const sa_attend attend = take_attend(scratch, ops, problem, sinkattn_variant(plan->variant), num_tiles);
         if (workers) workers[w] = attend;
     }
     return workers;
 }
 
-static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
+/* One row tile and the keys of a key tile that it sees, from key `first` of the operands. */
+static void attend_state(sa_attend *attend, sa_row_state *state, const sa_stream *stream, sa_range keys, int64_t first) {
     const sa_cpu_ops *ops = attend->ops;
-    const sinkattn_fwd_args *args = stream->args;
-    const sinkattn_problem *problem = &args->problem;
-    const int64_t n = keys.end - keys.begin, lanes = rows->lanes;
-    const sa_lane_mask seen = sa_mask_keys(&attend->mask, stream, rows, keys);
-
-    sa_operand_keys(&attend->keys, stream, &args->k, keys);
-    sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
+    const sinkattn_problem *problem = &stream->args->problem;
+    const int64_t n = keys.end - keys.begin, lanes = state->rows.lanes;
+    const sa_operand *k = &attend->keys, *v = &attend->values;
     const sa_product qk = {.m = n,
                            .lanes = lanes,
                            .k = problem->head_dim / ops->pack,
-                           .a = attend->keys.read,
-                           .a_row = attend->keys.read_row,
-                           .a_col = 1,
-                           .b = attend->q_lanes,
+                           .a = k->read + first * k->read_row,
+                           .a_row = k->read_row,
+                           .a_col = k->read_col,
+                           .b = state->q_lanes,
                            .b_row = lanes,
                            .c = attend->scores,
                            .c_row = lanes,
@@ -63,92 +75,135 @@ static void attend_keys(sa_attend *attend, const sa_stream *stream, const sa_row
                                   .row_stride = lanes,
                                   .lanes = lanes,
                                   .keys = n,
-                                  .mask = seen,
+                                  .mask = sa_mask_keys(&state->mask, stream, &state->rows, keys),
                                   .scale = (float)sa_softmax_scale(problem),
-                                  .pivot = attend->pivot,
-                                  .sum = attend->sum,
+                                  .pivot = state->pivot,
+                                  .sum = state->sum,
                                   .alpha = attend->alpha};
     ops->softmax(&tile);
 
     const sa_cell *weights = (const sa_cell *)attend->scores;
-    sa_operand_keys(&attend->values, stream, &args->v, keys);
-    sa_operand_clean(&attend->values, ops, problem, n, seen.begin != NULL);
-    sa_operand_pairs(&attend->values, ops, problem, n, args->v.row_stride);
     const sa_product pv = {.m = problem->head_dim,
                            .lanes = lanes,
                            .k = sa_ceil_div(n, ops->pack),
-                           .a = attend->values.read,
-                           .a_row = 1,
-                           .a_col = attend->values.read_row,
+                           .a = v->read + first / ops->pack * v->read_col,
+                           .a_row = v->read_row,
+                           .a_col = v->read_col,
                            .b = weights,
                            .b_row = lanes,
-                           .c = attend->out,
+                           .c = state->out,
                            .c_row = lanes,
                            .join = SA_RESCALE,
                            .beta = attend->alpha};
     ops->product(&pv);
-    if (attend->values.hidden) sa_add_hidden(&attend->values, ops, stream, rows, keys, weights, attend->out);
+    if (v->hidden) sa_add_hidden(v, first, ops, stream, &state->rows, keys, weights, state->out);
+}
+
+static void attend_tile(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int32_t t) {
+    const sa_cpu_ops *ops = attend->ops;
+    const sinkattn_fwd_args *args = stream->args;
+    const sinkattn_problem *problem = &args->problem;
+    const sa_range keys = sa_tile_keys(rows, t);
+    const int64_t n = keys.end - keys.begin;
+    sa_operand_keys(&attend->keys, stream, &args->k, keys);
+    for (int64_t i = 0; i < n; i++) /* tiles are read across rows, where no hardware prefetcher follows */
+        for (int64_t x = 0; x < problem->head_dim * sa_dtype_bytes(problem->dtype); x += 64)
+            __builtin_prefetch((const char *)attend->keys.rows[i] + x);
+    sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
+    sa_operand_keys(&attend->values, stream, &args->v, keys);
+    sa_operand_clean(&attend->values, ops, problem, n, !sa_all_visible(&stream->band, rows->tokens, keys));
+    sa_operand_columns(&attend->values, ops, problem, n, args->v.row_stride);
+    for (int64_t i = 0; i * attend->tile_q < rows->n; i++) {
+        sa_row_state *state = &attend->states[i];
+        if (!sa_has_tile(&state->rows, t)) continue;
+        const sa_range seen = sa_tile_keys(&state->rows, t);
+        attend_state(attend, state, stream, seen, seen.begin - keys.begin);
+    }
+}
+
+static void begin_state(sa_attend *attend, sa_row_state *state, const sa_stream *stream, bool with_sink) {
+    const sinkattn_fwd_args *args = stream->args;
+    const sinkattn_problem *problem = &args->problem;
+    const sa_row_tile *rows = &state->rows;
+    sa_mask_rows(&state->mask, stream, rows);
+    sa_operand_queries(&attend->queries, stream, &args->q, rows);
+    attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, state->q_lanes, rows->lanes);
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t lane = 0; lane < rows->lanes; lane++, row = sa_row_after(stream, row)) {
+        const double s = with_sink && lane < rows->n ? sa_s_aux(args, row.head) : -(double)INFINITY;
+        state->pivot[lane] = (float)s;
+        state->sum[lane] = (float)sa_sink_sum(s);
+    }
+    memset(state->out, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *state->out);
 }
 
 void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink) {
-    const sinkattn_fwd_args *args = stream->args;
-    const sinkattn_problem *problem = &args->problem;
-    sa_mask_rows(&attend->mask, stream, rows);
-    sa_operand_queries(&attend->queries, stream, &args->q, rows);
-    attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, attend->q_lanes, rows->lanes);
-    for (int64_t lane = 0; lane < rows->lanes; lane++) {
-        const double s =
-            with_sink && lane < rows->n ? sa_s_aux(args, stream->first_head + (rows->begin + lane) % stream->group) : -(double)INFINITY;
-        attend->pivot[lane] = (float)s;
-        attend->sum[lane] = (float)sa_sink_sum(s);
+    for (int64_t done = 0; done < rows->n; done += attend->tile_q) {
+        const int64_t begin = rows->begin + done, end = rows->begin + sa_min(done + attend->tile_q, rows->n);
+        sa_row_state *state = &attend->states[done / attend->tile_q];
+        state->rows = sa_row_tile_of(stream, begin, end, attend->ops, attend->tile_k);
+        begin_state(attend, state, stream, with_sink);
     }
-    memset(attend->out, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *attend->out);
-
     int64_t num_tiles = 0, ordinal = 0;
     SA_FOR_EACH_TILE(t, rows) num_tiles++;
     const sa_range mine = sa_split_part(num_tiles, num_parts, part);
     SA_FOR_EACH_TILE(t, rows) {
-        if (ordinal >= mine.begin && ordinal < mine.end) attend_keys(attend, stream, rows, sa_tile_keys(rows, t));
+        if (ordinal >= mine.begin && ordinal < mine.end) attend_tile(attend, stream, rows, t);
         ordinal++;
     }
 }
 
-void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
+static void store_state(sa_attend *attend, sa_row_state *state, const sa_stream *stream) {
     const sinkattn_fwd_args *args = stream->args;
+    const sa_row_tile *rows = &state->rows;
     float *lse = args->lse;
-    for (int64_t lane = 0; lane < rows->n; lane++) {
-        const double sum = attend->sum[lane];
-        lse[sa_stat_index(stream, rows->begin + lane)] = (float)sa_lse(attend->pivot[lane], sum);
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t lane = 0; lane < rows->n; lane++, row = sa_row_after(stream, row)) {
+        const double sum = state->sum[lane];
+        lse[sa_stat_index(stream, row)] = (float)sa_lse(state->pivot[lane], sum);
         attend->alpha[lane] = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
-        attend->out_rows[lane] = sa_query_row(stream, &args->out, rows->begin + lane);
+        attend->out_rows[lane] = sa_query_row(stream, &args->out, row);
     }
-    attend->ops->lanes_to_rows(attend->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
+    attend->ops->lanes_to_rows(state->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
                                args->problem.head_dim);
+}
+
+void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
+    for (int64_t i = 0; i * attend->tile_q < rows->n; i++) store_state(attend, &attend->states[i], stream);
 }
 
 typedef struct fwd_job {
     const sinkattn_fwd_args *args;
     sa_attend *workers;
-    int64_t tile_q, num_tiles;
+    int64_t item_rows, num_items; /* num_items of each kv head */
 } fwd_job;
+
+/* Row tiles an item: the more, the less is spent on K and V, but each worker should find some items. Leaves no trace in the bits. */
+static int64_t tiles_an_item(const sinkattn_plan *plan) {
+    enum { MOST = 8, ITEMS_A_WORKER = 8 };
+    return sa_clamp(plan->num_items / ((int64_t)ITEMS_A_WORKER * plan->workers), 1, MOST);
+}
 
 static void fwd_item(void *arg, int64_t item, int32_t worker) {
     const fwd_job *job = arg;
     const sinkattn_problem *problem = &job->args->problem;
     const int64_t group = problem->num_q_heads / problem->num_kv_heads;
     int64_t tile;
-    const int64_t b = sa_find_tile(job->args, group, job->tile_q, job->num_tiles - 1 - item / problem->num_kv_heads, &tile);
+    const int64_t b = sa_find_tile(job->args, group, job->item_rows, job->num_items - 1 - item / problem->num_kv_heads, &tile);
     const sa_stream stream = sa_stream_of(job->args, NULL, b, item % problem->num_kv_heads);
-    const int64_t begin = tile * job->tile_q, end = sa_min(begin + job->tile_q, sa_num_rows(&stream));
+    const int64_t begin = tile * job->item_rows, end = sa_min(begin + job->item_rows, sa_num_rows(&stream));
     if (begin >= end) return;
-    const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, job->workers[worker].tile_k);
-    sa_attend_rows(&job->workers[worker], &stream, &rows, 0, 1, true);
-    sa_attend_store(&job->workers[worker], &stream, &rows);
+    sa_attend *attend = &job->workers[worker];
+    const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, attend->ops, attend->tile_k);
+    sa_enter(attend->ops);
+    sa_attend_rows(attend, &stream, &rows, 0, 1, true);
+    sa_leave(attend->ops);
+    sa_attend_store(attend, &stream, &rows);
 }
 
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     sa_scratch scratch = {NULL, 0};
-    sa_take_workers(&scratch, NULL, problem, plan);
+    sa_take_workers(&scratch, NULL, problem, plan, tiles_an_item(plan));
     return scratch.used + 64;
 }
 
@@ -166,11 +221,11 @@ static sinkattn_status fwd_run(const sa_cpu_ops *ops, const void *arguments, con
     const sinkattn_status lengths = sa_validate_cu_seqlens(args);
     if (lengths.code) return lengths;
     const sinkattn_problem *problem = &args->problem;
-    const int64_t tile_q = sinkattn_variant(plan->variant)->tile_q;
+    const int64_t item_rows = tiles_an_item(plan) * sinkattn_variant(plan->variant)->tile_q;
     sa_scratch scratch = sa_scratch_of(context);
-    fwd_job job = {args, sa_take_workers(&scratch, ops, problem, plan), tile_q,
-                   sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, tile_q)};
-    sa_parallel_for(context, plan->workers, job.num_tiles * problem->num_kv_heads, fwd_item, &job);
+    fwd_job job = {args, sa_take_workers(&scratch, ops, problem, plan, tiles_an_item(plan)), item_rows,
+                   sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, item_rows)};
+    sa_parallel_for(context, plan->workers, job.num_items * problem->num_kv_heads, fwd_item, &job);
     fwd_tail(args);
     return sa_ok();
 }

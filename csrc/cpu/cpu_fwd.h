@@ -7,21 +7,29 @@
 
 #include "cpu/cpu_tile.h"
 
-/* One worker's memory for a row tile. */
+/* A row tile on its way through its keys. */
+typedef struct sa_row_state {
+    sa_row_tile rows;
+    sa_tile_mask mask;
+    sa_cell *q_lanes;   /* [head_dim / pack][lanes] */
+    float *out;         /* [head_dim][lanes], to be divided by sum */
+    float *pivot, *sum; /* [lanes] */
+} sa_row_state;
+
+/* One worker's memory: for neighbouring row tiles, which share what is done to K and V before a product. */
 typedef struct sa_attend {
     const sa_cpu_ops *ops;
-    int64_t tile_k;
-    sa_tile_mask mask;
+    int64_t tile_q, tile_k;
+    sa_row_state *states; /* a row tile each */
     sa_operand queries, keys, values;
-    sa_cell *q_lanes; /* [head_dim / pack][lanes] */
-    float *scores;    /* [tile_k][lanes] */
-    float *out;       /* [head_dim][lanes], to be divided by sum */
-    float *pivot, *sum, *alpha;
+    float *scores; /* [tile_k][lanes] */
+    float *alpha;  /* [lanes] */
     void **out_rows;
 } sa_attend;
 
-/* One sa_attend a worker of the plan. */
-sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan);
+/* One sa_attend a worker of the plan, for up to num_tiles row tiles. */
+sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan,
+                           int64_t num_tiles);
 
 /* (pivot, sum, out) of the rows over part `part` of `num_parts` of their key tiles. with_sink starts from the sink, else from nothing. */
 void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink);

@@ -4,9 +4,14 @@
  *     SA_OPS          the name of its sa_cpu_ops
  *     SA_VL           floats a vector
  *     SA_PANEL        vectors of lanes that a block of the product holds; with SA_ROWS rows its sums fill the registers
- *     SA_CELL_MADD    optional: madd of cells of two bf16, with SA_NARROW_BF16; without it cells are fp32
+ *     SA_BF16_CELLS   optional, where AVX-512 has bf16 dot products: cells are two bf16; without it they are fp32
+ *     SA_PRODUCT      optional: a product of its own; with SA_ENTER, SA_LEAVE, SA_ROWS_TO_COLUMNS, SA_KEY_STEP, which see in sa_cpu_ops
  * and includes this. The compiler maps the vectors to the machine, so the same text serves all of them.
  */
+#if SA_VL == 16
+#include <immintrin.h>
+#endif
+
 #include "cpu/cpu.h"
 
 typedef float sa_vf __attribute__((vector_size(SA_VL * 4), aligned(4), may_alias));
@@ -19,8 +24,10 @@ typedef uint16_t sa_vh __attribute__((vector_size(SA_VL * 2), aligned(2), may_al
 #define SA_STEP ((int64_t)SA_VL)
 enum { SA_ROWS = 6 };
 
-#ifdef SA_CELL_MADD
+#ifdef SA_BF16_CELLS
 #define SA_PACK 2
+#define SA_CELL_MADD(sum, a, b) ((sa_vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b)))
+#define SA_NARROW_BF16(x) ((sa_vh)_mm512_cvtneps_pbh((__m512)(x)))
 #else
 #define SA_PACK 1
 #define SA_CELL_MADD(sum, a, b) ((sum) + (sa_vf)(a) * (sa_vf)(b))
@@ -33,20 +40,44 @@ SA_INLINE sa_vu sa_load_vu(const sa_cell *p) { return *(const sa_vu *)p; }
 SA_INLINE sa_vf sa_splat(float x) { return x - (sa_vf){0}; }
 SA_INLINE sa_vu sa_splat_cell(sa_cell x) { return x - (sa_vu){0}; }
 SA_INLINE sa_vf sa_select(sa_vi mask, sa_vf yes, sa_vf no) { return (sa_vf)(((sa_vi)yes & mask) | ((sa_vi)no & ~mask)); }
-SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return sa_select(a > b, a, b); } /* b where a is NaN */
 
-/* exp in 2 ulp: e^x = 2^n e^f with |f| <= ln(2) / 2, polynomial of relative error 4e-9. Zero below the normal numbers; NaN stays NaN. */
+/* sa_vmax(a, b): b where either is NaN. sa_times_power: y * 2^n, n also in the low bits of shifted; 0 where x, of which it is the exp,
+ * leaves the normal numbers. */
+#if SA_VL == 16
+SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return (sa_vf)_mm512_max_ps((__m512)a, (__m512)b); }
+SA_INLINE sa_vf sa_times_power(sa_vf y, sa_vf n, sa_vf shifted, sa_vf x) {
+    (void)shifted;
+    return (sa_vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), (__m512)y, (__m512)n);
+}
+#else
+SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return sa_select(a > b, a, b); }
+SA_INLINE sa_vf sa_times_power(sa_vf y, sa_vf n, sa_vf shifted, sa_vf x) {
+    (void)n;
+    return sa_select(x < -87.0f, sa_splat(0.0f), y * (sa_vf)(((sa_vu)shifted - 0x4b400000u + 127u) << 23));
+}
+#endif
+
+/* e^x = 2^n e^f with |f| <= ln(2) / 2. Zero below the normal numbers; NaN stays NaN. In 2 ulp, by a polynomial of relative error 4e-9; for
+ * cells of bf16, which it is rounded to, in 3 ulp by one of 1e-7. */
 SA_INLINE sa_vf sa_exp(sa_vf x) {
     const sa_vf round = sa_splat(0x1.8p23f); /* adding it leaves the nearest integer in the low bits */
     const sa_vf shifted = x * 0x1.715476p0f + round, n = shifted - round;
+#if SA_PACK == 2
+    const sa_vf f = x - n * 0x1.62e43p-1f;
+    sa_vf y = f * 0x1.10627ap-7f + 0x1.572a08p-5f;
+    y = y * f + 0x1.5557aep-3f;
+    y = y * f + 0x1.fffdfcp-2f;
+    y = y * f + 1.0f;
+    y = y * f + 1.0f;
+#else
     const sa_vf f = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
     sa_vf y = f * 0x1.687b46p-10f + 0x1.123bdcp-7f;
     y = y * f + 0x1.555b5cp-5f;
     y = y * f + 0x1.55548ep-3f;
     y = y * f + 0x1.fffff8p-2f;
     y = y * (f * f) + f + 1.0f;
-    const sa_vf power = (sa_vf)(((sa_vu)shifted - 0x4b400000u + 127u) << 23);
-    return sa_select(x < -87.0f, sa_splat(0.0f), y * power);
+#endif
+    return sa_times_power(y, n, shifted, x);
 }
 
 SA_INLINE sa_vf sa_widen_bf16(sa_vh x) { return (sa_vf)(__builtin_convertvector(x, sa_vu) << 16); }
@@ -82,6 +113,7 @@ SA_INLINE sa_vf sa_load_values(const void *row, sinkattn_dtype dtype, int64_t x)
     return dtype == SINKATTN_BF16 ? sa_widen_bf16(half) : sa_widen_fp16(half);
 }
 
+#ifndef SA_PRODUCT
 /* ---- C = A B ------------------------------------------------------------------------------------------------------------------ */
 
 SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int rows, const int vectors) {
@@ -139,6 +171,8 @@ static void sa_product_run(const sa_product *g) {
 #endif
 }
 
+#endif
+
 /* ---- softmax ------------------------------------------------------------------------------------------------------------------ */
 
 SA_INLINE sa_vi sa_seen(const sa_lane_mask *mask, int64_t lane, int32_t key) {
@@ -150,38 +184,62 @@ SA_INLINE sa_vi sa_seen(const sa_lane_mask *mask, int64_t lane, int32_t key) {
 
 #if SA_PACK == 2
 SA_INLINE sa_vu sa_pair(sa_vf first, sa_vf second) {
-    return __builtin_convertvector(SA_NARROW_BF16(first), sa_vu) | (__builtin_convertvector(SA_NARROW_BF16(second), sa_vu) << 16);
+    static const uint16_t interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (sa_vu)_mm512_permutexvar_epi16(_mm512_loadu_si512(interleaved), halves);
 }
 #endif
+
+/* Scales and masks the scores of a vector of lanes, and returns their maximum; NaN is passed over. */
+SA_INLINE sa_vf sa_scale_scores(const sa_softmax_tile *t, int64_t lane, const bool masked) {
+    const sa_vf none = sa_splat(-INFINITY);
+    const int64_t stride = t->row_stride, keys = t->keys;
+    const float scale = t->scale;
+    float *s = t->scores + lane;
+    sa_vf top = none, odd_top = none;
+    for (int64_t key = 0; key < keys; key++, s += stride) {
+        sa_vf x = sa_load_vf(s) * scale;
+        if (masked) x = sa_select(sa_seen(&t->mask, lane, (int32_t)key), x, none);
+        sa_store_vf(s, x);
+        if (key & 1)
+            odd_top = sa_vmax(x, odd_top);
+        else
+            top = sa_vmax(x, top);
+    }
+    return sa_vmax(top, odd_top);
+}
+
+#define SA_PIVOT_SLACK 4.0f /* the pivot stays while no weight passes e^4, so that O^T is seldom rescaled */
+
+/* Scores become cells of P; returns their sum. */
+SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_vf from) {
+    const int64_t stride = t->row_stride, keys = t->keys;
+    const float *s = t->scores + lane;
+    float *cells = t->scores + lane;
+    sa_vf sum = sa_splat(0.0f);
+    for (int64_t key = 0; key < keys; key += SA_PACK, s += SA_PACK * stride, cells += stride) {
+        const sa_vf p = sa_exp(sa_load_vf(s) - from);
+        sum += p;
+#if SA_PACK == 1
+        sa_store_vf(cells, p);
+#else
+        sa_vf q = sa_splat(0.0f);
+        if (key + 1 < keys) q = sa_exp(sa_load_vf(s + stride) - from);
+        sum += q;
+        *(sa_vu *)cells = sa_pair(p, q);
+#endif
+    }
+    return sum;
+}
 
 static void sa_softmax_run(const sa_softmax_tile *t) {
     const sa_vf none = sa_splat(-INFINITY);
     for (int64_t lane = 0; lane < t->lanes; lane += SA_VL) {
-        float *column = t->scores + lane;
-        sa_vf top[4] = {none, none, none, none};
-        for (int64_t key = 0; key < t->keys; key++) {
-            sa_vf s = sa_load_vf(column + key * t->row_stride) * t->scale;
-            if (t->mask.begin) s = sa_select(sa_seen(&t->mask, lane, (int32_t)key), s, none);
-            sa_store_vf(column + key * t->row_stride, s);
-            top[key & 3] = sa_vmax(s, top[key & 3]);
-        }
-        const sa_vf before = sa_load_vf(t->pivot + lane);
-        const sa_vf pivot = sa_vmax(sa_vmax(sa_vmax(top[0], top[1]), sa_vmax(top[2], top[3])), before);
+        const sa_vf top = t->mask.begin ? sa_scale_scores(t, lane, true) : sa_scale_scores(t, lane, false);
+        const sa_vf before = sa_load_vf(t->pivot + lane), pivot = sa_select(top > before + SA_PIVOT_SLACK, top, before);
         const sa_vf from = sa_select(pivot == none, sa_splat(0.0f), pivot); /* -inf - -inf would be NaN for a lane without keys */
-        sa_vf sum = sa_splat(0.0f);
-        for (int64_t key = 0; key < t->keys; key += SA_PACK) {
-            const sa_vf p = sa_exp(sa_load_vf(column + key * t->row_stride) - from);
-            sum += p;
-#if SA_PACK == 1
-            sa_store_vf(column + key * t->row_stride, p);
-#else
-            sa_vf q = sa_splat(0.0f);
-            if (key + 1 < t->keys) q = sa_exp(sa_load_vf(column + (key + 1) * t->row_stride) - from);
-            sum += q;
-            *(sa_vu *)(column + key / 2 * t->row_stride) = sa_pair(p, q);
-#endif
-        }
-        const sa_vf alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
+        const sa_vf sum = sa_exp_scores(t, lane, from), alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
         sa_store_vf(t->alpha + lane, alpha);
         sa_store_vf(t->pivot + lane, pivot);
         sa_store_vf(t->sum + lane, sa_load_vf(t->sum + lane) * alpha + sum);
@@ -249,10 +307,59 @@ SA_INLINE void sa_row_cells(const void *row, sinkattn_dtype dtype, int64_t head_
 #endif
 }
 
+/* sa_transpose_block: to[j * to_row + i] = from[i][j] for i < height, j < width, and zeros up to i = SA_TURN. */
+#if SA_VL == 16
+enum { SA_TURN = 16 };
+
+/* to[j][i] = from[i][j] of 16 x 16 cells, in registers: pairs, fours, eights and sixteens of rows change places. */
+SA_INLINE void sa_transpose_registers(__m512i *rows) {
+    __m512i t[16];
+    SA_UNROLL
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    SA_UNROLL
+    for (int i = 0; i < 16; i += 4) {
+        rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    SA_UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
+    }
+    SA_UNROLL
+    for (int i = 0; i < 4; i++) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        rows[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        rows[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+SA_INLINE void sa_transpose_block(const sa_cell *const *from, int64_t height, int64_t width, sa_cell *to, int64_t to_row) {
+    const __mmask16 in_row = (__mmask16)((1u << width) - 1u);
+    __m512i rows[SA_TURN];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < SA_TURN; i++) rows[i] = i < height ? _mm512_maskz_loadu_epi32(in_row, from[i]) : _mm512_setzero_si512();
+    sa_transpose_registers(rows);
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < SA_TURN; j++)
+        if (j < width) _mm512_storeu_si512(to + j * to_row, rows[j]);
+}
+#else
+enum { SA_TURN = 4 }; /* which divides every height and width */
+
 typedef uint32_t sa_quad __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* A 4 x 4 block: to[j * to_row + i] = from[i][j]. */
-SA_INLINE void sa_transpose_quad(const sa_cell *const *from, sa_cell *to, int64_t to_row) {
+SA_INLINE void sa_transpose_block(const sa_cell *const *from, int64_t height, int64_t width, sa_cell *to, int64_t to_row) {
+    (void)height;
+    (void)width;
     const sa_quad a = *(const sa_quad *)from[0], b = *(const sa_quad *)from[1], c = *(const sa_quad *)from[2],
                   d = *(const sa_quad *)from[3];
     const sa_quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
@@ -262,15 +369,16 @@ SA_INLINE void sa_transpose_quad(const sa_cell *const *from, sa_cell *to, int64_
     *(sa_quad *)(to + 2 * to_row) = __builtin_shufflevector(ba, dc, 0, 1, 4, 5);
     *(sa_quad *)(to + 3 * to_row) = __builtin_shufflevector(ba, dc, 2, 3, 6, 7);
 }
+#endif
 
 static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells,
                                  int64_t lanes) {
     const int64_t num_cells = head_dim / SA_PACK; /* a multiple of 4 */
     const bool native = SA_PACK == 2 || dtype == SINKATTN_FP32;
-    sa_cell values[4][512];
-    for (int64_t lane = 0; lane < lanes; lane += 4) {
-        const sa_cell *from[4];
-        for (int64_t i = 0; i < 4; i++) {
+    sa_cell values[SA_TURN][512];
+    for (int64_t lane = 0; lane < lanes; lane += SA_TURN) {
+        const sa_cell *from[SA_TURN];
+        for (int64_t i = 0; i < SA_TURN; i++) {
             from[i] = values[i];
             if (lane + i >= n)
                 memset(values[i], 0, (size_t)num_cells * sizeof **values);
@@ -281,9 +389,10 @@ static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dt
             if (lane + i + SA_LANES_STEP < n) /* rows of heads lie apart, where no hardware prefetcher follows */
                 for (int64_t x = 0; x < num_cells; x += 16) __builtin_prefetch((const sa_cell *)rows[lane + i + SA_LANES_STEP] + x);
         }
-        for (int64_t x = 0; x < num_cells; x += 4) {
-            const sa_cell *at[4] = {from[0] + x, from[1] + x, from[2] + x, from[3] + x};
-            sa_transpose_quad(at, cells + x * lanes + lane, lanes);
+        for (int64_t x = 0; x < num_cells; x += SA_TURN) {
+            const int64_t width = sa_min(SA_TURN, num_cells - x);
+            sa_transpose_block(from, SA_TURN, width, cells + x * lanes + lane, lanes);
+            for (int64_t i = 0; i < SA_TURN; i++) from[i] += width;
         }
     }
 }
@@ -330,14 +439,19 @@ static void sa_store_row_run(const float *values, float factor, void *row, sinka
 
 static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n,
                                  sinkattn_dtype dtype, int64_t head_dim) {
-    float block[4][512];
-    for (int64_t lane = 0; lane < n; lane += 4) {
-        for (int64_t x = 0; x < head_dim; x += 4) {
-            const sa_cell *from = (const sa_cell *)values + x * lanes + lane;
-            const sa_cell *at[4] = {from, from + lanes, from + 2 * lanes, from + 3 * lanes};
-            sa_transpose_quad(at, (sa_cell *)&block[0][x], 512);
+    enum { ROW = 512 + SA_TURN }; /* head_dim need not be a multiple of SA_TURN */
+    float block[SA_TURN][ROW];
+    const int64_t line = 64 / sa_dtype_bytes(dtype);
+    for (int64_t lane = 0; lane < n; lane += SA_TURN) {
+        for (int64_t i = lane + SA_TURN; i < sa_min(lane + SA_TURN + SA_TURN, n); i++)
+            for (int64_t x = 0; x < head_dim; x += line) __builtin_prefetch((const char *)rows[i] + x * sa_dtype_bytes(dtype), 1);
+        for (int64_t x = 0; x < head_dim; x += SA_TURN) {
+            const sa_cell *from[SA_TURN];
+            for (int64_t i = 0; i < SA_TURN; i++) from[i] = (const sa_cell *)values + (x + i) * lanes + lane;
+            sa_transpose_block(from, sa_min(SA_TURN, head_dim - x), SA_TURN, (sa_cell *)&block[0][x], ROW);
         }
-        for (int64_t i = 0; i < sa_min(4, n - lane); i++) sa_store_row_run(block[i], factor[lane + i], rows[lane + i], dtype, head_dim);
+        for (int64_t i = 0; i < sa_min(SA_TURN, n - lane); i++)
+            sa_store_row_run(block[i], factor[lane + i], rows[lane + i], dtype, head_dim);
     }
 }
 
@@ -352,17 +466,28 @@ static void sa_lane_dot_run(const sa_cell *a, const sa_cell *b, int64_t k, int64
 static bool sa_all_finite_run(const void *row, sinkattn_dtype dtype, int64_t n) {
     const bool wide = dtype == SINKATTN_FP32;
     const uint32_t exponent = wide ? 0x7f800000u : dtype == SINKATTN_BF16 ? 0x7f80u : 0x7c00u;
-    uint32_t bad = 0;
-    if (wide)
+    if (wide) {
+        uint32_t bad = 0;
         for (int64_t x = 0; x < n; x++) bad |= (((const uint32_t *)row)[x] & exponent) == exponent;
-    else
-        for (int64_t x = 0; x < n; x++) bad |= (((const uint16_t *)row)[x] & exponent) == exponent;
+        return !bad;
+    }
+    uint16_t bad = 0; /* as wide as the elements, so that vectors of them stay vectors */
+    for (int64_t x = 0; x < n; x++) bad |= (uint16_t)((((const uint16_t *)row)[x] & (uint16_t)exponent) == (uint16_t)exponent);
     return !bad;
 }
 
 const sa_cpu_ops SA_OPS = {
     .pack = SA_PACK,
+#ifdef SA_PRODUCT
+    .key_step = SA_KEY_STEP,
+    .enter = SA_ENTER,
+    .leave = SA_LEAVE,
+    .product = SA_PRODUCT,
+    .rows_to_columns = SA_ROWS_TO_COLUMNS,
+#else
+    .key_step = 2,
     .product = sa_product_run,
+#endif
     .softmax = sa_softmax_run,
     .gradient = sa_gradient_run,
     .rows_to_lanes = sa_rows_to_lanes_run,

@@ -55,10 +55,26 @@ static inline char *sa_element(const sinkattn_tensor *tensor, sinkattn_dtype dty
     return (char *)tensor->data + offset * sa_dtype_bytes(dtype);
 }
 
-/* Row r of a tensor shaped as q. */
-static inline char *sa_query_row(const sa_stream *stream, const sinkattn_tensor *tensor, int64_t r) {
+/* Where row r of a stream lies. Rows are many and a division is long, so a loop goes from one to the next. */
+typedef struct sa_row {
+    int64_t token, head;
+} sa_row;
+
+static inline sa_row sa_row_at(const sa_stream *stream, int64_t r) {
+    const sa_row row = {r / stream->group, stream->first_head + r % stream->group};
+    return row;
+}
+
+static inline sa_row sa_row_after(const sa_stream *stream, sa_row row) {
+    const bool last = row.head + 1 == stream->first_head + stream->group;
+    const sa_row after = {row.token + last, last ? stream->first_head : row.head + 1};
+    return after;
+}
+
+/* A row of a tensor shaped as q. */
+static inline char *sa_query_row(const sa_stream *stream, const sinkattn_tensor *tensor, sa_row row) {
     const sa_sequence *at = &stream->sequence;
-    const int64_t offset = sa_offset(tensor, at->batch, at->q_begin + r / stream->group, stream->first_head + r % stream->group);
+    const int64_t offset = sa_offset(tensor, at->batch, at->q_begin + row.token, row.head);
     return sa_element(tensor, stream->args->problem.dtype, offset);
 }
 
@@ -70,33 +86,41 @@ static inline char *sa_key_row(const sa_stream *stream, const sinkattn_tensor *t
     return sa_element(tensor, stream->args->problem.dtype, offset);
 }
 
-static inline int64_t sa_stat_index(const sa_stream *stream, int64_t r) {
-    return sa_row_index(&stream->args->problem, &stream->sequence, stream->first_head + r % stream->group, r / stream->group);
+static inline int64_t sa_stat_index(const sa_stream *stream, sa_row row) {
+    return sa_row_index(&stream->args->problem, &stream->sequence, row.head, row.token);
 }
 
 /* Rows [begin, begin + n) of a stream, in `lanes` lanes, and the key tiles that they meet. */
 typedef struct sa_row_tile {
     int64_t begin, n, lanes;
+    int64_t key_step, k_len;
     sa_range tokens;
     sa_key_tiles tiles;
 } sa_row_tile;
 
-static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin, int64_t end, int64_t tile_k) {
+static inline sa_row_tile sa_row_tile_of(const sa_stream *stream, int64_t begin, int64_t end, const sa_cpu_ops *ops, int64_t tile_k) {
     sa_row_tile rows;
     rows.begin = begin;
     rows.n = end - begin;
     rows.lanes = sa_ceil_div(rows.n, SA_LANES_STEP) * SA_LANES_STEP;
+    rows.key_step = ops->key_step;
+    rows.k_len = stream->band.k_len;
     rows.tokens.begin = begin / stream->group;
     rows.tokens.end = (end - 1) / stream->group + 1;
     rows.tiles = sa_key_tiles_of(&stream->band, rows.tokens, tile_k);
     return rows;
 }
 
-/* The keys of tile t, begun on an even one so that pairs of keys fall the same for every row. */
+/* The keys of tile t in whole steps, so that the keys which are added together are the same for every row. */
 static inline sa_range sa_tile_keys(const sa_row_tile *rows, int32_t t) {
     sa_range keys = sa_key_tile(&rows->tiles, t);
-    keys.begin &= ~(int64_t)1;
+    keys.begin -= keys.begin % rows->key_step;
+    keys.end = sa_min(sa_ceil_div(keys.end, rows->key_step) * rows->key_step, rows->k_len);
     return keys;
+}
+
+static inline bool sa_has_tile(const sa_row_tile *rows, int32_t t) {
+    return t < rows->tiles.sink_end || (t >= rows->tiles.begin && t < rows->tiles.end);
 }
 
 #define SA_FOR_EACH_TILE(t, rows)                                                                                                          \
@@ -120,13 +144,18 @@ static inline sa_tile_mask sa_take_mask(sa_scratch *scratch, int64_t tile_q) {
 }
 
 static inline void sa_mask_rows(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows) {
-    for (int64_t lane = 0; lane < rows->lanes; lane++) {
-        const int64_t i = (rows->begin + lane) / stream->group;
-        const sa_range none = {0, 0}, keys = lane < rows->n ? sa_row_band(&stream->band, i) : none;
-        mask->begin[lane] = keys.begin;
-        mask->end[lane] = keys.end;
-        mask->sink_end[lane] = lane < rows->n ? sa_row_sink_end(&stream->band, i) : 0;
+    int64_t lane = 0;
+    for (int64_t i = rows->tokens.begin; i < rows->tokens.end; i++) {
+        const sa_range keys = sa_row_band(&stream->band, i);
+        const int64_t sink_end = sa_row_sink_end(&stream->band, i);
+        const int64_t next = sa_min((i + 1) * stream->group - rows->begin, rows->n);
+        for (; lane < next; lane++) {
+            mask->begin[lane] = keys.begin;
+            mask->end[lane] = keys.end;
+            mask->sink_end[lane] = sink_end;
+        }
     }
+    for (; lane < rows->lanes; lane++) mask->begin[lane] = mask->end[lane] = mask->sink_end[lane] = 0;
 }
 
 static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
@@ -153,8 +182,8 @@ typedef struct sa_operand {
     const void **clean;  /* [capacity] with the copies in place of rows that have something to hide */
     char *copies;        /* [capacity][head_dim] of the tensors' dtype */
     sa_cell *cells;      /* [capacity][head_dim rounded up to lanes] */
-    const sa_cell *read; /* where the last sa_operand_* left its result */
-    int64_t read_row;
+    const sa_cell *read; /* where the last sa_operand_* left its result, a_row and a_col of a product */
+    int64_t read_row, read_col;
     bool hidden;
 } sa_operand;
 
@@ -182,7 +211,8 @@ static inline void sa_operand_keys(sa_operand *operand, const sa_stream *stream,
 
 static inline void sa_operand_queries(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor,
                                       const sa_row_tile *rows) {
-    for (int64_t r = 0; r < rows->n; r++) operand->rows[r] = sa_query_row(stream, tensor, rows->begin + r);
+    sa_row row = sa_row_at(stream, rows->begin);
+    for (int64_t r = 0; r < rows->n; r++, row = sa_row_after(stream, row)) operand->rows[r] = sa_query_row(stream, tensor, row);
 }
 
 /* Fills clean; with may_hide false it is the rows themselves. */
@@ -213,22 +243,33 @@ static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *op
     return true;
 }
 
-/* [n][head_dim / pack], neighbours along head_dim. */
+/* A[key][head_dim / pack], neighbours along head_dim. */
 static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
                                     int64_t row_stride) {
+    operand->read_col = 1;
     if (sa_operand_in_place(operand, ops, problem, operand->rows, n, row_stride)) return;
     operand->read = operand->cells;
     operand->read_row = problem->head_dim / ops->pack;
     ops->rows_to_cells(operand->rows, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
 }
 
-/* [n / pack][head_dim], neighbours along the rows, from clean. */
-static inline void sa_operand_pairs(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
-                                    int64_t row_stride) {
-    if (ops->pack == 1 && sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride)) return;
-    operand->read = operand->cells;
-    operand->read_row = problem->head_dim;
-    ops->rows_to_pairs(operand->clean, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
+/* A[head_dim][key / pack], neighbours along the keys, from clean. */
+static inline void sa_operand_columns(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
+                                      int64_t row_stride) {
+    if (ops->rows_to_columns) {
+        operand->read = operand->cells;
+        operand->read_row = sa_padded(sa_ceil_div(n, ops->pack));
+        operand->read_col = 1;
+        ops->rows_to_columns(operand->clean, n, problem->head_dim, operand->cells, operand->read_row);
+        return;
+    }
+    if (ops->pack != 1 || !sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride)) {
+        operand->read = operand->cells;
+        operand->read_row = problem->head_dim;
+        ops->rows_to_pairs(operand->clean, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
+    }
+    operand->read_col = operand->read_row;
+    operand->read_row = 1;
 }
 
 /* An element of cells [rows / pack][row], neighbours along the rows. */
@@ -240,14 +281,15 @@ static inline float sa_pair_value(const sa_cell *cells, int64_t pack, int64_t ro
     return value;
 }
 
-/* out[dim][lane] += weight[key][lane] * element[key][dim] for the elements that sa_operand_clean hid, in the lanes that see the key. */
-static inline void sa_add_hidden(const sa_operand *operand, const sa_cpu_ops *ops, const sa_stream *stream, const sa_row_tile *rows,
-                                 sa_range keys, const sa_cell *weights, float *out) {
+/* out[dim][lane] += weight[key][lane] * element[key][dim] for the elements that sa_operand_clean hid, in the lanes that see the key. The
+ * operand holds the keys from its row `first` on. */
+static inline void sa_add_hidden(const sa_operand *operand, int64_t first, const sa_cpu_ops *ops, const sa_stream *stream,
+                                 const sa_row_tile *rows, sa_range keys, const sa_cell *weights, float *out) {
     const sinkattn_problem *problem = &stream->args->problem;
     for (int64_t key = 0; key < keys.end - keys.begin; key++) {
-        if (operand->clean[key] == operand->rows[key]) continue;
+        if (operand->clean[first + key] == operand->rows[first + key]) continue;
         for (int64_t x = 0; x < problem->head_dim; x++) {
-            const float element = (float)sa_load(operand->rows[key], problem->dtype, x);
+            const float element = (float)sa_load(operand->rows[first + key], problem->dtype, x);
             if (isfinite(element)) continue;
             for (int64_t lane = 0; lane < rows->n; lane++)
                 if (sa_visible(&stream->band, (rows->begin + lane) / stream->group, keys.begin + key))

@@ -22,7 +22,7 @@ from .cases import DTYPES, Case, random_case
 from .evaluation import Finding, Inputs, compare_all, evaluate, make_inputs
 
 LEVEL_VARIABLE = "SINKATTN_CPU_LEVEL"
-LEVELS = ("oracle", "scalar", "avx2", "avx512", "avx512_bf16")
+LEVELS = ("oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 
 
 def run_ops(case: Case, t: Inputs, ops: ModuleType, backward: bool = True) -> dict[str, Tensor]:

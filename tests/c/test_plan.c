@@ -59,6 +59,7 @@ static void test_the_best_row_is_taken(void) {
         {SINKATTN_DECODE, SINKATTN_FP32, SINKATTN_CPU_AVX2, "sa_decode_cpu_avx2"},
         {SINKATTN_BWD, SINKATTN_FP16, SINKATTN_CPU_AVX512_BF16, "sa_bwd_cpu_avx512"},
         {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_AVX512_BF16, "sa_bwd_cpu_avx512_bf16"},
+        {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_AMX_BF16, "sa_bwd_cpu_amx_bf16"},
 #endif
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -310,9 +311,9 @@ static sinkattn_status query_as(const char *level, sinkattn_device *device) {
 }
 
 static void test_the_cpu_level_by_name(void) {
-    static const char *const names[] = {"oracle", "scalar", "avx2", "avx512", "avx512_bf16"};
+    static const char *const names[] = {"oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
     sinkattn_device device;
-    for (int32_t level = 0; level < 5; level++) {
+    for (int32_t level = 0; level < (int32_t)(sizeof names / sizeof *names); level++) {
         const sinkattn_status status = query_as(names[level], &device);
         if (level <= sa_cpu_level())
             CHECK(status.code == SINKATTN_OK && device.arch == level && device.workers == 2, "%s: %s", names[level], status.message);
