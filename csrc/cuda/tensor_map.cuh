@@ -14,13 +14,18 @@ using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void
                             CUtensorMapFloatOOBfill);
 
 static inline sinkattn_status find_encode(Encode *encode) {
+    static Encode known; // one driver a process
+    *encode = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (*encode) return sa_ok();
     void *function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
     const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
     if (error == cudaSuccess && found != cudaDriverEntryPointSuccess)
         return sa_status(SINKATTN_DEVICE, "the CUDA driver has no cuTensorMapEncodeTiled; it must be that of CUDA 12.0 or later");
+    if (error != cudaSuccess) return sa_cuda_status("cudaGetDriverEntryPointByVersion", error);
     *encode = reinterpret_cast<Encode>(function);
-    return sa_cuda_status("cudaGetDriverEntryPointByVersion", error);
+    __atomic_store_n(&known, *encode, __ATOMIC_RELAXED);
+    return sa_ok();
 }
 
 // [batch, rows, heads, head_dim], in boxes of `tokens` rows x `heads_a_box` heads x 64.
@@ -42,13 +47,6 @@ static inline sinkattn_status encode_map(Encode encode, CUtensorMap *map, const 
     return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
                      static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
                      static_cast<long long>(tensor.head_stride));
-}
-
-static inline unsigned num_multiprocessors() {
-    int device, count;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return static_cast<unsigned>(count);
 }
 
 } // namespace sa

@@ -10,6 +10,8 @@
 #include <torch/library.h>
 
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <vector>
 
 #include "convert.h"
@@ -121,12 +123,27 @@ int threads_for(const sinkattn_problem &p) {
     return p.op != SINKATTN_DECODE && products < 65536.0 ? 1 : at::get_num_threads();
 }
 
+// Facts of a device do not change; asking the driver takes longer than planning.
+sinkattn_device cuda_device(int32_t ordinal) {
+    static std::mutex mutex;
+    static std::map<int32_t, sinkattn_device> known;
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = known.find(ordinal);
+    if (found != known.end()) return found->second;
+    sinkattn_device device{};
+    raise_on(sinkattn_query_cuda(ordinal, &device));
+    return known[ordinal] = device;
+}
+
 // scratch: the caller's workspace, for captured graphs; absent: allocated here, and gone afterwards.
 template <class Args>
 void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, const at::Tensor &q, const Maybe &scratch = {}) {
     const c10::DeviceGuard guard(q.device());
     sinkattn_device device{};
-    raise_on(q.is_cpu() ? sinkattn_query_cpu(threads_for(problem), &device) : sinkattn_query_cuda(q.get_device(), &device));
+    if (q.is_cpu())
+        raise_on(sinkattn_query_cpu(threads_for(problem), &device));
+    else
+        device = cuda_device(q.get_device());
     sinkattn_plan plan{};
     raise_on(sinkattn_make_plan(&problem, &device, &plan));
     if (scratch) {
@@ -135,10 +152,16 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
                           " bytes, this call needs ", plan.workspace_bytes,
                           " contiguous ones; sinkattn.plan(\"decode\", ...)[\"workspace_bytes\"] says so beforehand");
     }
-    const at::Tensor workspace = scratch ? *scratch : at::empty({plan.workspace_bytes}, q.options().dtype(at::kByte));
+    at::Tensor workspace;
+    if (scratch)
+        workspace = *scratch;
+    else if (plan.workspace_bytes > 0)
+        workspace = at::empty({plan.workspace_bytes}, q.options().dtype(at::kByte));
     sinkattn_context context{};
-    context.workspace = workspace.mutable_data_ptr();
-    context.workspace_bytes = workspace.numel();
+    if (workspace.defined()) {
+        context.workspace = workspace.mutable_data_ptr();
+        context.workspace_bytes = workspace.numel();
+    }
     if (q.is_cpu())
         context.executor.run = run_on_torch_threads;
     else
