@@ -30,7 +30,7 @@ const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_inf
 const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!p->q_len || !p->k_len) return "there are no rows or no keys";
-    if (p->q_len > INT32_MAX || p->k_len > INT32_MAX - info->tile_k) return "2^31 rows or keys and more";
+    if (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN) return "2^29 rows or keys and more";
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
 }
 
@@ -40,7 +40,7 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
     if (group < 2 || info->tile_q % group) return "query heads a kv head must be 2 or more and divide its tile_q";
     if (!p->q_len || !p->k_len) return "there are no rows or no keys";
-    if (p->q_len > INT32_MAX / 2 || p->k_len > INT32_MAX / 2) return "2^30 rows or keys and more";
+    if (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN) return "2^29 rows or keys and more";
     if (p->softmax_scale < 0.0) return "softmax_scale is negative";
     const sa_band band = sa_band_of(&p->mask, info->tile_k, info->tile_k);
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";

@@ -14,11 +14,11 @@
 typedef struct sa_key_tiles {
     int32_t sink_end, begin, end;                /* tiles [0, sink_end) and [begin, end) hold keys that some row sees */
     int32_t full_sink_end, full_begin, full_end; /* what sa_key_tile_is_full looks at */
-    int64_t tile_k, sink_keys;                   /* keys [0, sink_keys) and the band are seen by some row */
+    sa_position_t tile_k, sink_keys;             /* keys [0, sink_keys) and the band are seen by some row */
     sa_range band;
 } sa_key_tiles;
 
-SA_HD sa_key_tiles sa_key_tiles_of(const sa_band *band, sa_range rows, int64_t tile_k) {
+SA_HD sa_key_tiles sa_key_tiles_of(const sa_band *band, sa_range rows, sa_position_t tile_k) {
     const sa_range first = sa_row_band(band, rows.begin), last = sa_row_band(band, rows.end - 1);
     sa_key_tiles tiles;
     tiles.tile_k = tile_k;
@@ -53,18 +53,19 @@ SA_HD bool sa_key_tile_is_full(const sa_key_tiles *tiles, int32_t t) {
 
 /* From the first to the last key of tile t that some row sees. */
 SA_HD sa_range sa_key_tile(const sa_key_tiles *tiles, int32_t t) {
-    const int64_t begin = t * tiles->tile_k, end = begin + tiles->tile_k;
+    const sa_position_t begin = t * tiles->tile_k, end = begin + tiles->tile_k;
     sa_range keys;
-    keys.begin = begin < tiles->sink_keys ? begin : sa_max(begin, tiles->band.begin);
-    keys.end = sa_min(end, tiles->band.begin < end && tiles->band.begin < tiles->band.end ? tiles->band.end : tiles->sink_keys);
+    keys.begin = begin < tiles->sink_keys ? begin : (sa_position_t)sa_max(begin, tiles->band.begin);
+    keys.end =
+        (sa_position_t)sa_min(end, tiles->band.begin < end && tiles->band.begin < tiles->band.end ? tiles->band.end : tiles->sink_keys);
     return keys;
 }
 
 /* Part `part` of `num_parts` over num_tiles tiles: contiguous, ascending, sizes differing by at most one, larger parts first. */
-SA_HD sa_range sa_split_part(int64_t num_tiles, int64_t num_parts, int64_t part) {
-    const int64_t size = num_tiles / num_parts, longer = num_tiles % num_parts;
+SA_HD sa_range sa_split_part(sa_position_t num_tiles, sa_position_t num_parts, sa_position_t part) {
+    const sa_position_t size = num_tiles / num_parts, longer = num_tiles % num_parts;
     sa_range tiles;
-    tiles.begin = part * size + sa_min(part, longer);
+    tiles.begin = part * size + (sa_position_t)sa_min(part, longer);
     tiles.end = tiles.begin + size + (part < longer);
     return tiles;
 }

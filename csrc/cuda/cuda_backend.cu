@@ -9,6 +9,7 @@
 #include <stdio.h>
 
 #include "cuda/attn/bwd_workspace.cuh"
+#include "cuda/attn/launch_counter.cuh"
 #include "cuda/cuda_backend.h"
 
 static sinkattn_status device_error(int32_t ordinal, const char *what, cudaError_t error) {
@@ -99,5 +100,6 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
 
 extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     if (problem->op == SINKATTN_BWD) return sa::bwd_workspace_bytes(*problem);
-    return problem->op == SINKATTN_DECODE ? sa_cuda_decode_workspace(problem, plan) : 0;
+    if (problem->op == SINKATTN_DECODE) return sa_cuda_decode_workspace(problem, plan);
+    return problem->packed ? sa::kCounterBytes : 0;
 }

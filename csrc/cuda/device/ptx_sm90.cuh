@@ -40,7 +40,20 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  : "memory");
 }
 
+// Where the n-th use of a ring of kLength places lies, and the parity of that use. Every role counts for itself.
+template <int kLength> struct Ring {
+    uint32_t n = 0; // of 2^32 uses at most
+
+    __device__ __forceinline__ uint32_t place() const { return n % kLength; }
+    __device__ __forceinline__ uint32_t phase() const { return n / kLength & 1; }
+    __device__ __forceinline__ Ring next() const { return {n + 1}; }
+};
+
 // ---- bulk tensor copies; coordinates outside the tensor read zeros and are not written ----
+
+__device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 
 __device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, uint64_t *barrier, int x, int head, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(

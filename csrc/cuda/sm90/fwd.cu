@@ -14,6 +14,8 @@
 //
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
+#define SA_POSITION int32_t
+#include "cuda/attn/launch_counter.cuh"
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -27,6 +29,7 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_,
     static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
     static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
+    static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0, "swizzled rows, rows of a wgmma, keys of a wgmma");
     static_assert(kLoaderRegisters + kGroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
 };
@@ -38,6 +41,7 @@ template <class C> struct Rows {
     int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // keys: [begin, end) and [0, sink_end)
     float s_aux[C::kTileQ];
     int64_t out[C::kTileQ]; // offset; -1: no such row
+    int64_t lse;            // offset, of the first row
 };
 
 template <class C> struct Smem {
@@ -54,22 +58,16 @@ struct Maps {
 };
 
 struct Problem {
+    unsigned long long *counter, tag; // NULL: blocks take items in a fixed order
     unsigned num_tiles, num_items;
     int group, tokens; // heads and tokens of a tile of rows
+    int group_inverse; // of 2^16, for row / group below kTileQ
     float scale_log2;
-};
-
-// Where the n-th use of a ring of kLength places lies, and the parity of that use. Every role counts for itself.
-template <int kLength> struct Ring {
-    uint32_t n = 0; // of 2^32 uses at most
-
-    __device__ __forceinline__ uint32_t place() const { return n % kLength; }
-    __device__ __forceinline__ uint32_t phase() const { return n / kLength & 1; }
-    __device__ __forceinline__ Ring next() const { return {n + 1}; }
 };
 
 template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
     const Work &work = rows.work;
+    if (threadIdx.x % 32 == 0) rows.lse = sa_row_index(&args.problem, &work.sequence, work.kv_head * p.group, work.tokens.begin);
 #pragma unroll 1
     for (int row = threadIdx.x % 32; row < C::kTileQ; row += 32) {
         const int64_t token = work.tokens.begin + row / p.group, head = work.kv_head * p.group + row % p.group;
@@ -83,25 +81,35 @@ template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, 
     }
 }
 
+// The items of a block: every so many of them, every other round in reverse; or, after the first, the next one that nobody has taken. Which
+// block computes a tile does not change its bits.
+__device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned round) {
+    if (!p.counter) return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag, p.num_items);
+}
+
 template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
     const bool leader = threadIdx.x % 32 == 0;
-    Ring<C::kSlots> ring;
-    for (unsigned round = 0; round * gridDim.x < p.num_items; round++) {
-        const unsigned item = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        if (item >= p.num_items) continue;
+    if (leader && p.counter) open_counter(p.counter, p.tag);
+    unsigned item = blockIdx.x, round = 0;
+    for (Ring<C::kSlots> ring;; ring.n++) {
         Rows<C> &rows = smem.rows[ring.place()];
         barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
         bool exists = false;
-        if (leader) rows.exists = exists = find_work(args, p.tokens * p.group, C::kTileK, p.num_tiles, item, rows.work);
-        if (!__shfl_sync(0xffffffffu, exists, 0)) continue;
+        if (leader) {
+            while (!exists && item < p.num_items) {
+                const unsigned next = item_of_round(p, ++round); // arrives while this one is described
+                exists = find_work(args, p.tokens * p.group, C::kTileK, p.num_tiles, item, rows.work);
+                item = next;
+            }
+            rows.exists = exists;
+        }
+        exists = __shfl_sync(0xffffffffu, exists, 0);
         __syncwarp(); // the lanes see the work
-        describe_rows<C>(rows, args, p);
+        if (exists) describe_rows<C>(rows, args, p);
         barrier_arrive(&smem.rows_full[ring.place()]);
-        ring.n++;
+        if (!exists) return;
     }
-    barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
-    if (leader) smem.rows[ring.place()].exists = false;
-    barrier_arrive(&smem.rows_full[ring.place()]);
 }
 
 template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, const Maps &maps, const Problem &p) {
@@ -285,14 +293,14 @@ __device__ __forceinline__ void write_rows(const float (&o)[C::kHeadDim / 2], co
     auto *out = static_cast<uint16_t *>(args.out.data);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const float sum = quad_sum(softmax.sum[r]), factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const float sum = quad_sum(softmax.sum[r]), factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
         const int row = thread_row(math_group, r);
         const int64_t at = rows.out[row];
         if (at >= 0 && threadIdx.x % 4 == 0) {
             const float s_aux = rows.s_aux[row];
             const float pivot = softmax.pivot[r] == s_aux * kLog2e ? s_aux : softmax.pivot[r] * kLn2; // without keys: s_aux itself
-            static_cast<float *>(args.lse)[sa_row_index(&args.problem, &rows.work.sequence, rows.work.kv_head * p.group + row % p.group,
-                                                        rows.work.tokens.begin + row / p.group)] =
+            const int token = row * p.group_inverse >> 16;
+            static_cast<float *>(args.lse)[rows.lse + (row - token * p.group) * args.problem.q_len + token] =
                 sum == 0.0f ? -INFINITY : pivot + logf(sum);
         }
 #pragma unroll
@@ -429,17 +437,24 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
 #endif
 }
 
-template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
+template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
     Problem p;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = C::kTileQ / p.group;
+    p.group_inverse = (65536 + p.group - 1) / p.group;
     const int64_t num_tiles = num_row_tiles(problem, p.tokens * p.group), num_items = num_tiles * problem.num_kv_heads;
     if (num_items > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_items));
     p.num_tiles = static_cast<unsigned>(num_tiles);
     p.num_items = static_cast<unsigned>(num_items);
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
+    p.counter = nullptr;
+    p.tag = 0;
+    if (problem.packed && p.num_items < kMaxCount) { // sequences differ, and only the device knows by how much
+        p.counter = launch_counter(context.workspace);
+        p.tag = next_launch_tag();
+    }
     if (p.num_items == 0) return sa_ok();
     Encode encode = nullptr;
     unsigned *error_word;
@@ -453,25 +468,25 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
         status = sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(fwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                                              static_cast<int>(sizeof(Smem<C>))));
     if (status.code) return status;
-    const unsigned blocks = static_cast<unsigned>(sa_min(num_items, num_multiprocessors()));
+    const unsigned blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));
     fwd_kernel<C><<<blocks, C::kThreads, sizeof(Smem<C>), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
     return sa_cuda_status("sa_fwd_cuda_sm90", cudaGetLastError());
 }
 
 template <int kHeadDim, int kTileQ, int kTileK, int kStages, int kSlots>
-sinkattn_status launch_dtype(const void *arguments, const sinkattn_context *context) {
+sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
-    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, *context);
-    return launch<Config<Fp16, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, *context);
+    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, *plan, *context);
+    return launch<Config<Fp16, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, *plan, *context);
 }
 
 } // namespace
 } // namespace sa
 
-extern "C" sinkattn_status sa_fwd_cuda_sm90_d64(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
-    return sa::launch_dtype<64, sa::sa_fwd_cuda_sm90_d64_tile_q, sa::sa_fwd_cuda_sm90_d64_tile_k, 4, 4>(args, context);
+extern "C" sinkattn_status sa_fwd_cuda_sm90_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return sa::launch_dtype<64, sa::sa_fwd_cuda_sm90_d64_tile_q, sa::sa_fwd_cuda_sm90_d64_tile_k, 4, 4>(args, plan, context);
 }
 
-extern "C" sinkattn_status sa_fwd_cuda_sm90_d128(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
-    return sa::launch_dtype<128, sa::sa_fwd_cuda_sm90_d128_tile_q, sa::sa_fwd_cuda_sm90_d128_tile_k, 3, 2>(args, context);
+extern "C" sinkattn_status sa_fwd_cuda_sm90_d128(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return sa::launch_dtype<128, sa::sa_fwd_cuda_sm90_d128_tile_q, sa::sa_fwd_cuda_sm90_d128_tile_k, 3, 2>(args, plan, context);
 }

@@ -11,6 +11,7 @@
 //
 // Shared memory: two stages of K and V, 240 keys each, 120 KiB; nine slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32.
 
+#define SA_POSITION int32_t
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -18,14 +19,15 @@ namespace sa {
 namespace {
 
 constexpr int kGroups = 3, kThreads = 128 * (kGroups + 1), kTileRows = sa_fwd_cuda_sm90_window_tile_q;
-constexpr int kKeys = sa_fwd_cuda_sm90_window_tile_k, kSpan = 96, kSpanKeys = kSpan + kKeys;
+constexpr int kKeys = sa_fwd_cuda_sm90_window_tile_k, kMaxSpan = 96, kSpanKeys = kMaxSpan + kKeys;
+constexpr int kSpanCost = 4; // of a span beside its tokens, in tokens: measured
 constexpr int kStages = 2, kSlots = 3, kCheckers = 3, kSlotBytes = kTileRows * kRowBytes, kKeyBytes = kSpanKeys * kRowBytes;
 
 // A span of tokens of one sequence and kv head.
 struct Span {
     sa_sequence sequence;
     int64_t batch, kv_head;
-    int64_t token, key; // of the first tile: its first token, and the first key of that token's window; both may lie outside
+    sa_position_t token, key; // of the first tile: its first token, and the first key of that token's window; both may lie outside
     bool exists, has_sink;
 };
 
@@ -35,6 +37,7 @@ struct Smem {
     Span spans[kStages];
     uint64_t kv_full[kStages], kv_ready[kStages], kv_empty[kStages], q_full[kGroups][kSlots], q_empty[kGroups][kSlots];
     bool unfinite[kStages][kCheckers];
+    uint32_t copied[kGroups]; // one more than the slot whose copy of out may still be read, 0 for none
 };
 
 struct Maps {
@@ -44,14 +47,27 @@ struct Maps {
 struct Problem {
     sa_band window; // of a sequence long enough that nothing is clamped
     int64_t num_items;
-    int group, tokens;
-    int reach; // keys that a row sees beside its window's first
+    int group, tokens, span; // heads of a token; tokens of a tile and of a span
+    int reach;               // keys that a row sees beside its window's first
     float scale_log2;
 };
 
-static inline int64_t num_spans(const sinkattn_problem &problem) {
-    if (problem.packed) return problem.q_len / kSpan + 2 * (problem.batch + 1);
-    return problem.batch * (problem.q_len / kSpan + 2);
+static inline int64_t num_spans(const sinkattn_problem &problem, int span) {
+    if (problem.packed) return problem.q_len / span + 2 * (problem.batch + 1);
+    return problem.batch * (problem.q_len / span + 2);
+}
+
+// Tokens of a span, the same number of tiles for each group: as many as let the blocks end soonest.
+static inline int choose_span(const sinkattn_problem &problem, int tokens, int workers) {
+    const int least = kGroups * tokens;
+    int best = least;
+    int64_t best_cost = INT64_MAX;
+    for (int span = least; span <= kMaxSpan; span += least) {
+        const int64_t cost = sa_ceil_div(num_spans(problem, span) * problem.num_kv_heads, workers) * (span + kSpanCost);
+        if (cost < best_cost) best = span;
+        best_cost = sa_min(cost, best_cost);
+    }
+    return best;
 }
 
 __device__ __forceinline__ Span span_at(const sinkattn_fwd_args &args, const Problem &p, int64_t item) {
@@ -59,65 +75,64 @@ __device__ __forceinline__ Span span_at(const sinkattn_fwd_args &args, const Pro
     Span span;
     span.kv_head = item % problem.num_kv_heads;
     const int64_t n = item / problem.num_kv_heads;
-    int64_t within;
+    sa_position_t within;
     if (problem.packed) {
-        const auto first_span = [&](int64_t b) { return rows_before(args, b) / kSpan + 2 * b; };
+        const auto first_span = [&](int64_t b) { return rows_before(args, b) / p.span + 2 * b; };
         span.batch = find_sequence(problem.batch, n, first_span);
-        within = n - first_span(span.batch);
+        within = static_cast<sa_position_t>(n - first_span(span.batch));
     } else {
-        const int64_t each = problem.q_len / kSpan + 2;
+        const int64_t each = problem.q_len / p.span + 2;
         span.batch = n / each;
-        within = n % each;
+        within = static_cast<sa_position_t>(n % each);
     }
     span.has_sink = args.s_aux && span.batch < problem.batch;
     span.sequence = sequence_or_tail(args, span.batch);
     const sa_band band = sa_band_of(&problem.mask, span.sequence.q_len, span.sequence.k_len);
-    const int64_t start = sa_position(&band, 0), base = (start >= 0 ? start : start - kSpan + 1) / kSpan * kSpan; // a multiple of kSpan
-    span.token = base - start + within * kSpan;
-    span.key = sa_window_begin(&p.window, base + within * kSpan);
+    const sa_position_t start = sa_position(&band, 0),
+                        base = (start >= 0 ? start : start - p.span + 1) / p.span * p.span; // a multiple of span
+    span.token = base - start + within * p.span;
+    span.key = sa_window_begin(&p.window, base + within * p.span);
     span.exists = within >= 0 && span.token < span.sequence.q_len;
     return span;
 }
 
 __device__ __forceinline__ void produce(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
-    int stage = 0, kv_phase = 0, slot = 0, q_phase = 0;
+    Ring<kStages> stages;
+    Ring<kSlots> slots;
     for (int64_t item = blockIdx.x; item < p.num_items; item += gridDim.x) {
         const Span span = span_at(args, p, item);
         if (!span.exists) continue;
-        barrier_wait(&smem.kv_empty[stage], kv_phase ^ 1);
+        const uint32_t stage = stages.place();
+        barrier_wait(&smem.kv_empty[stage], stages.phase() ^ 1);
         smem.spans[stage] = span;
-        barrier_arrive_expect(&smem.kv_full[stage], 2 * kKeyBytes);
+        barrier_arrive_expect(&smem.kv_full[stage], 2 * (p.span + kKeys) * kRowBytes);
         const int key = static_cast<int>(span.sequence.k_begin + span.key), batch = static_cast<int>(span.sequence.batch);
         tensor_load(smem.keys[stage], &maps.k, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
         tensor_load(smem.values[stage], &maps.v, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
-        for (int tile = 0; tile < kSpan / p.tokens; tile++) {
+        for (int tile = 0; tile < p.span / p.tokens; tile++) {
             const int group = tile % kGroups;
-            if (group == 0 && tile > 0) {
-                slot = slot + 1 == kSlots ? 0 : slot + 1;
-                q_phase ^= slot == 0;
-            }
-            barrier_wait(&smem.q_empty[group][slot], q_phase ^ 1);
+            const uint32_t slot = slots.place();
+            barrier_wait(&smem.q_empty[group][slot], slots.phase() ^ 1);
             barrier_arrive_expect(&smem.q_full[group][slot], kSlotBytes);
             tensor_load(smem.slots[group][slot], &maps.q, &smem.q_full[group][slot], 0, static_cast<int>(span.kv_head * p.group),
                         static_cast<int>(span.sequence.q_begin + span.token + tile * p.tokens), batch);
+            slots.n += group == kGroups - 1;
         }
-        slot = slot + 1 == kSlots ? 0 : slot + 1;
-        q_phase ^= slot == 0;
-        stage ^= 1;
-        kv_phase ^= stage == 0;
+        stages.n++;
     }
-    barrier_wait(&smem.kv_empty[stage], kv_phase ^ 1);
-    smem.spans[stage].exists = false;
-    barrier_arrive(&smem.kv_full[stage]);
+    barrier_wait(&smem.kv_empty[stages.place()], stages.phase() ^ 1);
+    smem.spans[stages.place()].exists = false;
+    barrier_arrive(&smem.kv_full[stages.place()]);
 }
 
 // The other warps of the producer's group.
-template <class Element> __device__ __forceinline__ void check_values(Smem &smem) {
+template <class Element> __device__ __forceinline__ void check_values(Smem &smem, const Problem &p) {
     const int checker = threadIdx.x / 32 - 1;
-    for (int stage = 0, phase = 0;; stage ^= 1, phase ^= stage == 0) {
-        barrier_wait(&smem.kv_full[stage], phase);
+    for (Ring<kStages> stages;; stages.n++) {
+        const uint32_t stage = stages.place();
+        barrier_wait(&smem.kv_full[stage], stages.phase());
         if (!smem.spans[stage].exists) break;
-        bool bad = zero_unfinite<Element, 32 * kCheckers>(smem.values[stage], kKeyBytes, threadIdx.x - 32);
+        bool bad = zero_unfinite<Element, 32 * kCheckers>(smem.values[stage], (p.span + kKeys) * kRowBytes, threadIdx.x - 32);
         bad = __any_sync(0xffffffffu, bad);
         if (threadIdx.x % 32 == 0) smem.unfinite[stage][checker] = bad;
         async_fence();
@@ -268,20 +283,11 @@ __device__ __forceinline__ void write_rows(const unsigned char *slot, const sink
     }
 }
 
-// Slots of one math group, in turn. A slot is free again once the copy of out has read it; that wait is put off by a tile.
-struct SlotRing {
-    int slot = 0, phase = 0, copied = -1;
-
-    __device__ __forceinline__ void next() {
-        slot = slot + 1 == kSlots ? 0 : slot + 1;
-        phase ^= slot == 0;
-    }
-};
-
-__device__ __forceinline__ void write_tile(Smem &smem, SlotRing &ring, const sinkattn_fwd_args &args, const Maps &maps, const Span &span,
-                                           int64_t token, const Problem &p, int math_group) {
+// A slot is free again once the copy of out has read it; that wait is put off by a tile.
+__device__ __forceinline__ void write_tile(Smem &smem, Ring<kSlots> slots, const sinkattn_fwd_args &args, const Maps &maps,
+                                           const Span &span, int64_t token, const Problem &p, int math_group) {
     const bool leader = threadIdx.x % 128 == 0, whole = token >= 0 && token + p.tokens <= span.sequence.q_len;
-    unsigned char *slot = smem.slots[math_group][ring.slot];
+    unsigned char *slot = smem.slots[math_group][slots.place()];
     async_fence();
     bar_sync<128>(1 + math_group);
     if (!whole) {
@@ -298,19 +304,21 @@ __device__ __forceinline__ void write_tile(Smem &smem, SlotRing &ring, const sin
         store_wait_read<1>();
     } else {
         store_wait_read<0>();
-        barrier_arrive(&free[ring.slot]);
+        barrier_arrive(&free[slots.place()]);
     }
-    if (ring.copied >= 0) barrier_arrive(&free[ring.copied]);
-    ring.copied = whole ? ring.slot : -1;
+    const uint32_t copied = smem.copied[math_group];
+    if (copied) barrier_arrive(&free[copied - 1]);
+    smem.copied[math_group] = whole ? slots.place() + 1 : 0;
 }
 
 template <class Element>
 __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
     const int math_group = threadIdx.x / 128 - 1;
     const ThreadRows rows(p.group);
-    SlotRing ring;
-    for (int stage = 0, phase = 0;; stage ^= 1, phase ^= stage == 0) {
-        barrier_wait(&smem.kv_full[stage], phase);
+    Ring<kSlots> slots;
+    for (Ring<kStages> stages;; stages.n++) {
+        const uint32_t stage = stages.place();
+        barrier_wait(&smem.kv_full[stage], stages.phase());
         const Span &span = smem.spans[stage];
         if (!span.exists) break;
         float s_aux[2];
@@ -318,15 +326,15 @@ __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &arg
             s_aux[i] = span.has_sink
                            ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + rows.head(i)))
                            : -INFINITY;
-        barrier_wait(&smem.kv_ready[stage], phase);
+        barrier_wait(&smem.kv_ready[stage], stages.phase());
         const bool hidden = smem.unfinite[stage][0] || smem.unfinite[stage][1] || smem.unfinite[stage][2];
-        for (int tile = math_group; tile < kSpan / p.tokens; tile += kGroups, ring.next()) {
+        for (int tile = math_group; tile < p.span / p.tokens; tile += kGroups, slots.n++) {
             const int64_t token = span.token + tile * p.tokens, first_key = span.key + tile * p.tokens;
-            unsigned char *slot = smem.slots[math_group][ring.slot];
+            unsigned char *slot = smem.slots[math_group][slots.place()];
             const uint32_t first_row = tile * p.tokens * kRowBytes;
             float s[72], o[32];
             uint32_t weights[9][4];
-            barrier_wait(&smem.q_full[math_group][ring.slot], ring.phase);
+            barrier_wait(&smem.q_full[math_group][slots.place()], slots.phase());
             qk_product<Element>(s, shared_address(slot), shared_address(smem.keys[stage]) + first_row);
             const Columns seen(rows, span, first_key, p.reach);
             const Softmax result = softmax<Element>(weights, s, seen, p, s_aux);
@@ -334,7 +342,7 @@ __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &arg
             if (hidden) add_hidden<Element>(o, args, span, first_key, seen);
             stage_out<Element>(slot, o, result, rows);
             write_lse(result, args, span, token, rows, p.group, s_aux);
-            write_tile(smem, ring, args, maps, span, token, p, math_group);
+            write_tile(smem, slots, args, maps, span, token, p, math_group);
         }
         if (threadIdx.x % 128 == 0) barrier_arrive(&smem.kv_empty[stage]);
     }
@@ -349,16 +357,19 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
     extern __shared__ __align__(1024) unsigned char shared[];
     Smem &smem = *reinterpret_cast<Smem *>(shared);
     if (threadIdx.x == 0) {
+        for (const CUtensorMap *map : {&maps.q, &maps.k, &maps.v, &maps.out}) tensor_map_prefetch(map);
         for (int i = 0; i < kStages; i++) {
             barrier_init(&smem.kv_full[i], 1);
             barrier_init(&smem.kv_ready[i], 32 * kCheckers);
             barrier_init(&smem.kv_empty[i], kGroups);
         }
-        for (int g = 0; g < kGroups; g++)
+        for (int g = 0; g < kGroups; g++) {
+            smem.copied[g] = 0;
             for (int i = 0; i < kSlots; i++) {
                 barrier_init(&smem.q_full[g][i], 1);
                 barrier_init(&smem.q_empty[g][i], 1);
             }
+        }
         barrier_init_fence();
     }
     if (blockIdx.x == 0) check_lengths(args, error_word);
@@ -366,7 +377,7 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
     if (threadIdx.x < 128) {
         registers_down<40>();
         if (threadIdx.x == 0) produce(smem, args, maps, p);
-        if (threadIdx.x >= 32) check_values<Element>(smem);
+        if (threadIdx.x >= 32) check_values<Element>(smem, p);
     } else {
         registers_up<152>();
         compute<Element>(smem, args, maps, p);
@@ -376,7 +387,7 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
 #endif
 }
 
-template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
+template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
     if (problem.batch == 0 && !problem.packed) return sa_ok();
     if (problem.q_len == 0) return sa_ok();
@@ -385,7 +396,8 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
     p.tokens = kTileRows / p.group;
     p.window = sa_band_of(&problem.mask, kKeys, kKeys);
     p.reach = static_cast<int>(sa_window_size(&p.window)) - 1;
-    p.num_items = num_spans(problem) * problem.num_kv_heads;
+    p.span = choose_span(problem, p.tokens, plan.workers);
+    p.num_items = num_spans(problem, p.span) * problem.num_kv_heads;
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     Encode encode = nullptr;
     unsigned *error_word;
@@ -393,8 +405,8 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
     sinkattn_status status = find_encode(&encode);
     if (!status.code) status = sa_cuda_error_word(&error_word);
     if (!status.code) status = encode_map(encode, &maps.q, problem, args.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
-    if (!status.code) status = encode_map(encode, &maps.k, problem, args.k, problem.k_len, problem.num_kv_heads, kSpanKeys, 1, "k");
-    if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, kSpanKeys, 1, "v");
+    if (!status.code) status = encode_map(encode, &maps.k, problem, args.k, problem.k_len, problem.num_kv_heads, p.span + kKeys, 1, "k");
+    if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, p.span + kKeys, 1, "v");
     if (!status.code)
         status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.tokens, p.group, "out");
     if (!status.code)
@@ -402,7 +414,7 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
             sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(window_kernel<Element>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                                         static_cast<int>(sizeof(Smem))));
     if (status.code) return status;
-    const unsigned blocks = static_cast<unsigned>(sa_min(p.num_items, num_multiprocessors()));
+    const unsigned blocks = static_cast<unsigned>(sa_min(p.num_items, plan.workers));
     window_kernel<Element><<<blocks, kThreads, sizeof(Smem), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
     return sa_cuda_status("sa_fwd_cuda_sm90_window", cudaGetLastError());
 }
@@ -410,8 +422,8 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
 } // namespace
 } // namespace sa
 
-extern "C" sinkattn_status sa_fwd_cuda_sm90_window(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+extern "C" sinkattn_status sa_fwd_cuda_sm90_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &fwd = *static_cast<const sinkattn_fwd_args *>(args);
-    if (fwd.problem.dtype == SINKATTN_BF16) return sa::launch<sa::Bf16>(fwd, *context);
-    return sa::launch<sa::Fp16>(fwd, *context);
+    if (fwd.problem.dtype == SINKATTN_BF16) return sa::launch<sa::Bf16>(fwd, *plan, *context);
+    return sa::launch<sa::Fp16>(fwd, *plan, *context);
 }

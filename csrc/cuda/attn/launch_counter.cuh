@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A counter that the blocks of one launch share, in a workspace that may hold anything: tag << 24 | count, with a tag that the launcher
+// never gives twice in a process.
+//
+// Before a block counts, it looks whether the tag is there, and where it is not exchanges what it found for (tag, 0) by compare-and-swap;
+// it need not look at the outcome, since only a block of the same launch can have been faster. Who counts last puts the count back to 0, so
+// that the replays of a graph, which all carry one tag, find a start. What is left is memory that holds these 40 bits by chance.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+namespace sa {
+
+constexpr int kCountBits = 24;
+constexpr unsigned kMaxCount = 1u << kCountBits;
+constexpr int64_t kCounterBytes = 16; // however the workspace is aligned
+
+static inline unsigned long long *launch_counter(void *workspace) {
+    return reinterpret_cast<unsigned long long *>((reinterpret_cast<uintptr_t>(workspace) + 7) / 8 * 8);
+}
+
+// Distinct in each launch of the process, and no small number.
+static inline unsigned long long next_launch_tag() {
+    static unsigned long long launches;
+    const unsigned long long launch = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
+    return launch * 0x9e3779b97bull & ((1ull << (64 - kCountBits)) - 1);
+}
+
+__device__ __forceinline__ void open_counter(unsigned long long *counter, unsigned long long tag) {
+    const unsigned long long found = __ldcg(counter);
+    if (found >> kCountBits != tag) atomicCAS(counter, found, tag << kCountBits);
+}
+
+// 0, 1, ... in the order of the calls, of which the launch makes `total`.
+__device__ __forceinline__ unsigned take_count(unsigned long long *counter, unsigned long long tag, unsigned total) {
+    const auto count = static_cast<unsigned>(atomicAdd(counter, 1ull) - (tag << kCountBits));
+    if (count + 1 == total) atomicExch(counter, tag << kCountBits);
+    return count;
+}
+
+} // namespace sa
