@@ -105,6 +105,10 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// What is the same in all lanes, in a way that the compiler knows: operands of wgmma are then computed in uniform registers, where wgmma
+// wants them.
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // The compiler moves arithmetic across the waits for wgmma. These values are computed before what follows, and used after what precedes.
 template <int kLength> __device__ __forceinline__ void computed(float (&d)[kLength]) {
 #pragma unroll

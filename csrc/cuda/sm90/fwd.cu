@@ -28,6 +28,7 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_,
     static constexpr int kGroups = kTileQ / 64, kThreads = 128 * (kGroups + 1), kCheckers = 2;
     static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
+    static constexpr bool kLooksAhead = kHeadDim > 64; // finds the tile after the next before P V is done; measured, either way
     static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0, "swizzled rows, rows of a wgmma, keys of a wgmma");
@@ -317,7 +318,7 @@ __device__ __forceinline__ void write_rows(const float (&o)[C::kHeadDim / 2], co
 }
 
 template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
-    const int math_group = threadIdx.x / 128 - 1;
+    const int math_group = (C::kLooksAhead ? warp_uniform(threadIdx.x / 128) : threadIdx.x / 128) - 1;
     const bool leader = threadIdx.x % 128 == 0;
     Ring<C::kStages> ring;
     Ring<2> queries;
@@ -368,6 +369,7 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
                 qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
                 pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
                 const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
+                const int after_next = C::kLooksAhead ? sa_key_tile_from(&key_tiles, next + 1) : 0;
                 wgmma_wait<1>();
                 computed(s);
                 if (leader) barrier_arrive(&smem.k_empty[keys.place()]);
@@ -376,12 +378,13 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
                 const bool grown = __any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f);
                 barrier_wait(&smem.v_ready[keys.place()], keys.phase());
                 const bool next_hidden = next_masked && has_hidden(keys.place());
+                if (C::kLooksAhead && after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
                 finish_values();
                 if (grown) rescale<C>(o, alpha);
                 t = next;
                 hidden = next_hidden;
-                next = sa_key_tile_from(&key_tiles, t + 1);
-                if (next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
+                next = C::kLooksAhead ? after_next : sa_key_tile_from(&key_tiles, t + 1);
+                if (!C::kLooksAhead && next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
                 pack<C>(weights, s);
             }
             pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));

@@ -313,7 +313,7 @@ __device__ __forceinline__ void write_tile(Smem &smem, Ring<kSlots> slots, const
 
 template <class Element>
 __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
-    const int math_group = threadIdx.x / 128 - 1;
+    const int math_group = warp_uniform(threadIdx.x / 128) - 1;
     const ThreadRows rows(p.group);
     Ring<kSlots> slots;
     for (Ring<kStages> stages;; stages.n++) {
