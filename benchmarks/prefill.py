@@ -8,6 +8,7 @@ checked before its time is taken. A bar is what we hold ourselves to on an H200.
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def run(options: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("python -m benchmarks prefill measures a CUDA device, and torch finds none here.")
     suite = SUITE + "-graph" * options.graph
+    if arch := os.environ.get("SINKATTN_CUDA_ARCH"):
+        suite += f"-sm{arch}"
     kept = None if options.quick or options.case else harness.results_path(suite, torch.cuda.get_device_name())
     path, commit = options.json or kept, options.commit or harness.commit()
     who = peers.PREFILL_QUICK if options.quick else peers.PREFILL

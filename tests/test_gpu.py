@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import sinkattn
+from sinkattn import _C
 from sinkattn._testing import (
     DTYPES,
     EDGES,
@@ -134,6 +135,31 @@ def test_windows_of_one_key_tile(ratio: int, left: int, right: int, layout: str)
         left=left, right=right, ratio=ratio, layout=layout, q_lens=q_lens, k_lens=k_lens, dtype="bf16", seed=ratio
     )
     assert_right_on_device(case)
+
+
+@pytest.mark.parametrize("ratio", [1, 5, 7, 96])
+@pytest.mark.parametrize(("left", "right"), [(-1, 0), (299, 0), (-1, -1), (150, 80)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_wide_windows(head_dim: int, left: int, right: int, ratio: int) -> None:
+    """What the kernels for every mask serve; k and v expanded over the batch."""
+    case = Case(
+        head_dim=head_dim, left=left, right=right, ratio=ratio, q_lens=(400, 400), k_lens=(530, 530),
+        strides="expanded", dtype="bf16", seed=ratio,
+    )  # fmt: skip
+    assert_right_on_device(case)
+
+
+def test_a_lowered_arch_plans_the_older_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = _C.query_cuda(0)["arch"]
+    monkeypatch.setenv("SINKATTN_CUDA_ARCH", "80")
+    device = _C.query_cuda(0)
+    assert device["arch"] == 80
+    sizes = {"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64, "q_len": 512, "k_len": 512}
+    assert sinkattn.plan("fwd", device, dtype="bf16", batch=1, **sizes)["variant"] == "sa_fwd_cuda_sm80_d64"
+    for wrong in ("79", str(own + 1), "sm80", ""):
+        monkeypatch.setenv("SINKATTN_CUDA_ARCH", wrong)
+        with pytest.raises(ValueError, match=f"SINKATTN_CUDA_ARCH is {wrong}; it must be from 80 to"):
+            _C.query_cuda(0)
 
 
 def gpt_oss_like(batch: int, length: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -264,18 +290,21 @@ def test_repeats_are_bitwise_equal_under_load() -> None:
     assert different.item() == 0
 
 
-def test_unseen_nan_has_no_effect_and_a_seen_one_stays_in_its_rows() -> None:
-    q, k, v, s_aux = gpt_oss_like(1, 500)
-    options = {"window_size": (63, 0), "s_aux": s_aux}
+@pytest.mark.parametrize("window", [64, 200])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_unseen_nan_has_no_effect_and_a_seen_one_stays_in_its_rows(head_dim: int, window: int) -> None:
+    q, k, v, s_aux = gpt_oss_like(1, 600, head_dim)
+    options = {"window_size": (window - 1, 0), "s_aux": s_aux}
     clean = sinkattn.flash_attn_func(q, k, v, **options)
     poisoned_k, poisoned_v = k.clone(), v.clone()
     poisoned_k[:, 200], poisoned_v[:, 210] = torch.nan, torch.inf
     got = sinkattn.flash_attn_func(q, poisoned_k, poisoned_v, **options)
-    assert not torch.isfinite(got[:, 200:274]).any()
+    end = 210 + window
+    assert not torch.isfinite(got[:, 200:end]).any()
     assert torch.equal(got[:, :200], clean[:, :200])
-    assert torch.equal(got[:, 274:], clean[:, 274:])
-    late = sinkattn.flash_attn_func(q[:, 300:], poisoned_k, poisoned_v, **options)
-    assert torch.equal(late, clean[:, 300:])
+    assert torch.equal(got[:, end:], clean[:, end:])
+    late = sinkattn.flash_attn_func(q[:, end:], poisoned_k, poisoned_v, **options)
+    assert torch.equal(late, clean[:, end:])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -303,8 +332,10 @@ def test_gradients_that_are_not_finite_stay_where_they_belong(value: float, head
         assert torch.equal(got[0][~where], want[0][~where])
 
 
-def test_hostile_cu_seqlens_are_contained_and_reported(seed: int) -> None:
-    q, k, v, s_aux = (x[0] if x.ndim == 4 else x for x in gpt_oss_like(1, 300))
+@pytest.mark.parametrize("left", [127, -1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hostile_cu_seqlens_are_contained_and_reported(head_dim: int, left: int, seed: int) -> None:
+    q, k, v, s_aux = (x[0] if x.ndim == 4 else x for x in gpt_oss_like(1, 300, head_dim))
     good = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
     want = sinkattn.flash_attn_varlen_func(q, k, v, good, good, causal=True, s_aux=s_aux)
     sinkattn.check_errors()
@@ -314,7 +345,7 @@ def test_hostile_cu_seqlens_are_contained_and_reported(seed: int) -> None:
         bad = bad % 400 if torch.rand((), generator=generator) < 0.5 else bad
         leaves = [x.detach().requires_grad_() for x in (q, k, v, s_aux)]
         out = sinkattn.flash_attn_varlen_func(
-            *leaves[:3], bad, bad.flip(0), causal=True, window_size=(127, 0), s_aux=leaves[3]
+            *leaves[:3], bad, bad.flip(0), causal=True, window_size=(left, 0), s_aux=leaves[3]
         )
         torch.autograd.grad(out, leaves, q)
     with pytest.raises(ValueError, match="cu_seqlens did not start at 0"):
@@ -344,6 +375,33 @@ def test_graph_replay_follows_its_inputs() -> None:
     graph.replay()
     assert torch.equal(out, sinkattn.flash_attn_varlen_func(*packed, bounds, bounds, causal=True, s_aux=s_aux))
     assert not out[590:].any()
+
+
+def test_a_packed_forward_repeats_in_a_graph_and_on_two_streams() -> None:
+    """Blocks take tiles by a counter in the workspace: replays find it at its start, and streams have one each."""
+    q, k, v, s_aux = (x[0] if x.ndim == 4 else x for x in gpt_oss_like(1, 4000, 128))
+    cu = torch.tensor([0, 10, 1500, 1501, 3900, 4000], dtype=torch.int32, device="cuda")
+
+    def run() -> Tensor:
+        return sinkattn.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, s_aux=s_aux)
+
+    want = run()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run()
+    for _ in range(20):
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, want)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
 
 
 def test_graph_of_forward_and_backward() -> None:

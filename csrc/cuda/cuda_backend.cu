@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "cuda/attn/bwd_workspace.cuh"
 #include "cuda/attn/launch_counter.cuh"
@@ -29,6 +30,22 @@ static cudaError_t read_name(int32_t ordinal, char *name, int bytes) {
     if (error != cudaSuccess) return error;
     if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
     return ((name_function)function)(name, bytes, ordinal) == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidDevice;
+}
+
+// SINKATTN_CUDA_ARCH in the environment lowers the compute capability, so that the rows for older devices run here.
+static sinkattn_status lower_arch(int32_t *arch) {
+    const char *wanted = getenv("SINKATTN_CUDA_ARCH");
+    if (!wanted) return {SINKATTN_OK, ""};
+    char *end;
+    const long lowered = strtol(wanted, &end, 10);
+    if (end == wanted || *end || lowered < 80 || lowered > *arch) {
+        sinkattn_status status = {SINKATTN_INVALID, ""};
+        snprintf(status.message, sizeof status.message, "SINKATTN_CUDA_ARCH is %.100s; it must be from 80 to %d, this device's own", wanted,
+                 (int)*arch);
+        return status;
+    }
+    *arch = (int32_t)lowered;
+    return {SINKATTN_OK, ""};
 }
 
 extern "C" sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device) {
@@ -56,8 +73,9 @@ extern "C" sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device 
     sinkattn_device found = {SINKATTN_CUDA, 10 * facts[0].value + facts[1].value, facts[2].value, facts[3].value, ""};
     error = read_name(ordinal, found.name, sizeof found.name);
     if (error != cudaSuccess) return device_error(ordinal, "cuDeviceGetName", error);
-    *device = found;
-    return {SINKATTN_OK, ""};
+    const sinkattn_status status = lower_arch(&found.arch);
+    if (!status.code) *device = found;
+    return status;
 }
 
 // One word a device, sticky until it is asked for. Kernels get its address.

@@ -98,7 +98,8 @@ typedef struct sinkattn_device {
  * lowers the level; a name that is unknown, or above what the CPU has, is an error. */
 sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device);
 
-/* A CUDA device by ordinal; SINKATTN_UNSUPPORTED when built without nvcc, SINKATTN_DEVICE when no driver or device answers. */
+/* A CUDA device by ordinal; SINKATTN_UNSUPPORTED when built without nvcc, SINKATTN_DEVICE when no driver or device answers.
+ * SINKATTN_CUDA_ARCH in the environment, from 80 to the device's own, lowers the compute capability: 80 runs the sm_80 kernels. */
 sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device);
 
 /* One compiled kernel. */
