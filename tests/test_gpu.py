@@ -150,6 +150,7 @@ def test_wide_windows(head_dim: int, left: int, right: int, ratio: int) -> None:
 
 
 def test_a_lowered_arch_plans_the_older_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SINKATTN_CUDA_ARCH", raising=False)
     own = _C.query_cuda(0)["arch"]
     monkeypatch.setenv("SINKATTN_CUDA_ARCH", "80")
     device = _C.query_cuda(0)

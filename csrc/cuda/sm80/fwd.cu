@@ -358,8 +358,15 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     return sa_cuda_status("sa_fwd_cuda_sm80", cudaGetLastError());
 }
 
+// Less of a narrow window's tiles is masked where they are small.
+constexpr int kNarrowTileK = 32;
+
 template <int kHeadDim, int kTileQ, int kTileK> sinkattn_status launch_dtype(const void *arguments, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
+    const sinkattn_mask &mask = args.problem.mask;
+    if constexpr (kHeadDim == 64 && kTileK > kNarrowTileK)
+        if (mask.has_left && mask.has_right && mask.left < 2 * kTileK - mask.right)
+            return launch_dtype<kHeadDim, kTileQ, kNarrowTileK>(arguments, context);
     if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK>>(args, *context);
     return launch<Config<Fp16, kHeadDim, kTileQ, kTileK>>(args, *context);
 }
