@@ -21,13 +21,14 @@
 #define SA_HD static inline
 #endif
 
-/* Of positions in a sequence, and of lengths. A kernel's file may ask for int32_t before it includes this: its sequences must be shorter
- * than SA_SHORT_LEN, so that no sum below overflows. */
+/* Of positions in a sequence, and of lengths. GPUs count in 32 bits: their kernels take fewer than SA_SHORT_LEN rows or keys, so that no
+ * sum below overflows. */
 #define SA_SHORT_LEN (1 << 29)
-#ifndef SA_POSITION
-#define SA_POSITION int64_t
+#ifdef __CUDACC__
+typedef int32_t sa_position_t;
+#else
+typedef int64_t sa_position_t;
 #endif
-typedef SA_POSITION sa_position_t;
 
 typedef struct sa_range {
     sa_position_t begin, end;

@@ -30,7 +30,6 @@ const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_inf
 const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!p->q_len || !p->k_len) return "there are no rows or no keys";
-    if (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN) return "2^29 rows or keys and more";
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
 }
 
@@ -40,7 +39,6 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
     if (group < 2 || info->tile_q % group) return "query heads a kv head must be 2 or more and divide its tile_q";
     if (!p->q_len || !p->k_len) return "there are no rows or no keys";
-    if (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN) return "2^29 rows or keys and more";
     if (p->softmax_scale < 0.0) return "softmax_scale is negative";
     const sa_band band = sa_band_of(&p->mask, info->tile_k, info->tile_k);
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
@@ -57,6 +55,8 @@ static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
     if (info->op != p->op) return "it is another op";
     if (!(info->dtypes & SA_BIT(p->dtype))) return "it has other dtypes";
     if (p->head_dim > info->max_head_dim) return "head_dim is above its largest";
+    if (info->backend == SINKATTN_CUDA && (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN)) return "2^29 rows or keys and more";
+    if (info->backend == SINKATTN_CUDA && p->q_len > INT32_MAX / (p->num_q_heads / p->num_kv_heads)) return "2^31 rows of a group and more";
     return row->refusal(p, info);
 }
 

@@ -146,7 +146,7 @@ template <class C> __device__ __forceinline__ void load_first(Smem<C> &smem, con
 
 template <class C> __device__ __forceinline__ void find_rows_of_keys(Smem<C> &smem) {
     const int own = warp_row<C>() + threadIdx.x % C::kWarpRows;
-    const int64_t key = smem.keys.begin + own;
+    const sa_position_t key = smem.keys.begin + own;
     const sa_range tokens = key < smem.keys.end ? sa_keys_rows(&smem.work.band, {key, key + 1}) : sa_range{0, 0};
     const int32_t begin = static_cast<int32_t>(tokens.begin * smem.work.group), end = static_cast<int32_t>(tokens.end * smem.work.group);
     if (warp_chunk<C>() == 0 && threadIdx.x % 32 < C::kWarpRows) {

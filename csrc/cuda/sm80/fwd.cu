@@ -17,10 +17,9 @@
 namespace sa {
 namespace {
 
-template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_> struct Config {
+template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kRowBlocks_> struct Config {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_;
-    static constexpr int kRowBlocks = kHeadDim <= 128 ? 2 : 1; // 2 halve the reads of K and V; at 256, O alone would fill the registers
+    static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kRowBlocks = kRowBlocks_; // of 16 rows, a warp
     static constexpr int kWarpRows = 16 * kRowBlocks, kThreads = 32 * kTileQ / kWarpRows;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = kHeadDim * 2;
     static constexpr int kQueryBytes = kTileQ * kRowBytes, kKeyBytes = kTileK * kRowBytes, kStageBytes = 2 * kKeyBytes;
@@ -343,9 +342,8 @@ __global__ __launch_bounds__(C::kThreads) void fwd_kernel(const __grid_constant_
 template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
     const int64_t num_tiles = num_row_tiles(args.problem, C::kTileQ), num_blocks = num_tiles * args.problem.num_kv_heads;
     if (num_blocks == 0) return sa_ok();
-    if (num_blocks > INT32_MAX || args.problem.k_len > INT32_MAX - C::kTileK)
-        return sa_status(SINKATTN_UNSUPPORTED, "%lld row tiles over %lld keys; a CUDA launch holds at most 2^31 of either",
-                         static_cast<long long>(num_blocks), static_cast<long long>(args.problem.k_len));
+    if (num_blocks > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_blocks));
     unsigned *error_word;
     sinkattn_status status = sa_cuda_error_word(&error_word);
     if (status.code) return status;
@@ -358,30 +356,33 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     return sa_cuda_status("sa_fwd_cuda_sm80", cudaGetLastError());
 }
 
-// Less of a narrow window's tiles is masked where they are small.
-constexpr int kNarrowTileK = 32;
+template <int kHeadDim, int kTileQ, int kTileK, int kRowBlocks>
+sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const sinkattn_context &context) {
+    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK, kRowBlocks>>(args, context);
+    return launch<Config<Fp16, kHeadDim, kTileQ, kTileK, kRowBlocks>>(args, context);
+}
 
-template <int kHeadDim, int kTileQ, int kTileK> sinkattn_status launch_dtype(const void *arguments, const sinkattn_context *context) {
+// Two row blocks a warp halve the reads of K and V; at head_dim 256, O alone would fill the registers.
+template <int kHeadDim, int kTileQ, int kTileK> sinkattn_status launch_mask(const void *arguments, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
     const sinkattn_mask &mask = args.problem.mask;
-    if constexpr (kHeadDim == 64 && kTileK > kNarrowTileK)
+    if constexpr (kHeadDim == 64) // less of a narrow window's tiles is masked where they are small
         if (mask.has_left && mask.has_right && mask.left < 2 * kTileK - mask.right)
-            return launch_dtype<kHeadDim, kTileQ, kNarrowTileK>(arguments, context);
-    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK>>(args, *context);
-    return launch<Config<Fp16, kHeadDim, kTileQ, kTileK>>(args, *context);
+            return launch_dtype<kHeadDim, kTileQ, 32, 1>(args, *context);
+    return launch_dtype<kHeadDim, kTileQ, kTileK, kHeadDim <= 128 ? 2 : 1>(args, *context);
 }
 
 } // namespace
 } // namespace sa
 
 extern "C" sinkattn_status sa_fwd_cuda_sm80_d64(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
-    return sa::launch_dtype<64, sa::sa_fwd_cuda_sm80_d64_tile_q, sa::sa_fwd_cuda_sm80_d64_tile_k>(args, context);
+    return sa::launch_mask<64, sa::sa_fwd_cuda_sm80_d64_tile_q, sa::sa_fwd_cuda_sm80_d64_tile_k>(args, context);
 }
 
 extern "C" sinkattn_status sa_fwd_cuda_sm80_d128(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
-    return sa::launch_dtype<128, sa::sa_fwd_cuda_sm80_d128_tile_q, sa::sa_fwd_cuda_sm80_d128_tile_k>(args, context);
+    return sa::launch_mask<128, sa::sa_fwd_cuda_sm80_d128_tile_q, sa::sa_fwd_cuda_sm80_d128_tile_k>(args, context);
 }
 
 extern "C" sinkattn_status sa_fwd_cuda_sm80_d256(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
-    return sa::launch_dtype<256, sa::sa_fwd_cuda_sm80_d256_tile_q, sa::sa_fwd_cuda_sm80_d256_tile_k>(args, context);
+    return sa::launch_mask<256, sa::sa_fwd_cuda_sm80_d256_tile_q, sa::sa_fwd_cuda_sm80_d256_tile_k>(args, context);
 }

@@ -14,7 +14,6 @@
 //
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
-#define SA_POSITION int32_t
 #include "cuda/attn/launch_counter.cuh"
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"

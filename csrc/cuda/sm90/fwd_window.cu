@@ -11,7 +11,6 @@
 //
 // Shared memory: two stages of K and V, 240 keys each, 120 KiB; nine slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32.
 
-#define SA_POSITION int32_t
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
