@@ -21,16 +21,23 @@
 #define SA_HD static inline
 #endif
 
+/* Of positions in a sequence, and of lengths. int32_t where a kernel's file says so before it includes this: it takes sequences of at most
+ * 2^29 rows, so that no sum below overflows. */
+#ifndef SA_POSITION
+#define SA_POSITION int64_t
+#endif
+typedef SA_POSITION sa_position_t;
+
 typedef struct sa_range {
-    int64_t begin, end;
+    sa_position_t begin, end;
 } sa_range;
 
 /* A mask made concrete for one sequence: every bound is finite, so no function below asks whether a side is bounded. */
 typedef struct sa_band {
-    int64_t q_len, k_len;
-    int64_t shift;       /* p = i + shift */
-    int64_t left, right; /* clamped to q_len + k_len, which reaches every key from every row */
-    int64_t num_sink;    /* clamped to k_len */
+    sa_position_t q_len, k_len;
+    sa_position_t shift;       /* p = i + shift */
+    sa_position_t left, right; /* clamped to q_len + k_len, which reaches every key from every row */
+    sa_position_t num_sink;    /* clamped to k_len */
 } sa_band;
 
 SA_HD int64_t sa_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -38,49 +45,54 @@ SA_HD int64_t sa_max(int64_t a, int64_t b) { return a > b ? a : b; }
 SA_HD int64_t sa_clamp(int64_t x, int64_t low, int64_t high) { return sa_max(low, sa_min(x, high)); }
 SA_HD int64_t sa_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-SA_HD sa_band sa_band_of(const sinkattn_mask *mask, int64_t q_len, int64_t k_len) {
-    const int64_t reach = q_len + k_len;
+/* Of positions, which are narrower where a kernel asks for it. */
+SA_HD sa_position_t sa_first(sa_position_t a, sa_position_t b) { return a < b ? a : b; }
+SA_HD sa_position_t sa_last(sa_position_t a, sa_position_t b) { return a > b ? a : b; }
+SA_HD sa_position_t sa_within(sa_position_t x, sa_position_t low, sa_position_t high) { return sa_last(low, sa_first(x, high)); }
+
+SA_HD sa_band sa_band_of(const sinkattn_mask *mask, sa_position_t q_len, sa_position_t k_len) {
+    const sa_position_t reach = q_len + k_len;
     sa_band band;
     band.q_len = q_len;
     band.k_len = k_len;
     band.shift = k_len - q_len;
-    band.left = mask->has_left ? sa_min(mask->left, reach) : reach;
-    band.right = mask->has_right ? sa_min(mask->right, reach) : reach;
-    band.num_sink = sa_min(mask->num_sink_tokens, k_len);
+    band.left = mask->has_left ? (sa_position_t)sa_min(mask->left, reach) : reach;
+    band.right = mask->has_right ? (sa_position_t)sa_min(mask->right, reach) : reach;
+    band.num_sink = (sa_position_t)sa_min(mask->num_sink_tokens, k_len);
     return band;
 }
 
 /* Where row i stands among the keys. */
-SA_HD int64_t sa_position(const sa_band *band, int64_t i) { return i + band->shift; }
+SA_HD sa_position_t sa_position(const sa_band *band, sa_position_t i) { return i + band->shift; }
 
 /* The first key that the window of a row at this position reaches, were there keys everywhere, and how many it reaches. */
-SA_HD int64_t sa_window_begin(const sa_band *band, int64_t position) { return position - band->left; }
-SA_HD int64_t sa_window_size(const sa_band *band) { return band->left + band->right + 1; }
+SA_HD sa_position_t sa_window_begin(const sa_band *band, sa_position_t position) { return position - band->left; }
+SA_HD sa_position_t sa_window_size(const sa_band *band) { return band->left + band->right + 1; }
 
-SA_HD bool sa_visible(const sa_band *band, int64_t i, int64_t j) {
-    const int64_t p = i + band->shift;
+SA_HD bool sa_visible(const sa_band *band, sa_position_t i, sa_position_t j) {
+    const sa_position_t p = i + band->shift;
     return j <= p + band->right && (j >= p - band->left || j < band->num_sink);
 }
 
 /* The keys of row i are [0, sink end) and [begin, end). The band is empty, begin == end, for a row before the first key; the prefix
  * ends where the band begins at the latest, so no key is named twice. */
-SA_HD sa_range sa_row_band(const sa_band *band, int64_t i) {
-    const int64_t p = i + band->shift;
+SA_HD sa_range sa_row_band(const sa_band *band, sa_position_t i) {
+    const sa_position_t p = i + band->shift;
     sa_range keys;
-    keys.end = sa_clamp(p + band->right + 1, 0, band->k_len);
-    keys.begin = sa_clamp(p - band->left, 0, keys.end);
+    keys.end = sa_within(p + band->right + 1, 0, band->k_len);
+    keys.begin = sa_within(p - band->left, 0, keys.end);
     return keys;
 }
 
-SA_HD int64_t sa_row_sink_end(const sa_band *band, int64_t i) { return sa_min(band->num_sink, sa_row_band(band, i).begin); }
+SA_HD sa_position_t sa_row_sink_end(const sa_band *band, sa_position_t i) { return sa_first(band->num_sink, sa_row_band(band, i).begin); }
 
 /* The keys that some row of [rows.begin, rows.end) sees: [0, *sink_end) and the band returned, disjoint and ascending. */
-SA_HD sa_range sa_rows_band(const sa_band *band, sa_range rows, int64_t *sink_end) {
+SA_HD sa_range sa_rows_band(const sa_band *band, sa_range rows, sa_position_t *sink_end) {
     const sa_range last = sa_row_band(band, rows.end - 1);
     sa_range keys;
     keys.begin = sa_row_band(band, rows.begin).begin;
     keys.end = last.end;
-    *sink_end = sa_min(sa_min(band->num_sink, last.end), keys.begin);
+    *sink_end = sa_first(sa_first(band->num_sink, last.end), keys.begin);
     return keys;
 }
 
@@ -91,8 +103,8 @@ SA_HD int64_t sa_rows_reach(const sa_band *band, int64_t rows) { return rows + b
 SA_HD sa_range sa_keys_rows(const sa_band *band, sa_range keys) {
     const bool has_sink = keys.begin < band->num_sink;
     sa_range rows;
-    rows.end = has_sink ? band->q_len : sa_clamp(keys.end - 1 + band->left - band->shift + 1, 0, band->q_len);
-    rows.begin = sa_clamp(keys.begin - band->right - band->shift, 0, rows.end);
+    rows.end = has_sink ? band->q_len : sa_within(keys.end - 1 + band->left - band->shift + 1, 0, band->q_len);
+    rows.begin = sa_within(keys.begin - band->right - band->shift, 0, rows.end);
     return rows;
 }
 
@@ -104,7 +116,7 @@ SA_HD bool sa_all_visible(const sa_band *band, sa_range rows, sa_range keys) {
 
 SA_HD int64_t sa_pair_count(const sa_band *band) {
     int64_t pairs = 0;
-    for (int64_t i = 0; i < band->q_len; i++) {
+    for (sa_position_t i = 0; i < band->q_len; i++) {
         const sa_range keys = sa_row_band(band, i);
         pairs += keys.end - keys.begin + sa_row_sink_end(band, i);
     }

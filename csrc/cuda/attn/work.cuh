@@ -21,7 +21,8 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 struct Work {
     sa_sequence sequence;
     sa_band band;
-    int64_t kv_head, group;
+    int64_t kv_head;
+    sa_position_t group; // heads
     sa_range rows, tokens;
     sa_key_tiles tiles;
     bool has_sink;
@@ -61,7 +62,7 @@ static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t til
 __device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t tile_rows, int64_t tile_k, int64_t num_tiles, int64_t item,
                                           Work &work) {
     const sinkattn_problem &problem = args.problem;
-    work.group = problem.num_q_heads / problem.num_kv_heads;
+    work.group = static_cast<sa_position_t>(problem.num_q_heads / problem.num_kv_heads);
     work.kv_head = item % problem.num_kv_heads;
     const int64_t tile = num_tiles - 1 - item / problem.num_kv_heads;
     int64_t b, within;
