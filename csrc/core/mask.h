@@ -47,6 +47,11 @@ SA_HD int64_t sa_max(int64_t a, int64_t b) { return a > b ? a : b; }
 SA_HD int64_t sa_clamp(int64_t x, int64_t low, int64_t high) { return sa_max(low, sa_min(x, high)); }
 SA_HD int64_t sa_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/* Of positions, which are narrower in kernels. */
+SA_HD sa_position_t sa_first(sa_position_t a, sa_position_t b) { return a < b ? a : b; }
+SA_HD sa_position_t sa_last(sa_position_t a, sa_position_t b) { return a > b ? a : b; }
+SA_HD sa_position_t sa_within(sa_position_t x, sa_position_t low, sa_position_t high) { return sa_last(low, sa_first(x, high)); }
+
 SA_HD sa_band sa_band_of(const sinkattn_mask *mask, sa_position_t q_len, sa_position_t k_len) {
     const sa_position_t reach = q_len + k_len;
     sa_band band;
@@ -76,14 +81,12 @@ SA_HD bool sa_visible(const sa_band *band, sa_position_t i, sa_position_t j) {
 SA_HD sa_range sa_row_band(const sa_band *band, sa_position_t i) {
     const sa_position_t p = i + band->shift;
     sa_range keys;
-    keys.end = (sa_position_t)sa_clamp(p + band->right + 1, 0, band->k_len);
-    keys.begin = (sa_position_t)sa_clamp(p - band->left, 0, keys.end);
+    keys.end = sa_within(p + band->right + 1, 0, band->k_len);
+    keys.begin = sa_within(p - band->left, 0, keys.end);
     return keys;
 }
 
-SA_HD sa_position_t sa_row_sink_end(const sa_band *band, sa_position_t i) {
-    return (sa_position_t)sa_min(band->num_sink, sa_row_band(band, i).begin);
-}
+SA_HD sa_position_t sa_row_sink_end(const sa_band *band, sa_position_t i) { return sa_first(band->num_sink, sa_row_band(band, i).begin); }
 
 /* The keys that some row of [rows.begin, rows.end) sees: [0, *sink_end) and the band returned, disjoint and ascending. */
 SA_HD sa_range sa_rows_band(const sa_band *band, sa_range rows, sa_position_t *sink_end) {
@@ -91,7 +94,7 @@ SA_HD sa_range sa_rows_band(const sa_band *band, sa_range rows, sa_position_t *s
     sa_range keys;
     keys.begin = sa_row_band(band, rows.begin).begin;
     keys.end = last.end;
-    *sink_end = (sa_position_t)sa_min(sa_min(band->num_sink, last.end), keys.begin);
+    *sink_end = sa_first(sa_first(band->num_sink, last.end), keys.begin);
     return keys;
 }
 
@@ -102,8 +105,8 @@ SA_HD int64_t sa_rows_reach(const sa_band *band, int64_t rows) { return rows + b
 SA_HD sa_range sa_keys_rows(const sa_band *band, sa_range keys) {
     const bool has_sink = keys.begin < band->num_sink;
     sa_range rows;
-    rows.end = has_sink ? band->q_len : (sa_position_t)sa_clamp(keys.end - 1 + band->left - band->shift + 1, 0, band->q_len);
-    rows.begin = (sa_position_t)sa_clamp(keys.begin - band->right - band->shift, 0, rows.end);
+    rows.end = has_sink ? band->q_len : sa_within(keys.end - 1 + band->left - band->shift + 1, 0, band->q_len);
+    rows.begin = sa_within(keys.begin - band->right - band->shift, 0, rows.end);
     return rows;
 }
 

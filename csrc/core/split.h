@@ -23,11 +23,11 @@ SA_HD sa_key_tiles sa_key_tiles_of(const sa_band *band, sa_range rows, sa_positi
     sa_key_tiles tiles;
     tiles.tile_k = tile_k;
     tiles.band = sa_rows_band(band, rows, &tiles.sink_keys);
-    tiles.sink_end = (int32_t)sa_ceil_div(tiles.sink_keys, tile_k);
+    tiles.sink_end = (int32_t)((tiles.sink_keys + tile_k - 1) / tile_k);
     tiles.begin = (int32_t)(tiles.band.begin / tile_k);
-    tiles.end = tiles.band.begin < tiles.band.end ? (int32_t)sa_ceil_div(tiles.band.end, tile_k) : tiles.sink_end;
+    tiles.end = tiles.band.begin < tiles.band.end ? (int32_t)((tiles.band.end + tile_k - 1) / tile_k) : tiles.sink_end;
     tiles.full_sink_end = (int32_t)(band->num_sink / tile_k);
-    tiles.full_begin = (int32_t)sa_ceil_div(last.begin, tile_k);
+    tiles.full_begin = (int32_t)((last.begin + tile_k - 1) / tile_k);
     tiles.full_end = (int32_t)(first.end / tile_k);
     return tiles;
 }
@@ -55,9 +55,8 @@ SA_HD bool sa_key_tile_is_full(const sa_key_tiles *tiles, int32_t t) {
 SA_HD sa_range sa_key_tile(const sa_key_tiles *tiles, int32_t t) {
     const sa_position_t begin = t * tiles->tile_k, end = begin + tiles->tile_k;
     sa_range keys;
-    keys.begin = begin < tiles->sink_keys ? begin : (sa_position_t)sa_max(begin, tiles->band.begin);
-    keys.end =
-        (sa_position_t)sa_min(end, tiles->band.begin < end && tiles->band.begin < tiles->band.end ? tiles->band.end : tiles->sink_keys);
+    keys.begin = begin < tiles->sink_keys ? begin : sa_last(begin, tiles->band.begin);
+    keys.end = sa_first(end, tiles->band.begin < end && tiles->band.begin < tiles->band.end ? tiles->band.end : tiles->sink_keys);
     return keys;
 }
 
@@ -65,32 +64,52 @@ SA_HD sa_range sa_key_tile(const sa_key_tiles *tiles, int32_t t) {
 SA_HD sa_range sa_split_part(sa_position_t num_tiles, sa_position_t num_parts, sa_position_t part) {
     const sa_position_t size = num_tiles / num_parts, longer = num_tiles % num_parts;
     sa_range tiles;
-    tiles.begin = part * size + (sa_position_t)sa_min(part, longer);
+    tiles.begin = part * size + sa_first(part, longer);
     tiles.end = tiles.begin + size + (part < longer);
     return tiles;
 }
 
-/* Where share `share` of num_shares <= num_tiles begins, floor(share * num_tiles / num_shares), and which share `tile` is in; at most 2^31
- * tiles and 2^16 shares. The tiles of equal streams are cut where the streams end, if num_shares is a multiple of the streams or divides
- * them. 32 bits, since a GPU divides 64 by calling a function. */
-SA_HD uint32_t sa_share_begin(uint32_t num_tiles, uint32_t num_shares, uint32_t share) {
-    return share * (num_tiles / num_shares) + share * (num_tiles % num_shares) / num_shares;
-}
-SA_HD uint32_t sa_share_of(uint32_t num_tiles, uint32_t num_shares, uint32_t tile) {
-    const double before_next = (double)(tile + 1) * num_shares - 1; /* below 2^53, so the quotient is cut off where it should be */
-    return (uint32_t)(before_next / num_tiles);
+/* x / size as a product, for x and size below 2^31: with factor * size = 2^(31 + shift) + e, 0 <= e < size <= 2^shift, the error
+ * x * e stays below 2^(31 + shift). */
+typedef struct sa_divisor {
+    uint32_t factor, shift;
+} sa_divisor;
+
+SA_HD sa_divisor sa_divisor_of(uint32_t size) {
+    sa_divisor by = {0, 0};
+    while (size > UINT32_C(1) << by.shift) by.shift++;
+    by.factor = (uint32_t)(((UINT64_C(1) << (31 + by.shift)) + size - 1) / size);
+    return by;
 }
 
-/* Shares worth cutting num_tiles of num_streams streams into: none shorter than a step, one a worker, two where each then has two steps;
- * but no fewer than streams, up to `most`, since what follows a stream's last tile costs more than a step. Equal streams end with a share.
- */
-SA_HD uint32_t sa_balanced_shares(uint32_t num_tiles, uint32_t num_streams, uint32_t step, uint32_t workers, uint32_t most) {
-    const uint32_t steps = num_tiles / step;
-    uint32_t shares = steps <= workers ? steps : (uint32_t)sa_clamp(steps / 2, workers, sa_min(2 * (int64_t)workers, most));
-    shares = (uint32_t)sa_max(shares, sa_min(num_streams, most));
-    if (num_streams <= shares) return shares / num_streams * num_streams;
-    const uint32_t streams_a_share = (num_streams - 1) / shares + 1;
-    return (num_streams - 1) / streams_a_share + 1;
+SA_HD uint32_t sa_divide(uint32_t x, sa_divisor by) { return (uint32_t)((uint64_t)(2 * x) * by.factor >> 32) >> by.shift; }
+
+/* How streams of any lengths are cut into parts of one length, the last of each stream shorter: none shorter than a step by design, one a
+ * worker until each has two steps, then two; but as many as streams where `resident` parts run at once. Equal streams are cut alike, since
+ * fewest and most are multiples of the streams or below them, into eights where they are many: eight are merged at a time. Of unequal ones
+ * there are up to most + num_streams parts. */
+typedef struct sa_cut {
+    uint32_t step, fewest, most;
+    sa_divisor by_fewest, by_most;
+} sa_cut;
+
+SA_HD sa_cut sa_cut_of(uint32_t num_streams, uint32_t step, uint32_t workers, uint32_t resident) {
+    const uint32_t two = 2 * workers < resident ? 2 * workers : resident;
+    sa_cut cut;
+    cut.step = step;
+    cut.fewest = num_streams < workers ? workers / num_streams * num_streams : num_streams;
+    const uint32_t each = two / num_streams;
+    cut.most = num_streams > resident ? resident : num_streams > two ? num_streams : (each > 8 ? each / 8 * 8 : each) * num_streams;
+    cut.by_fewest = sa_divisor_of(cut.fewest);
+    cut.by_most = sa_divisor_of(cut.most);
+    return cut;
+}
+
+/* Of num_tiles tiles of all streams, below 2^30. */
+SA_HD uint32_t sa_part_length(const sa_cut *cut, uint32_t num_tiles) {
+    const uint32_t one = sa_divide(num_tiles + cut->fewest - 1, cut->by_fewest), two = sa_divide(num_tiles + cut->most - 1, cut->by_most);
+    const uint32_t least = one < 2 * cut->step ? one : 2 * cut->step, length = two > least ? two : least;
+    return length > cut->step ? length : cut->step;
 }
 
 #endif

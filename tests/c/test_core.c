@@ -212,47 +212,41 @@ static void test_split_covers_every_tile_once(void) {
         }
 }
 
-static void test_shares_cover_every_tile_once(void) {
-    for (uint32_t tiles = 1; tiles <= 60; tiles++)
-        for (uint32_t shares = 1; shares <= tiles; shares++) {
-            CHECK(sa_share_begin(tiles, shares, 0) == 0 && sa_share_begin(tiles, shares, shares) == tiles, "%" PRIu32 " tiles", tiles);
-            for (uint32_t share = 0; share < shares; share++) {
-                const uint32_t begin = sa_share_begin(tiles, shares, share), end = sa_share_begin(tiles, shares, share + 1);
-                CHECK(end - begin == tiles / shares || end - begin == sa_ceil_div(tiles, shares), "%" PRIu32 " tiles, %" PRIu32 " shares",
-                      tiles, shares);
-                for (uint32_t t = begin; t < end; t++)
-                    CHECK(sa_share_of(tiles, shares, t) == share, "tile %" PRIu32 " of %" PRIu32 " in %" PRIu32 " shares", t, tiles,
-                          shares);
+static void test_division_by_a_known_size(void) {
+    const uint32_t edges[] = {0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 1000, 65535, 65536, 65537, 1u << 30, INT32_MAX - 1, INT32_MAX};
+    const size_t count = sizeof edges / sizeof *edges;
+    for (size_t s = 1; s < count; s++)
+        for (uint32_t size = edges[s]; size < edges[s] + 300 && size <= INT32_MAX; size += 7) {
+            const sa_divisor by = sa_divisor_of(size);
+            for (size_t e = 0; e < count; e++) {
+                const uint32_t multiple = edges[e] / size * size, all_x[] = {edges[e], multiple, multiple ? multiple - 1 : 0};
+                for (size_t x = 0; x < 3; x++) CHECK(sa_divide(all_x[x], by) == all_x[x] / size, "%" PRIu32 " / %" PRIu32, all_x[x], size);
             }
         }
-    for (uint32_t shares = 1; shares < 1 << 16; shares += 1 + shares / 3) { /* the largest sizes, where 32 bits and doubles could fail */
-        const uint32_t tiles = INT32_MAX - shares % 7;
-        for (uint32_t share = 0; share < shares; share += 1 + shares / 100) {
-            const uint32_t begin = sa_share_begin(tiles, shares, share), end = sa_share_begin(tiles, shares, share + 1);
-            CHECK(begin == (uint64_t)share * tiles / shares, "share %" PRIu32 " of %" PRIu32, share, shares);
-            CHECK(sa_share_of(tiles, shares, begin) == share && sa_share_of(tiles, shares, end - 1) == share, "%" PRIu32 " of %" PRIu32,
-                  share, shares);
-        }
-    }
 }
 
-/* None empty, none shorter than a step while there are more than streams; equal streams are cut where they end, or not at all. */
-static void test_balanced_shares(void) {
-    const uint32_t step = 8, workers = 132, all_streams[] = {1, 3, 8, 64, 132, 256, 512, 513, 2048};
+/* Equal streams are cut alike, into no parts shorter than a step, and never into more parts than `most`; others into streams more. */
+static void test_cutting_streams(void) {
+    const uint32_t step = 8, workers = 132, all_streams[] = {1, 3, 8, 64, 132, 133, 256, 264, 265, 512, 513, 2048};
     for (size_t i = 0; i < sizeof all_streams / sizeof *all_streams; i++)
-        for (uint32_t each = 1, streams = all_streams[i], most = 264; each < 9000; each += 1 + each / 7, most = 792 - most) {
-            const uint32_t tiles = streams * each, shares = sa_balanced_shares(tiles, streams, step, workers, most);
-            CHECK(shares >= 1 && shares <= tiles && shares <= most, "%" PRIu32 " shares of %" PRIu32 " tiles", shares, tiles);
-            CHECK(shares <= streams || tiles / shares >= step, "%" PRIu32 " short shares of %" PRIu32 " tiles", shares, tiles);
-            CHECK(shares <= sa_max(workers, streams) || tiles / shares >= 2 * step, "%" PRIu32 " shares of %" PRIu32, shares, tiles);
-            CHECK(2 * shares >= sa_min(streams, most), "%" PRIu32 " shares for %" PRIu32 " streams", shares, streams);
-            for (uint32_t s = 1; s < streams && shares % streams == 0; s++)
-                CHECK(sa_share_begin(tiles, shares, s * (shares / streams)) == s * each, "stream %" PRIu32 " of %" PRIu32, s, streams);
+        for (uint32_t each = 1, streams = all_streams[i], resident = 264; each < 9000; each += 1 + each / 7, resident = 792 - resident) {
+            const sa_cut cut = sa_cut_of(streams, step, workers, resident);
+            const uint32_t length = sa_part_length(&cut, streams * each), parts = (each + length - 1) / length;
+            CHECK(length >= step, "%" PRIu32 " tiles a part", length);
+            CHECK(streams > resident || streams * parts <= cut.most, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
+            CHECK(streams <= workers || parts == 1, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
+            CHECK(each < 4 * step * workers || streams > workers || 3 * streams * parts >= 2 * cut.most - 2 * streams,
+                  "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
+            CHECK(cut.most <= resident, "%" PRIu32 " parts at once", cut.most);
+            uint32_t total = 0, some = 0; /* lengths as different as they can be */
+            for (uint32_t s = 0; s < streams; s++) total += s % 5 == 0 ? each : 1 + s % each;
+            const uint32_t unequal = sa_part_length(&cut, total);
+            for (uint32_t s = 0; s < streams; s++) some += ((s % 5 == 0 ? each : 1 + s % each) + unequal - 1) / unequal;
+            CHECK(some <= cut.most + streams, "%" PRIu32 " parts of %" PRIu32 " streams", some, streams);
         }
-    CHECK(sa_balanced_shares(8 * 4096, 8, step, workers, 264) == 264 && sa_balanced_shares(8 * 256, 8, step, workers, 264) == 128,
-          "33 and 16 a stream");
-    CHECK(sa_balanced_shares(512 * 512, 512, step, workers, 528) == 512 && sa_balanced_shares(512 * 512, 512, step, workers, 264) == 256,
-          "1 and 2 streams a share");
+    const sa_cut cut = sa_cut_of(8, step, workers, 528);
+    CHECK(sa_part_length(&cut, 8 * 8192) == 256 && sa_part_length(&cut, 8 * 256) == 16 && sa_part_length(&cut, 8 * 64) == 8,
+          "32, 16 and 8 parts a stream");
 }
 
 static uint32_t bits_of(float x) {
@@ -335,8 +329,8 @@ const test core_tests[] = {{"mask over all small sizes", test_mask_over_all_smal
                            {"layout clamps hostile lengths", test_layout_clamps_hostile_lengths},
                            {"offsets are int64", test_offsets_are_int64},
                            {"split covers every tile once", test_split_covers_every_tile_once},
-                           {"shares cover every tile once", test_shares_cover_every_tile_once},
-                           {"balanced shares", test_balanced_shares},
+                           {"division by a known size", test_division_by_a_known_size},
+                           {"cutting streams", test_cutting_streams},
                            {"halves round trip", test_halves_round_trip},
                            {"halves round to nearest even", test_halves_round_to_nearest_even},
                            {"loads and stores", test_loads_and_stores},

@@ -22,39 +22,36 @@ template <class C> struct Rows {
     float pivot[2], sum[2];
 };
 
-__device__ __forceinline__ void load_query(uint32_t (&a)[4], uint32_t q, int row_bytes, int step) {
-    const int lane = threadIdx.x % 32;
-    ldmatrix_x4(a, chunk_address(q, row_bytes, lane & 15, 2 * step + (lane >> 4)));
-}
-
-template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], const Rows<C> &rows, uint32_t q, uint32_t k) {
+template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], const Rows<C> &rows, uint32_t q, uint32_t k, float scale) {
     const int lane = threadIdx.x % 32;
     for (int x = 0; x < 4; x++) s[0][x] = s[1][x] = 0.0f;
 #pragma unroll
     for (int step = 0; step < C::kHeadDim / 16; step++) {
         uint32_t keys[4], a[4];
         ldmatrix_x4(keys, chunk_address(k, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), 2 * step + ((lane >> 3) & 1)));
-        if constexpr (C::kQueriesInRegisters)
-            for (int x = 0; x < 4; x++) a[x] = rows.q[step][x];
+        if constexpr (!C::kQueriesInRegisters)
+            ldmatrix_x4(a, chunk_address(q, C::kRowBytes, lane & 15, 2 * step + (lane >> 4)));
         else
-            load_query(a, q, C::kRowBytes, step);
+            for (int x = 0; x < 4; x++) a[x] = rows.q[step][x];
         mma_m16n8k16<typename C::Element>(s[0], a, keys[0], keys[1]);
         mma_m16n8k16<typename C::Element>(s[1], a, keys[2], keys[3]);
     }
+    if (scale < 0.0f) // its sign moves to the scores, whose largest is asked for
+        for (int x = 0; x < 4; x++) s[0][x] = -s[0][x], s[1][x] = -s[1][x];
 }
 
-__device__ __forceinline__ bool sees(const Smem &smem, int row, int32_t key) {
-    return (key >= smem.begin[row] && key < smem.end[row]) || key < smem.sink_end[row];
-}
+__device__ __forceinline__ bool sees(const Row &row, int32_t key) { return (key >= row.begin && key < row.end) || key < row.sink_end; }
 
 // Scores to -inf where the row does not see the key.
-__device__ __forceinline__ void mask_tile(float (&s)[2][4], const Smem &smem, int32_t tile) {
+__device__ __forceinline__ void mask_tile(float (&s)[2][4], const Row *seen, int32_t tile) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2; i++) {
+        const Row row = seen[lane / 4 + 8 * i];
 #pragma unroll
         for (int x = 0; x < 4; x++)
-            if (!sees(smem, lane / 4 + 8 * i, tile * kTileK + 8 * (x / 2) + 2 * (lane % 4) + x % 2)) s[x / 2][2 * i + x % 2] = -INFINITY;
+            if (!sees(row, tile * kTileK + 8 * (x / 2) + 2 * (lane % 4) + x % 2)) s[x / 2][2 * i + x % 2] = -INFINITY;
+    }
 }
 
 // s becomes P; o is rescaled to the new pivot, where there is one. Rows from num_rows on get P = 0.
@@ -128,7 +125,7 @@ template <class C> __device__ __forceinline__ bool is_unfinite(uint32_t half) {
 // A masked key's P is 0, but 0 * NaN is not: where a value that is not finite meets rows that do not see it, it is zeroed in shared memory
 // and added by hand to the rows that do. Each warp looks at its own columns, which no other reads.
 template <class C>
-__device__ __forceinline__ void hide_unfinite(unsigned char *values, Rows<C> &rows, const Smem &smem, int32_t tile, int first_chunk) {
+__device__ __forceinline__ void hide_unfinite(unsigned char *values, Rows<C> &rows, const Row *seen, int32_t tile, int first_chunk) {
     constexpr int kMine = C::kColumns / 8;
     const int lane = threadIdx.x % 32;
     const auto chunk_at = [&](int key, int n) { return values + key * C::kRowBytes + (((first_chunk + n) ^ (key & 7)) << 4); };
@@ -139,17 +136,20 @@ __device__ __forceinline__ void hide_unfinite(unsigned char *values, Rows<C> &ro
     }
     if (!__any_sync(0xffffffffu, bad)) return;
 #pragma unroll 1
-    for (int key = 0; key < kTileK; key++)
+    for (int key = 0; key < kTileK; key++) {
+        const bool meets[2] = {sees(seen[lane / 4], tile * kTileK + key), sees(seen[lane / 4 + 8], tile * kTileK + key)};
 #pragma unroll
-        for (int n = 0; n < kMine; n++)
+        for (int n = 0; n < kMine; n++) {
+            const uint32_t pair = reinterpret_cast<const uint32_t *>(chunk_at(key, n))[lane % 4];
 #pragma unroll
             for (int x = 0; x < 2; x++) {
-                const uint16_t half = reinterpret_cast<const uint16_t *>(chunk_at(key, n))[2 * (lane % 4) + x];
-                if (!is_unfinite<C>(half)) continue;
+                const uint16_t half = static_cast<uint16_t>(pair >> 16 * x);
+                const float value = is_unfinite<C>(half) ? widen<typename C::Element>(half) : 0.0f;
 #pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (sees(smem, lane / 4 + 8 * i, tile * kTileK + key)) rows.o[n][2 * i + x] += widen<typename C::Element>(half);
+                for (int i = 0; i < 2; i++) rows.o[n][2 * i + x] += meets[i] ? value : 0.0f;
             }
+        }
+    }
     __syncwarp();
     for (int x = lane; x < kTileK * kMine * 8; x += 32) {
         auto &half = reinterpret_cast<uint16_t *>(chunk_at(x / 8 / kMine, x / 8 % kMine))[x % 8];

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a decode block works on: fragments, runs of the key tiles of one stream of rows. Either every stream is cut into the same number of
-// parts, one block each, or all tiles of all streams, end to end, are cut into shares of equal size, one block each, by the lengths found.
+// What a decode block works on: a fragment, a run of the key tiles of one stream of rows. Streams are cut into parts, each of them a
+// block's work: either every stream into the same number, or all of them into parts of one length, which follows from the lengths found.
+//
+// Parts are numbered: sequence by sequence, row tile by row tile, part by part, with the kv head running fastest, so that blocks that run
+// at the same time read neighbours in memory.
 #pragma once
 
 #include "cuda/attn/work.cuh"
@@ -9,178 +12,218 @@
 namespace sa {
 
 constexpr int kTileQ = sa_decode_cuda_sm80_d64_tile_q, kTileK = sa_decode_cuda_sm80_d64_tile_k, kMaxStages = 4;
+constexpr int kThreads = 128; // of a block
 static_assert(kTileQ == 16 && kTileK == 16, "one mma.sync tile of rows, and one step of P V");
 
-// What the launcher knows. counters and slots lie in the workspace.
-struct Schedule {
-    unsigned long long *counters, tag;
-    float *slots;
-    int64_t slot_floats;
-    unsigned *error_word;
-    int32_t num_streams;
-    int32_t num_splits; // 0: shares of equal size, at most most_shares
-    int32_t workers, most_shares;
-    int32_t num_rows, row_tiles, group; // of a sequence and kv head
-    int32_t stages;
-    uint32_t page_factor, page_shift;
+// What the launcher knows, in the order in which the kernel asks for it: its parameters come from memory a line at a time.
+struct Params {
+    const int32_t *cache_seqlens, *block_table;
+    int64_t block_table_stride;
+    sa_band band;                              // of a full cache
+    int32_t batch, num_rows, row_tiles, group; // rows of a sequence and kv head; heads
+    uint32_t num_heads, num_splits;            // of k and v; 0: parts of one length
+    sa_divisor by_group, by_heads, by_splits, by_row_tiles;
+    sa_cut cut;
+    uint32_t num_slots;
+
+    const uint16_t *k, *v;
+    int64_t k_page, v_page; // strides, of a sequence where there are no pages
+    int32_t k_head, v_head, k_row, v_row, head_dim, num_pages, page_size, stages;
+    sa_divisor by_page_size;
     bool whole_tiles; // no tile lies in two pages
     float scale_log2;
-};
 
-// Keys are divided by the page size as in (key * factor) >> shift, which is right for keys below 2^31 and sizes up to there: with
-// factor * size = 2^shift + e, 0 <= e < size <= 2^(shift - 31), key * e stays below 2^shift.
-static inline void set_page_size(Schedule &schedule, int64_t page_size) {
-    const uint64_t size = static_cast<uint64_t>(sa_clamp(page_size, 1, INT32_MAX));
-    schedule.page_shift = 31;
-    while (size > 1ull << (schedule.page_shift - 31)) schedule.page_shift++;
-    schedule.page_factor = static_cast<uint32_t>(((1ull << schedule.page_shift) + size - 1) / size);
-    schedule.whole_tiles = page_size % kTileK == 0; // so is a cache without pages
-}
+    const uint16_t *q;
+    int64_t q_batch;
+    int32_t q_row, q_head;
+    const void *s_aux;
+    sinkattn_dtype s_aux_dtype;
+    uint32_t slot_floats;
+    float *slots; // in the workspace, one a part of a stream that is cut
+    unsigned long long tag, *queue;
+    uint16_t *out;
+    int64_t out_batch;
+    int32_t out_row, out_head;
+    float *lse;
+    unsigned *error_word;
+};
 
 // One stream of rows: rows r = token * group + head within the group.
 struct Stream {
     sa_band band;
     sa_key_tiles tiles;
     int32_t row_begin, num_rows;
-    int32_t num_tiles; // at least 1: a stream without keys is work as well
+    uint32_t num_tiles; // at least 1: a stream without keys is work as well
 };
 
-// Tiles [first, last) of a stream, its part `part` of num_parts.
+// Tiles [first, last) of a stream, its part `part` of num_parts, whose partials lie from `slot` on.
 struct Fragment {
     Stream stream;
-    int64_t batch, kv_head, counter, slots;
-    int32_t first, last, part, num_parts;
+    int32_t batch, kv_head, first, last;
+    uint32_t part, num_parts, slot;
+    uint32_t found; // the number of the part
 };
 
-// Where a block is in its share [position, end) of all tiles; sequence b begins at b_begin.
-struct Cursor {
-    int64_t b;
-    uint32_t b_begin, position, end, num_tiles, num_shares;
+struct Row {
+    int32_t begin, end, sink_end; // it sees [0, sink_end) and [begin, end)
 };
 
 struct Smem {
-    Cursor cursor;
     Fragment fragment;
-    uint32_t sums[8];
-    int32_t begin[kTileQ], end[kTileQ], sink_end[kTileQ]; // what each row sees: [0, sink_end) and [begin, end)
+    uint32_t num_parts, next; // of all heads
+    uint2 sums[kThreads / 32];
+    Row rows[kThreads / 32][kTileQ]; // each warp's own
     float s_aux[kTileQ];
-    bool alive, is_last;
+    bool is_last;
 };
 
-__device__ __forceinline__ Stream stream_of(const sinkattn_decode_args &args, const Schedule &schedule, int64_t b, int32_t row_tile) {
+__device__ __forceinline__ Stream stream_of(const Params &params, int32_t b, int32_t row_tile) {
     Stream stream;
     stream.row_begin = row_tile * kTileQ;
-    stream.num_rows = min(kTileQ, schedule.num_rows - stream.row_begin);
-    stream.band = sa_band_of(&args.fwd.problem.mask, args.fwd.problem.q_len, sa_cache_len(&args, b));
-    const sa_range tokens = {stream.row_begin / schedule.group, (stream.row_begin + stream.num_rows - 1) / schedule.group + 1};
+    stream.num_rows = min(kTileQ, params.num_rows - stream.row_begin);
+    stream.band = params.band;
+    if (params.cache_seqlens) stream.band.k_len = max(0, min(__ldg(params.cache_seqlens + b), params.band.k_len));
+    stream.band.shift = stream.band.k_len - stream.band.q_len;
+    const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
+                             static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
     stream.tiles = sa_key_tiles_of(&stream.band, tokens, kTileK);
     stream.num_tiles = max(1, sa_key_tile_count(&stream.tiles));
     return stream;
 }
 
-__device__ __forceinline__ uint32_t sequence_tiles(const sinkattn_decode_args &args, const Schedule &schedule, int64_t b) {
-    uint32_t tiles = 0;
-#pragma unroll 1
-    for (int32_t row_tile = 0; row_tile < schedule.row_tiles; row_tile++) tiles += stream_of(args, schedule, b, row_tile).num_tiles;
-    return tiles * static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
+__device__ __forceinline__ void check_length(const Params &params, int32_t b) {
+    if (params.cache_seqlens && static_cast<uint32_t>(__ldg(params.cache_seqlens + b)) > static_cast<uint32_t>(params.band.k_len))
+        atomicOr(params.error_word, kBadCacheSeqlens);
 }
 
-__device__ __forceinline__ void check_length(const sinkattn_decode_args &args, int64_t b, unsigned *error_word) {
-    const int64_t length = args.cache_seqlens ? args.cache_seqlens[b] : 0;
-    if (length < 0 || length > args.fwd.problem.k_len) atomicOr(error_word, kBadCacheSeqlens);
+// A thread's run of sequences; the first warp's alone where it has threads enough, which saves the barriers.
+struct Run {
+    int32_t first, past;
+    bool by_warp;
+};
+
+__device__ __forceinline__ Run run_of(const Params &params) {
+    const bool by_warp = params.batch <= 32;
+    const int32_t each = by_warp ? 1 : (params.batch + kThreads - 1) / kThreads;
+    const int32_t first = static_cast<int32_t>(threadIdx.x) * each;
+    return {first, min(first + each, params.batch), by_warp};
 }
 
-// The block's share of all sequences' tiles, by a prefix sum over their lengths. Ends with the cursor written, not yet visible.
-template <class C> __device__ __forceinline__ void take_share(Smem &smem, const sinkattn_decode_args &args, const Schedule &schedule) {
-    const int64_t batch = args.fwd.problem.batch, each = sa_ceil_div(batch, C::kThreads); // a shift
-    const int64_t first = sa_min(threadIdx.x * each, batch), past = sa_min(first + each, batch);
-    uint32_t tiles = 0;
-#pragma unroll 1
-    for (int64_t b = first; b < past; b++) {
-        tiles += sequence_tiles(args, schedule, b);
-        if (blockIdx.x == 0) check_length(args, b, schedule.error_word);
-    }
+// Of one kv head: the first part of a thread's sequences and that past the last, the tiles before them, and the length of a part.
+struct Cut {
+    uint32_t begin, end, tiles, length;
+};
+
+// Counts all tiles, which gives the length of a part, and then the parts, both of one kv head.
+__device__ __forceinline__ Cut cut_streams(Smem &smem, const Params &params) {
+    const Run run = run_of(params);
+    const bool one_stream = run.past - run.first <= 1 && params.row_tiles == 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t before = tiles;
-    for (int step = 1; step < 32; step *= 2) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, before, step);
-        if (lane >= step) before += other;
-    }
-    if (lane == 31) smem.sums[warp] = before;
-    if (threadIdx.x == 0) smem.cursor.position = smem.cursor.end = 0; // a block without a share
-    __syncthreads();
-    before -= tiles;
-    uint32_t total = 0;
-    for (int w = 0; w < C::kThreads / 32; w++) {
-        before += w < warp ? smem.sums[w] : 0;
-        total += smem.sums[w];
-    }
-    const uint32_t num_shares = sa_balanced_shares(total, schedule.num_streams, C::kStep, schedule.workers, schedule.most_shares);
-    if (blockIdx.x >= num_shares) return; // the others have it all
-    const uint32_t begin = sa_share_begin(total, num_shares, blockIdx.x);
-    if (begin < before || begin >= before + tiles) return;
-    int64_t b = first;
+    if (run.by_warp && warp > 0) return {0, 0, 0, 1};
+    uint32_t tiles = 0, parts = 0, length = 0, total;
 #pragma unroll 1
-    for (uint32_t size; b + 1 < past && begin >= before + (size = sequence_tiles(args, schedule, b)); b++) before += size;
-    smem.cursor = {b, before, begin, sa_share_begin(total, num_shares, blockIdx.x + 1), total, num_shares};
-}
-
-// The next fragment of the block's share. Lengths that change under the kernel lead to no access outside, whatever else they do.
-__device__ __forceinline__ bool next_share(Smem &smem, const sinkattn_decode_args &args, const Schedule &schedule) {
-    Cursor &cursor = smem.cursor;
-    Fragment &fragment = smem.fragment;
-    const uint32_t num_heads = static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
-    if (cursor.position >= cursor.end) return false;
+    for (int pass = 0; pass < 2; pass++) {
+        if (pass && one_stream) {
+            parts = (tiles + length - 1) / length;
+        } else {
 #pragma unroll 1
-    for (uint32_t begin = cursor.b_begin; cursor.b < args.fwd.problem.batch; cursor.b++, cursor.b_begin = begin)
+            for (int32_t b = run.first; b < run.past; b++) {
+                if (blockIdx.x == 0) check_length(params, b);
 #pragma unroll 1
-        for (int32_t row_tile = 0; row_tile < schedule.row_tiles; row_tile++) {
-            fragment.stream = stream_of(args, schedule, cursor.b, row_tile);
-            const uint32_t n = fragment.stream.num_tiles, within = cursor.position - begin;
-            begin += n * num_heads;
-            if (cursor.position >= begin) continue;
-            const uint32_t first = within % n, last = min(n, first + cursor.end - cursor.position), start = cursor.position - first;
-            const uint32_t first_block = sa_share_of(cursor.num_tiles, cursor.num_shares, start);
-            const uint32_t last_block = sa_share_of(cursor.num_tiles, cursor.num_shares, min(start + n, cursor.num_tiles) - 1);
-            fragment.batch = cursor.b;
-            fragment.kv_head = within / n;
-            fragment.first = static_cast<int32_t>(first);
-            fragment.last = static_cast<int32_t>(last);
-            fragment.part = static_cast<int32_t>(blockIdx.x - first_block);
-            fragment.num_parts = static_cast<int32_t>(last_block - first_block) + 1;
-            fragment.counter = first_block; // in a block at most one stream begins that goes on after it
-            fragment.slots = 2ll * first_block;
-            cursor.position += last - first;
-            return true;
+                for (int32_t row_tile = 0; row_tile < params.row_tiles; row_tile++) {
+                    const uint32_t its_tiles = stream_of(params, b, row_tile).num_tiles;
+                    if (pass)
+                        parts += (its_tiles + length - 1) / length;
+                    else
+                        tiles += its_tiles;
+                }
+            }
         }
-    return false;
+        if (pass) break;
+        total = __reduce_add_sync(0xffffffffu, tiles);
+        if (!run.by_warp) {
+            if (lane == 0) smem.sums[warp].x = total;
+            __syncthreads();
+            total = 0;
+#pragma unroll
+            for (int w = 0; w < kThreads / 32; w++) total += smem.sums[w].x;
+        }
+        length = sa_part_length(&params.cut, total * params.num_heads);
+    }
+    uint32_t tiles_upto = tiles, upto = parts;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const uint32_t other_tiles = __shfl_up_sync(0xffffffffu, tiles_upto, step), other = __shfl_up_sync(0xffffffffu, upto, step);
+        if (lane < step) continue;
+        tiles_upto += other_tiles;
+        upto += other;
+    }
+    if (!run.by_warp) {
+        __syncthreads();
+        if (lane == 31) smem.sums[warp] = {tiles_upto, upto};
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < kThreads / 32; w++)
+            if (w < warp) {
+                tiles_upto += smem.sums[w].x;
+                upto += smem.sums[w].y;
+            }
+    }
+    if (threadIdx.x == (run.by_warp ? 31 : kThreads - 1)) smem.num_parts = upto * params.num_heads;
+    return {upto - parts, upto, tiles_upto - tiles, length};
 }
 
-// The one fragment of a block where every sequence is cut into num_splits parts.
-__device__ __forceinline__ bool take_part(Smem &smem, const sinkattn_decode_args &args, const Schedule &schedule) {
+// Part `number`. False where there is none. Lengths that change under the kernel lead to no access outside, whatever else they do.
+__device__ __forceinline__ bool take_part(Smem &smem, const Params &params, uint32_t number, const Cut &cut) {
     Fragment &fragment = smem.fragment;
-    const unsigned num_splits = schedule.num_splits, row_tiles = schedule.row_tiles, num_heads = args.fwd.problem.num_kv_heads;
-    const unsigned item = blockIdx.x / num_splits, part = blockIdx.x % num_splits, head = item / row_tiles;
-    fragment.batch = head / num_heads;
-    fragment.kv_head = head % num_heads;
-    fragment.stream = stream_of(args, schedule, fragment.batch, item % row_tiles);
-    const int32_t num_parts = min(schedule.num_splits, fragment.stream.num_tiles);
-    if (part == 0 && fragment.kv_head == 0 && fragment.stream.row_begin == 0) check_length(args, fragment.batch, schedule.error_word);
-    if (static_cast<int32_t>(part) >= num_parts) return false;
-    const sa_range tiles = sa_split_part(fragment.stream.num_tiles, num_parts, part);
-    fragment.first = static_cast<int32_t>(tiles.begin);
-    fragment.last = static_cast<int32_t>(tiles.end);
-    fragment.part = static_cast<int32_t>(part);
-    fragment.num_parts = num_parts;
-    fragment.counter = item;
-    fragment.slots = static_cast<int64_t>(item) * num_splits;
-    return true;
+    const uint32_t of_heads = sa_divide(number, params.by_heads), head = number - of_heads * params.num_heads;
+    uint32_t part = of_heads - cut.begin, room = cut.end - cut.begin, tiles = cut.tiles, length = cut.length; // from sequence b on
+    int32_t b = run_of(params).first, row_tile = 0;
+    bool mine = part < room;
+    if (params.num_splits) {
+        const uint32_t stream = sa_divide(of_heads, params.by_splits);
+        part = of_heads - stream * params.num_splits;
+        b = static_cast<int32_t>(sa_divide(stream, params.by_row_tiles));
+        room = params.num_splits;
+        row_tile = static_cast<int32_t>(stream) - b * params.row_tiles;
+        mine = threadIdx.x == 0;
+        if (mine && part == 0 && head == 0 && row_tile == 0) check_length(params, b);
+    }
+    if (mine) {
+        Stream stream;
+        uint32_t num_parts;
+#pragma unroll 1
+        for (;;) {
+            stream = stream_of(params, b, row_tile);
+            if (params.num_splits) length = sa_divide(stream.num_tiles + params.num_splits - 1, params.by_splits);
+            num_parts = (stream.num_tiles + length - 1) / length;
+            if (part < num_parts || num_parts >= room || params.num_splits) break;
+            part -= num_parts;
+            room -= num_parts;
+            tiles += stream.num_tiles;
+            if (++row_tile < params.row_tiles) continue;
+            row_tile = 0;
+            b = min(b + 1, params.batch - 1);
+        }
+        fragment.stream = stream;
+        fragment.batch = b;
+        fragment.kv_head = static_cast<int32_t>(head);
+        fragment.first = static_cast<int32_t>(part * length);
+        fragment.last = static_cast<int32_t>(min(part * length + length, stream.num_tiles));
+        fragment.part = part;
+        fragment.num_parts = num_parts;
+        // A stream of n tiles that is cut has at most 2 n / length parts, so that streams, end to end, have room in 2 * cut.most slots.
+        const uint32_t slot = params.num_splits ? (of_heads - part) * params.num_heads + head * params.num_splits
+                                                : (2 * (tiles * params.num_heads + head * stream.num_tiles) + length - 1) / length;
+        fragment.slot = slot;
+        if (part < num_parts && (num_parts == 1 || slot + num_parts <= params.num_slots)) fragment.found = number;
+    }
+    __syncthreads();
+    return fragment.found == number;
 }
 
-// A block leaves up to two partials of its share: of a stream that began before it, and of one that goes on after it.
-__device__ __forceinline__ float *slot_of(const Fragment &fragment, const Schedule &schedule, int32_t part) {
-    const int64_t slot = schedule.num_splits ? part : 2 * static_cast<int64_t>(part) + (part == 0);
-    return schedule.slots + (fragment.slots + slot) * schedule.slot_floats;
+__device__ __forceinline__ float *slot_of(const Fragment &fragment, const Params &params, uint32_t part) {
+    return params.slots + static_cast<int64_t>(fragment.slot + part) * params.slot_floats;
 }
 
 } // namespace sa

@@ -28,8 +28,8 @@ static inline unsigned long long next_launch_tag() {
     return launch * 0x9e3779b97bull & ((1ull << (64 - kCountBits)) - 1);
 }
 
-__device__ __forceinline__ void open_counter(unsigned long long *counter, unsigned long long tag) {
-    const unsigned long long found = __ldcg(counter);
+// found: what it held.
+__device__ __forceinline__ void open_counter(unsigned long long *counter, unsigned long long found, unsigned long long tag) {
     if (found >> kCountBits != tag) atomicCAS(counter, found, tag << kCountBits);
 }
 

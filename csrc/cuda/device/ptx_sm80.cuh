@@ -122,4 +122,25 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// Adds, and returns what was there. What this thread's block wrote before, and a barrier ordered, is visible to who adds later.
+__device__ __forceinline__ unsigned long long add_acquire_release(unsigned long long *to, unsigned long long x) {
+    unsigned long long before;
+    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(to), "l"(x) : "memory");
+    return before;
+}
+
+// Where a kernel may be launched before the one in front of it has ended: waits for that, with all it wrote; and lets the next one start.
+// Both do nothing before sm_90.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 } // namespace sa

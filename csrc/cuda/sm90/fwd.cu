@@ -90,7 +90,7 @@ __device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned rou
 
 template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
     const bool leader = threadIdx.x % 32 == 0;
-    if (leader && p.counter) open_counter(p.counter, p.tag);
+    if (leader && p.counter) open_counter(p.counter, __ldcg(p.counter), p.tag);
     unsigned item = blockIdx.x, round = 0;
     for (Ring<C::kSlots> ring;; ring.n++) {
         Rows<C> &rows = smem.rows[ring.place()];
