@@ -21,22 +21,39 @@ static sa_row_state take_state(sa_scratch *scratch, const sinkattn_problem *prob
     return state;
 }
 
+/* Under a narrow window a row tile sees few keys, and where the products take long steps they are best done all at once: one key tile
+ * then has no end, and of it a row tile computes what it sees. For every row of a problem or for none, so that bits stay a row's own. */
+enum { AT_ONCE = 256 };
+
+static int64_t window_size(const sinkattn_mask *mask) {
+    const bool narrow = mask->has_left && mask->has_right && mask->left < AT_ONCE && mask->right < AT_ONCE;
+    return narrow ? mask->left + mask->right + 1 : INT64_MAX;
+}
+
+static bool sees_few_keys(const sinkattn_problem *problem, const sinkattn_variant_info *info) {
+    const int64_t slack = info->tile_q + 32; /* as many tokens, and whole steps of keys: sa_tile_keys */
+    return info->arch == SINKATTN_CPU_AMX_BF16 && problem->mask.num_sink_tokens == 0 && window_size(&problem->mask) <= AT_ONCE - slack;
+}
+
 static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_variant_info *info,
                              int64_t num_tiles) {
+    const bool few_keys = sees_few_keys(problem, info);
+    const int64_t group = problem->num_q_heads / problem->num_kv_heads, most_tokens = sa_ceil_div(num_tiles * info->tile_q, group) + 1;
+    const int64_t row_tile_keys = few_keys ? AT_ONCE : info->tile_k, item_keys = few_keys ? AT_ONCE + most_tokens : info->tile_k;
     const int64_t tile_q = info->tile_q, float_bytes = (int64_t)sizeof(float);
     sa_attend attend;
     attend.ops = ops;
     attend.tile_q = tile_q;
-    attend.tile_k = info->tile_k;
+    attend.tile_k = few_keys ? (int64_t)1 << 30 : info->tile_k;
     attend.states = sa_take(scratch, num_tiles * (int64_t)sizeof *attend.states);
     for (int64_t i = 0; i < num_tiles; i++) {
         const sa_row_state state = take_state(scratch, problem, tile_q);
         if (attend.states) attend.states[i] = state;
     }
     attend.queries = sa_take_operand(scratch, problem, tile_q);
-    attend.keys = sa_take_operand(scratch, problem, info->tile_k);
-    attend.values = sa_take_operand(scratch, problem, info->tile_k);
-    attend.scores = sa_take(scratch, info->tile_k * tile_q * float_bytes);
+    attend.keys = sa_take_operand(scratch, problem, item_keys);
+    attend.values = sa_take_operand(scratch, problem, item_keys);
+    attend.scores = sa_take(scratch, row_tile_keys * tile_q * float_bytes);
     attend.alpha = sa_take(scratch, tile_q * float_bytes);
     attend.out_rows = sa_take(scratch, tile_q * (int64_t)sizeof *attend.out_rows);
     return attend;
@@ -93,9 +110,10 @@ static void attend_state(sa_attend *attend, sa_row_state *state, const sa_stream
                            .b_row = lanes,
                            .c = state->out,
                            .c_row = lanes,
-                           .join = SA_RESCALE,
+                           .join = state->fresh ? SA_SET : SA_RESCALE,
                            .beta = attend->alpha};
     ops->product(&pv);
+    state->fresh = false;
     if (v->hidden) sa_add_hidden(v, first, ops, stream, &state->rows, keys, weights, state->out);
 }
 
@@ -106,11 +124,13 @@ static void attend_tile(sa_attend *attend, const sa_stream *stream, const sa_row
     const sa_range keys = sa_tile_keys(rows, t);
     const int64_t n = keys.end - keys.begin;
     sa_operand_keys(&attend->keys, stream, &args->k, keys);
-    for (int64_t i = 0; i < n; i++) /* tiles are read across rows, where no hardware prefetcher follows */
-        for (int64_t x = 0; x < problem->head_dim * sa_dtype_bytes(problem->dtype); x += 64)
-            __builtin_prefetch((const char *)attend->keys.rows[i] + x);
-    sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
     sa_operand_keys(&attend->values, stream, &args->v, keys);
+    for (int64_t i = 0; i < n; i++) /* tiles are read across rows, where no hardware prefetcher follows */
+        for (int64_t x = 0; x < problem->head_dim * sa_dtype_bytes(problem->dtype); x += 64) {
+            __builtin_prefetch((const char *)attend->values.rows[i] + x);
+            __builtin_prefetch((const char *)attend->keys.rows[i] + x);
+        }
+    sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
     sa_operand_clean(&attend->values, ops, problem, n, !sa_all_visible(&stream->band, rows->tokens, keys));
     sa_operand_columns(&attend->values, ops, problem, n, args->v.row_stride);
     for (int64_t i = 0; i * attend->tile_q < rows->n; i++) {
@@ -134,7 +154,7 @@ static void begin_state(sa_attend *attend, sa_row_state *state, const sa_stream 
         state->pivot[lane] = (float)s;
         state->sum[lane] = (float)sa_sink_sum(s);
     }
-    memset(state->out, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *state->out);
+    state->fresh = true;
 }
 
 void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink) {
@@ -150,6 +170,10 @@ void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_til
     SA_FOR_EACH_TILE(t, rows) {
         if (ordinal >= mine.begin && ordinal < mine.end) attend_tile(attend, stream, rows, t);
         ordinal++;
+    }
+    for (int64_t i = 0; i * attend->tile_q < rows->n; i++) {
+        const sa_row_state *state = &attend->states[i];
+        if (state->fresh) memset(state->out, 0, (size_t)(stream->args->problem.head_dim * state->rows.lanes) * sizeof *state->out);
     }
 }
 

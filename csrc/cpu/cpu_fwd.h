@@ -12,8 +12,9 @@ typedef struct sa_row_state {
     sa_row_tile rows;
     sa_tile_mask mask;
     sa_cell *q_lanes;   /* [head_dim / pack][lanes] */
-    float *out;         /* [head_dim][lanes], to be divided by sum */
+    float *out;         /* [head_dim][lanes], to be divided by sum; unwritten while fresh */
     float *pivot, *sum; /* [lanes] */
+    bool fresh;         /* has met no keys */
 } sa_row_state;
 
 /* One worker's memory: for neighbouring row tiles, which share what is done to K and V before a product. */
@@ -22,7 +23,7 @@ typedef struct sa_attend {
     int64_t tile_q, tile_k;
     sa_row_state *states; /* a row tile each */
     sa_operand queries, keys, values;
-    float *scores; /* [tile_k][lanes] */
+    float *scores; /* [keys of a tile][lanes] */
     float *alpha;  /* [lanes] */
     void **out_rows;
 } sa_attend;

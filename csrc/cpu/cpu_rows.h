@@ -191,41 +191,75 @@ SA_INLINE sa_vu sa_pair(sa_vf first, sa_vf second) {
 }
 #endif
 
-/* Scales and masks the scores of a vector of lanes, and returns their maximum; NaN is passed over. */
-SA_INLINE sa_vf sa_scale_scores(const sa_softmax_tile *t, int64_t lane, const bool masked) {
-    const sa_vf none = sa_splat(-INFINITY);
-    const int64_t stride = t->row_stride, keys = t->keys;
-    const float scale = t->scale;
-    float *s = t->scores + lane;
-    sa_vf top = none, odd_top = none;
-    for (int64_t key = 0; key < keys; key++, s += stride) {
-        sa_vf x = sa_load_vf(s) * scale;
-        if (masked) x = sa_select(sa_seen(&t->mask, lane, (int32_t)key), x, none);
-        sa_store_vf(s, x);
-        if (key & 1)
-            odd_top = sa_vmax(x, odd_top);
-        else
-            top = sa_vmax(x, top);
+/* What a vector of lanes sees of a tile: nothing outside of [some.begin, some.end), everything in all, which lies in some. */
+typedef struct sa_spans {
+    sa_range some, all;
+} sa_spans;
+
+static sa_spans sa_spans_of(const sa_softmax_tile *t, int64_t lane) {
+    const sa_range keys = {0, t->keys}, none = {0, 0};
+    sa_spans spans = {keys, keys};
+    if (!t->mask.begin) return spans;
+    spans.all = none;
+    if (t->mask.has_sink) return spans;
+    const int32_t *begin = t->mask.begin + lane, *count = t->mask.count + lane;
+    int32_t first = begin[0], last_begin = begin[0], first_end = begin[0] + count[0], last = first_end;
+    for (int64_t i = 1; i < SA_VL; i++) {
+        const int32_t end = begin[i] + count[i];
+        first = begin[i] < first ? begin[i] : first;
+        last_begin = begin[i] > last_begin ? begin[i] : last_begin;
+        first_end = end < first_end ? end : first_end;
+        last = end > last ? end : last;
     }
+    spans.some.begin = first / SA_PACK * SA_PACK; /* whole cells */
+    spans.some.end = sa_min(sa_ceil_div(last, SA_PACK) * SA_PACK, t->keys);
+    spans.all.begin = sa_ceil_div(last_begin, SA_PACK) * SA_PACK;
+    spans.all.end = first_end / SA_PACK * SA_PACK;
+    if (spans.all.begin >= spans.all.end) spans.all.begin = spans.all.end = spans.some.begin;
+    return spans;
+}
+
+SA_INLINE sa_vf sa_masked(const sa_softmax_tile *t, int64_t lane, int64_t key, sa_vf x, sa_vf unseen, const bool masked) {
+    return masked ? sa_select(sa_seen(&t->mask, lane, (int32_t)key), x, unseen) : x;
+}
+
+SA_INLINE sa_vf sa_scaled_score(const sa_softmax_tile *t, int64_t lane, int64_t key, const bool masked) {
+    const sa_vf x = sa_load_vf(t->scores + key * t->row_stride + lane) * t->scale;
+    return sa_masked(t, lane, key, x, sa_splat(-INFINITY), masked);
+}
+
+/* Masked last, so that the compiler fuses scale and difference alike in both, and a key's weight has the same bits. */
+SA_INLINE sa_vf sa_weight(const sa_softmax_tile *t, int64_t lane, int64_t key, sa_vf from, const bool masked) {
+    const sa_vf p = sa_exp(sa_load_vf(t->scores + key * t->row_stride + lane) * t->scale - from);
+    return sa_masked(t, lane, key, p, sa_splat(0.0f), masked);
+}
+
+/* The maximum of top and some keys' scaled scores in a vector of lanes; NaN is passed over. */
+SA_INLINE sa_vf sa_top_score(const sa_softmax_tile *t, int64_t lane, sa_range keys, sa_vf top, const bool masked) {
+    sa_vf odd_top = top;
+    int64_t key = keys.begin;
+    for (; key + 1 < keys.end; key += 2) {
+        top = sa_vmax(sa_scaled_score(t, lane, key, masked), top);
+        odd_top = sa_vmax(sa_scaled_score(t, lane, key + 1, masked), odd_top);
+    }
+    if (key < keys.end) top = sa_vmax(sa_scaled_score(t, lane, key, masked), top);
     return sa_vmax(top, odd_top);
 }
 
 #define SA_PIVOT_SLACK 4.0f /* the pivot stays while no weight passes e^4, so that O^T is seldom rescaled */
 
-/* Scores become cells of P; returns their sum. */
-SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_vf from) {
-    const int64_t stride = t->row_stride, keys = t->keys;
-    const float *s = t->scores + lane;
-    float *cells = t->scores + lane;
-    sa_vf sum = sa_splat(0.0f);
-    for (int64_t key = 0; key < keys; key += SA_PACK, s += SA_PACK * stride, cells += stride) {
-        const sa_vf p = sa_exp(sa_load_vf(s) - from);
+/* Some keys' scores become cells of P; returns sum and theirs. */
+SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_range keys, sa_vf from, sa_vf sum, const bool masked) {
+    const int64_t stride = t->row_stride;
+    float *cells = t->scores + keys.begin / SA_PACK * stride + lane;
+    for (int64_t key = keys.begin; key < keys.end; key += SA_PACK, cells += stride) {
+        const sa_vf p = sa_weight(t, lane, key, from, masked);
         sum += p;
 #if SA_PACK == 1
         sa_store_vf(cells, p);
 #else
         sa_vf q = sa_splat(0.0f);
-        if (key + 1 < keys) q = sa_exp(sa_load_vf(s + stride) - from);
+        if (key + 1 < keys.end) q = sa_weight(t, lane, key + 1, from, masked);
         sum += q;
         *(sa_vu *)cells = sa_pair(p, q);
 #endif
@@ -233,13 +267,26 @@ SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_vf from
     return sum;
 }
 
+SA_INLINE void sa_zero_cells(const sa_softmax_tile *t, int64_t lane, int64_t begin, int64_t end) {
+    for (int64_t key = begin; key < end; key += SA_PACK) sa_store_vf(t->scores + key / SA_PACK * t->row_stride + lane, sa_splat(0.0f));
+}
+
 static void sa_softmax_run(const sa_softmax_tile *t) {
     const sa_vf none = sa_splat(-INFINITY);
     for (int64_t lane = 0; lane < t->lanes; lane += SA_VL) {
-        const sa_vf top = t->mask.begin ? sa_scale_scores(t, lane, true) : sa_scale_scores(t, lane, false);
+        const sa_spans spans = sa_spans_of(t, lane);
+        const sa_range before_all = {spans.some.begin, spans.all.begin}, after_all = {spans.all.end, spans.some.end};
+        sa_vf top = sa_top_score(t, lane, before_all, none, true);
+        top = sa_top_score(t, lane, spans.all, top, false);
+        top = sa_top_score(t, lane, after_all, top, true);
         const sa_vf before = sa_load_vf(t->pivot + lane), pivot = sa_select(top > before + SA_PIVOT_SLACK, top, before);
         const sa_vf from = sa_select(pivot == none, sa_splat(0.0f), pivot); /* -inf - -inf would be NaN for a lane without keys */
-        const sa_vf sum = sa_exp_scores(t, lane, from), alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
+        sa_zero_cells(t, lane, 0, spans.some.begin);
+        sa_vf sum = sa_exp_scores(t, lane, before_all, from, sa_splat(0.0f), true);
+        sum = sa_exp_scores(t, lane, spans.all, from, sum, false);
+        sum = sa_exp_scores(t, lane, after_all, from, sum, true);
+        sa_zero_cells(t, lane, spans.some.end, t->keys);
+        const sa_vf alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
         sa_store_vf(t->alpha + lane, alpha);
         sa_store_vf(t->pivot + lane, pivot);
         sa_store_vf(t->sum + lane, sa_load_vf(t->sum + lane) * alpha + sum);
@@ -425,16 +472,33 @@ static void sa_rows_to_pairs_run(const void *const *rows, int64_t n, sinkattn_dt
 #endif
 }
 
-static void sa_store_row_run(const float *values, float factor, void *row, sinkattn_dtype dtype, int64_t head_dim) {
+SA_INLINE void sa_store_values(const float *values, float factor, void *row, sinkattn_dtype dtype, int64_t head_dim, const bool stream) {
+    (void)stream;
     int64_t x = 0;
     for (; x + SA_VL <= head_dim; x += SA_VL) {
         const sa_vf y = sa_load_vf(values + x) * factor;
-        if (dtype == SINKATTN_FP32)
-            sa_store_vf((float *)row + x, y);
+        if (dtype == SINKATTN_FP32) sa_store_vf((float *)row + x, y);
+#if SA_PACK == 2
+        else if (stream)
+            _mm256_stream_si256((__m256i *)((uint16_t *)row + x), (__m256i)SA_NARROW_BF16(y));
+#endif
         else
             *(sa_vh *)((uint16_t *)row + x) = dtype == SINKATTN_BF16 ? SA_NARROW_BF16(y) : sa_narrow_fp16(y);
     }
     for (; x < head_dim; x++) sa_store(row, dtype, x, values[x] * factor);
+}
+
+static void sa_store_row_run(const float *values, float factor, void *row, sinkattn_dtype dtype, int64_t head_dim) {
+    sa_store_values(values, factor, row, dtype, head_dim, false);
+}
+
+/* Many rows of whole lines are written past the caches, which saves reading those lines; few, as in decode, are soon read again. */
+static bool sa_worth_streaming(void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim) {
+    enum { LINE = 64, MANY = 64 };
+    if (SA_PACK != 2 || n < MANY || head_dim * sa_dtype_bytes(dtype) % LINE) return false;
+    uintptr_t ends = 0;
+    for (int64_t i = 0; i < n; i++) ends |= (uintptr_t)rows[i];
+    return ends % LINE == 0;
 }
 
 static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n,
@@ -442,8 +506,9 @@ static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float
     enum { ROW = 512 + SA_TURN }; /* head_dim need not be a multiple of SA_TURN */
     float block[SA_TURN][ROW];
     const int64_t line = 64 / sa_dtype_bytes(dtype);
+    const bool stream = sa_worth_streaming(rows, n, dtype, head_dim);
     for (int64_t lane = 0; lane < n; lane += SA_TURN) {
-        for (int64_t i = lane + SA_TURN; i < sa_min(lane + SA_TURN + SA_TURN, n); i++)
+        for (int64_t i = lane + SA_TURN; !stream && i < sa_min(lane + SA_TURN + SA_TURN, n); i++)
             for (int64_t x = 0; x < head_dim; x += line) __builtin_prefetch((const char *)rows[i] + x * sa_dtype_bytes(dtype), 1);
         for (int64_t x = 0; x < head_dim; x += SA_TURN) {
             const sa_cell *from[SA_TURN];
@@ -451,8 +516,11 @@ static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float
             sa_transpose_block(from, sa_min(SA_TURN, head_dim - x), SA_TURN, (sa_cell *)&block[0][x], ROW);
         }
         for (int64_t i = 0; i < sa_min(SA_TURN, n - lane); i++)
-            sa_store_row_run(block[i], factor[lane + i], rows[lane + i], dtype, head_dim);
+            sa_store_values(block[i], factor[lane + i], rows[lane + i], dtype, head_dim, stream);
     }
+#if SA_VL == 16
+    if (stream) _mm_sfence(); /* before another thread is told */
+#endif
 }
 
 static void sa_lane_dot_run(const sa_cell *a, const sa_cell *b, int64_t k, int64_t lanes, float *out) {
