@@ -158,7 +158,9 @@ def test_gradients_of_local_windows(ratio: int, left: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64])
-@pytest.mark.parametrize(("s_dtype", "s_aux", "frozen"), [("bf16", "rand", False), ("fp32", "mix", True), ("fp32", "none", False)])
+@pytest.mark.parametrize(
+    ("s_dtype", "s_aux", "frozen"), [("bf16", "rand", False), ("fp32", "mix", True), ("fp32", "none", False)]
+)
 def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux: str, frozen: bool) -> None:
     case = Case(
         head_dim=head_dim,
