@@ -247,6 +247,7 @@ __device__ __forceinline__ void start_walk(Smem &smem, const sinkattn_fwd_args &
     __syncthreads();
     int64_t total = 0;
     before -= own;
+#pragma unroll 1
     for (int warp = 0; warp < kThreads / 32; warp++) {
         if (warp < static_cast<int>(threadIdx.x / 32)) before += smem.scan[warp];
         total += smem.scan[warp];
@@ -263,14 +264,15 @@ __device__ __forceinline__ void start_walk(Smem &smem, const sinkattn_fwd_args &
         }
         return;
     }
-    int64_t at = begin % total;
+    const int64_t kv_head = begin / total;
+    int64_t at = begin - kv_head * total;
     if (at < before || at >= before + own) return;
     at -= before;
     int64_t b = first;
     for (; at >= size(b); b++) at -= size(b);
     walk.remaining = range_end - begin;
     walk.index = b;
-    walk.kv_head = begin / total;
+    walk.kv_head = kv_head;
     walk.sequence = sequence_or_tails(args, b);
     walk.newest = kGroups - 1; // two groups may be before it
     walk.new_head = true;
