@@ -163,6 +163,50 @@ def test_a_lowered_arch_plans_the_older_kernels(monkeypatch: pytest.MonkeyPatch)
             _C.query_cuda(0)
 
 
+@pytest.mark.parametrize("ratio", [1, 5, 7, 8, 12, 16, 64])
+@pytest.mark.parametrize("left", [0, 1, 63, 64, 126, 127, 128])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_gradients_of_local_windows(ratio: int, left: int, layout: str) -> None:
+    """Chunks, rows before all keys, empty sequences, a tail, and what nobody sees not finite."""
+    q_lens, k_lens = ((290, 290), (350, 350)) if layout == "dense" else ((290, 0, 7, 101, 1), (290, 5, 200, 60, 1))
+    case = Case(
+        left=left,
+        right=0,
+        ratio=ratio,
+        layout=layout,
+        q_lens=q_lens,
+        k_lens=k_lens,
+        tail=5 if layout == "varlen" else 0,
+        poison=True,
+        dtype="bf16",
+        seed=ratio,
+    )
+    assert_right_on_device(case)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64])
+@pytest.mark.parametrize(
+    ("s_dtype", "s_aux", "frozen"), [("bf16", "rand", False), ("fp32", "mix", True), ("fp32", "none", False)]
+)
+def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux: str, frozen: bool) -> None:
+    case = Case(
+        head_dim=head_dim,
+        left=127,
+        right=0,
+        ratio=8,
+        kv_heads=2,
+        layout="varlen",
+        q_lens=(130, 300),
+        k_lens=(130, 300),
+        s_aux=s_aux,
+        s_dtype=s_dtype,
+        frozen=frozen,
+        dtype="fp16",
+        seed=2,
+    )
+    assert_right_on_device(case)
+
+
 def gpt_oss_like(batch: int, length: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     q = torch.randn(batch, length, 16, head_dim, device="cuda", dtype=torch.bfloat16)

@@ -44,6 +44,16 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
 }
 
+/* A causal window of which a key tile's rows see that tile and the two before it. */
+const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
+    if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
+    if (!p->q_len || !p->k_len) return "there are no rows or no keys";
+    if (p->q_len > INT32_MAX / 2 || p->k_len > INT32_MAX / 2) return "2^30 rows or keys and more";
+    if (!p->mask.has_right || p->mask.right) return "rows see keys after their own";
+    return p->mask.has_left && p->mask.left <= 2 * info->tile_k ? NULL : "left > 2 of its tile_k";
+}
+
 const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
     return p->invariant ? "its parts depend on the batch" : NULL;

@@ -117,7 +117,8 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
 }
 
 extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    if (problem->op == SINKATTN_BWD) return sa::bwd_workspace_bytes(*problem);
     if (problem->op == SINKATTN_DECODE) return sa_cuda_decode_workspace(problem, plan);
-    return problem->packed ? sa::kCounterBytes : 0;
+    if (problem->op == SINKATTN_FWD) return problem->packed ? sa::kCounterBytes : 0;
+    const bool is_window = sa_variant_at(plan->variant)->run == sa_bwd_cuda_sm90_window;
+    return is_window ? sa_cuda_bwd_window_workspace(problem, plan) : sa::bwd_workspace_bytes(*problem);
 }

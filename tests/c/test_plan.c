@@ -174,6 +174,60 @@ static void test_cuda_decode_plans(void) {
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "invariant"), "%s", status.message);
 }
 
+/* A causal window of up to 128 keys before a row; its workspace holds a flag a block, and 12 sums a block and head with a sink. */
+static void test_the_backward_of_a_window_is_planned(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, 0, ""};
+    const sinkattn_problem base = {.op = SINKATTN_BWD,
+                                   .dtype = SINKATTN_BF16,
+                                   .s_aux_dtype = SINKATTN_FP32,
+                                   .batch = 1,
+                                   .num_q_heads = 16,
+                                   .num_kv_heads = 2,
+                                   .head_dim = 64,
+                                   .q_len = 2000,
+                                   .k_len = 2000,
+                                   .mask = {.has_left = true, .left = 128, .has_right = true}};
+    sinkattn_plan plan = {0};
+    CHECK(sinkattn_make_plan(&base, &device, &plan).code == SINKATTN_OK && plan.workers == 132 &&
+              plan.workspace_bytes == 4 * 132 * (16 * 12 + 1) + 3,
+          "%" PRId64 " bytes: %s", plan.workspace_bytes, plan.reason);
+    sinkattn_problem ungrouped = base, odd = base, negative = base, wide = base, unbounded = base, two_sided = base, sinks = base,
+                     many = base, empty = base, large = base;
+    ungrouped.num_q_heads = 2;
+    odd.num_q_heads = 10;
+    negative.softmax_scale = -1.0;
+    wide.mask.left = 129;
+    unbounded.mask = (sinkattn_mask){.has_right = true};
+    two_sided.mask.right = 1;
+    sinks.mask.num_sink_tokens = 1;
+    many.num_q_heads = 130;
+    empty.k_len = 0;
+    large.head_dim = 72;
+    const struct {
+        const sinkattn_problem *problem;
+        const sinkattn_device *device;
+        const char *why;
+    } cases[] = {{&base, &device, NULL},
+                 {&ungrouped, &device, NULL},
+                 {&odd, &device, NULL},
+                 {&negative, &device, NULL},
+                 {&wide, &device, " (64 x 64): left > 2 of its tile_k"},
+                 {&unbounded, &device, " (64 x 64): left > 2 of its tile_k"},
+                 {&two_sided, &device, " (64 x 64): rows see keys after their own"},
+                 {&sinks, &device, " (64 x 64): it has no positional sink tokens"},
+                 {&many, &device, " (64 x 64): more query heads a kv head than its tile_q"},
+                 {&empty, &device, " (64 x 64): there are no rows or no keys"},
+                 {&large, &device, " (64 x 64): head_dim is above its largest"},
+                 {&base, &older, ": it is for arch 90"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(sinkattn_make_plan(cases[i].problem, cases[i].device, &plan).code == SINKATTN_OK, "case %zu is planned", i);
+        const char *found = strstr(plan.reason, "; not sa_bwd_cuda_sm90_window");
+        const bool told = found && cases[i].why && strncmp(found + 29, cases[i].why, strlen(cases[i].why)) == 0;
+        const bool taken = strcmp(sinkattn_variant(plan.variant)->name, "sa_bwd_cuda_sm90_window") == 0;
+        CHECK(cases[i].why ? told && !taken : taken, "case %zu: %s", i, plan.reason);
+    }
+}
+
 /* Of every row lse and g - delta, 8 bytes, and with a sink the row's term of ds_aux, 4; packed rows are one stream. */
 static void test_the_cuda_backward_is_planned(void) {
     static const struct {
@@ -384,6 +438,7 @@ const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken}
                            {"the window row says why not", test_the_window_row_says_why_not},
                            {"CUDA decode plans", test_cuda_decode_plans},
                            {"the CUDA backward is planned", test_the_cuda_backward_is_planned},
+                           {"the backward of a window is planned", test_the_backward_of_a_window_is_planned},
 #endif
                            {"a miss lists what is compiled", test_a_miss_lists_what_is_compiled},
                            {"decode splits", test_decode_splits},

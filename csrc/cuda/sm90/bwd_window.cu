@@ -1,0 +1,871 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Backward for causal windows of up to 128 keys before a row, head_dim up to 64, on sm_90.
+//
+//     row group      dQ of step n                    | delta of step n + 2; one warp: Q, dO, out (and K, V) of step n + 3 | ...
+//     math group g   S = K Q^T, dP = V dO^T | P, dS | dV += P dO, dK += dS Q | ...        (three groups, keys in the rows of wgmma)
+//
+// A block walks down a range of groups of 64 positions of the sequences of one kv head after another. The tokens of group a see keys of
+// the groups a - 2, a - 1 and a only; key groups go round the three math groups, and a math group keeps dK and dV of its 64 keys in
+// registers while the walk passes the three token groups that see them: each gradient is summed in one place, over all heads, and rounded
+// once. A step is 64 rows, tokens x heads. dS goes through shared memory to the row group, which sums dQ over the three key groups. At the
+// start of its range a block meets keys that are another's, for dQ alone; after the end it meets rows that are another's, for dK and dV
+// alone. Groups lie at multiples of 64 positions and sums run in their order, so no bit depends on where a range is cut.
+//
+// The row group works in order, and most waits follow from that: it says that step n is ready when it is done with dQ of step n - 2, so
+// the place of dS is free; keys of a group are replaced when dQ of the last step that saw them is done.
+//
+// ds_aux of a head is the sum of p_sink (g - sum_j P_ij dP_ij) over rows. A thread's columns are always of the same heads, so it sums
+// p_sink P dP of its heads in registers, in fp32; each warp leaves one number a head, and a last kernel adds those up.
+//
+// Values that are not finite: masked pairs have P = dS = 0, but 0 * NaN is NaN. A block that meets such keys, or ends with such a
+// gradient, says so, and a second launch does that block's range again with such values zeroed, and NaN where a pair sees them.
+//
+// Shared memory: four stages of Q, dO and out, 96 KiB; K and V of four groups, 64 KiB; two stages of dS of three groups, 48 KiB.
+// Registers: dK and dV 64; S, dP, P and dS of half a step at a time, 48, since those of all 64 rows do not fit beside them.
+
+#include "cuda/attn/bwd_workspace.cuh"
+#include "cuda/attn/unfinite.cuh"
+#include "cuda/tensor_map.cuh"
+
+namespace sa {
+namespace {
+
+constexpr int kGroups = 3, kThreads = 128 * (kGroups + 1), kWarps = 4 * kGroups; // of the math groups
+constexpr int kRows = sa_bwd_cuda_sm90_window_tile_q, kKeys = sa_bwd_cuda_sm90_window_tile_k;
+constexpr int kPreparers = 96; // threads of the row group but for the producer
+constexpr int kStages = 4, kSlots = 4, kTileBytes = 64 * kRowBytes;
+constexpr int kHeads = 64;              // of a group, at most
+constexpr int kNoToken = INT32_MAX / 2; // sees no key
+static_assert(kRows == 64 && kKeys == 64, "rows and keys of a wgmma");
+
+template <class Element_, bool kSums_, bool kHide_> struct Config {
+    using Element = Element_;
+    static constexpr bool kSums = kSums_; // for ds_aux
+    static constexpr bool kHide = kHide_; // values that are not finite
+};
+
+enum : int {
+    kExists = 1,
+    kOpens = 2,     // the first step of its token group
+    kCloses = 4,    // the last one
+    kOwnsRows = 8,  // dQ and ds_aux of its rows are this block's
+    kHeadsEnd = 16, // the next step has other heads, or is of another token group
+    kSpanEnd = 32,  // the last step of a sequence and kv head in this block
+    kNewHead = 64,  // the first step of a kv head in this block
+    kEdge = 128,    // some rows are no rows of the sequence
+    kHasSink = 256
+};
+
+// 64 rows. Groups of keys are counted as the block meets them; r is how far before the newest one a group lies, and bit r stands for it.
+struct alignas(16) Step {
+    int flags, newest, groups;
+    int token, begin, end;         // the first token, and those that exist, of the 64 positions of the group
+    int row, batch, kv_head, head; // where the first row lies in the tensors of rows
+    int head_in_group;
+    int key, num_keys;          // where the first key of the newest group lies, and the keys of the sequence from there on
+    int last_token, last_flags; // behind the last step of the same heads, and what that step's flags have besides
+
+    __device__ __forceinline__ int seen() const { return groups & 7; }        // by the rows
+    __device__ __forceinline__ int owned() const { return groups >> 4 & 7; }  // dK and dV are this block's
+    __device__ __forceinline__ int loaded() const { return groups >> 8 & 7; } // with this step
+};
+
+// Where the next step is. Kept by one thread.
+struct Walk {
+    int64_t remaining; // groups behind this span
+    int64_t index, kv_head;
+    sa_sequence sequence;
+    int64_t group, begin, end, last; // token group; the span owns groups [begin, end) and visits those before last
+    int newest, token_begin, token_end;
+    int first_token, last_token, heads, num_heads; // of the group's steps; blocks of heads
+    bool new_head;
+};
+
+struct Smem {
+    alignas(1024) unsigned char q[kStages][kTileBytes], dout[kStages][kTileBytes], out[kStages][kTileBytes];
+    unsigned char k[kSlots][kTileBytes], v[kSlots][kTileBytes], ds[2][kGroups][kTileBytes];
+    float lse[kStages][kRows], g[kStages][kRows];
+    alignas(16) float2 bias[kStages][kRows]; // g - delta, p_sink
+    int token[kStages][kRows];
+    uint32_t bad_rows[kStages][kRows][2], bad_dout[kStages][kRows][2]; // halves of rows: q or dO is not finite, which columns of dO
+    uint32_t bad_keys[kSlots][kKeys];                                  // bit 0: K is not finite, bit 1: V
+    float sums[kWarps][kHeads], terms[4][4][kHeads]; // of a head: - sum of p_sink P dP by the math warps, of p_sink g by the row warps
+    Step steps[kStages];
+    Walk walk;
+    uint64_t full[kStages], ready[kStages], empty[kStages], ds_full[2];
+    int64_t scan[kThreads / 32];
+    int unfinite;
+};
+
+struct Maps {
+    CUtensorMap q, dout, out, k, v;
+};
+
+struct Problem {
+    int left, reach;       // keys before a row's own; groups before a row's own
+    int group, head_shift; // heads of a group; 1 << head_shift heads, and 64 >> head_shift tokens a step
+    float scale, scale_log2;
+    unsigned *redo; // of each block: its range must be done again
+    float *sums;    // [num_q_heads][blocks * warps]
+};
+
+__device__ __forceinline__ int64_t num_sequences(const sinkattn_problem &problem) {
+    return problem.packed ? problem.batch + 2 : problem.batch;
+}
+
+// Packed, what lies past the last sequence is two more: rows without keys, and keys without rows.
+__device__ __forceinline__ sa_sequence sequence_or_tails(const sinkattn_fwd_args &args, int64_t b) {
+    const sinkattn_problem &problem = args.problem;
+    if (b <= problem.batch) return sequence_or_tail(args, b);
+    const int64_t begin = sa_clamp(args.cu_seqlens_k[problem.batch], 0, problem.k_len);
+    return {0, 0, 0, begin, problem.k_len - begin};
+}
+
+// Groups of 64 positions; those below 0 are of rows that come before all keys.
+__device__ __forceinline__ sa_range groups_of(const sa_sequence &sequence) {
+    const int64_t before = sequence.q_len ? sa_max(sequence.q_len - sequence.k_len, 0) : 0;
+    return {static_cast<sa_position_t>(-sa_ceil_div(before, kKeys)), static_cast<sa_position_t>(sa_ceil_div(sequence.k_len, kKeys))};
+}
+
+// ---- the walk, by one thread ----
+
+__device__ __forceinline__ void open_group(Walk &walk, const Problem &p) {
+    const int tokens = kRows >> p.head_shift;
+    const int64_t first = kKeys * walk.group, shift = walk.sequence.k_len - walk.sequence.q_len;
+    walk.token_begin = static_cast<int>(sa_clamp(shift - first, 0, kKeys));
+    walk.token_end = static_cast<int>(sa_clamp(walk.sequence.k_len - first, 0, kKeys));
+    const bool has_rows = walk.token_begin < walk.token_end; // else one step without rows stands for the group
+    walk.first_token = has_rows ? walk.token_begin & -tokens : 0;
+    walk.last_token = has_rows ? walk.token_end : tokens;
+    walk.num_heads = has_rows ? p.group >> p.head_shift : 1;
+    walk.heads = 0;
+}
+
+__device__ __forceinline__ void open_span(Walk &walk, const Problem &p, int64_t begin, int64_t groups_end) {
+    walk.begin = walk.group = begin;
+    walk.end = sa_min(groups_end, begin + walk.remaining);
+    walk.remaining -= walk.end - begin;
+    walk.last = walk.end > 0 ? sa_min(walk.end + p.reach, groups_end) : walk.end;
+    open_group(walk, p);
+}
+
+__device__ __forceinline__ bool is_group_done(const Walk &walk) { return walk.heads == walk.num_heads; }
+
+// The next step's newest key group, were there such a step.
+__device__ __forceinline__ int next_newest(const Walk &walk) { return walk.newest + is_group_done(walk); }
+
+// Flags of a step that depend on its tokens.
+__device__ __forceinline__ int token_flags(const Step &step, int tokens) {
+    const bool edge = step.token < step.begin || step.token + tokens > step.end;
+    return (edge ? kEdge : 0) | (step.token + tokens >= step.last_token ? step.last_flags : 0);
+}
+
+// The first step of the next block of heads.
+__device__ __forceinline__ void next_heads(Step &step, Walk &walk, const sinkattn_fwd_args &args, const Problem &p) {
+    step.flags = 0;
+    if (is_group_done(walk)) {
+        if (walk.group + 1 < walk.last) {
+            walk.group++;
+            open_group(walk, p);
+        } else {
+            sa_range groups;
+            do {
+                if (walk.remaining <= 0) return;
+                if (++walk.index == num_sequences(args.problem)) {
+                    walk.index = 0;
+                    walk.kv_head++;
+                    walk.new_head = true;
+                }
+                walk.sequence = sequence_or_tails(args, walk.index);
+                groups = groups_of(walk.sequence);
+            } while (groups.begin == groups.end);
+            open_span(walk, p, groups.begin, groups.end);
+        }
+        walk.newest++;
+    }
+    const bool opens = walk.heads == 0, owns_rows = walk.group < walk.end;
+    int seen = 0, owned = 0;
+    for (int r = 0; r < kGroups; r++) {
+        const int64_t group = walk.group - r;
+        const bool own = group >= sa_max(walk.begin, 0) && group < walk.end;
+        owned |= own << r;
+        seen |= (group >= 0 && r <= p.reach && (owns_rows || own)) << r;
+    }
+    const int64_t first = kKeys * walk.group, shift = walk.sequence.k_len - walk.sequence.q_len;
+    step.newest = walk.newest;
+    step.groups = seen | owned << 4 | (!opens ? 0 : walk.group == walk.begin ? seen : seen & 1) << 8;
+    step.token = walk.first_token;
+    step.begin = walk.token_begin;
+    step.end = walk.token_end;
+    step.row = static_cast<int>(walk.sequence.q_begin + first + walk.first_token - shift);
+    step.batch = static_cast<int>(walk.sequence.batch);
+    step.kv_head = static_cast<int>(walk.kv_head);
+    step.head_in_group = walk.heads << p.head_shift;
+    step.head = step.kv_head * p.group + step.head_in_group;
+    step.key = static_cast<int>(walk.sequence.k_begin + first);
+    step.num_keys = static_cast<int>(walk.sequence.k_len - first);
+    step.last_token = walk.last_token;
+    step.last_flags = kHeadsEnd;
+    if (++walk.heads == walk.num_heads) step.last_flags |= walk.group + 1 == walk.last ? kCloses | kSpanEnd : kCloses;
+    int flags = kExists | token_flags(step, kRows >> p.head_shift);
+    if (opens) flags |= kOpens;
+    if (owns_rows) flags |= kOwnsRows;
+    if (walk.new_head) flags |= kNewHead;
+    if (args.s_aux && walk.index < args.problem.batch) flags |= kHasSink;
+    walk.new_head = false;
+    step.flags = flags;
+}
+
+// The step after `before`, of the same heads. False if there is none.
+__device__ __forceinline__ bool next_tokens(Step &step, const Step &before, const Problem &p) {
+    const int tokens = kRows >> p.head_shift;
+    step = before;
+    step.token += tokens;
+    step.row += tokens;
+    step.groups &= 0xff;
+    step.flags = (before.flags & (kExists | kOwnsRows | kHasSink)) | token_flags(step, tokens);
+    return step.token < step.last_token;
+}
+
+// The block's range of groups, of all sequences of the first kv head, then of the next: all threads count, one sets out.
+__device__ __forceinline__ void start_walk(Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
+    const int64_t count = num_sequences(args.problem), each = sa_ceil_div(count, kThreads);
+    const auto size = [&](int64_t b) {
+        const sa_range groups = groups_of(sequence_or_tails(args, b));
+        return groups.end - groups.begin;
+    };
+    const int64_t first = sa_min(threadIdx.x * each, count), end = sa_min(first + each, count);
+    int64_t own = 0;
+    for (int64_t b = first; b < end; b++) own += size(b);
+    int64_t before = own;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int64_t lower = __shfl_up_sync(0xffffffffu, before, distance);
+        if (static_cast<int>(threadIdx.x % 32) >= distance) before += lower;
+    }
+    if (threadIdx.x % 32 == 31) smem.scan[threadIdx.x / 32] = before;
+    __syncthreads();
+    int64_t total = 0;
+    before -= own;
+#pragma unroll 1
+    for (int warp = 0; warp < kThreads / 32; warp++) {
+        if (warp < static_cast<int>(threadIdx.x / 32)) before += smem.scan[warp];
+        total += smem.scan[warp];
+    }
+    const int64_t all = total * args.problem.num_kv_heads, begin = all * blockIdx.x / gridDim.x,
+                  range_end = all * (blockIdx.x + 1) / gridDim.x;
+    Walk &walk = smem.walk;
+    if (begin == range_end) {
+        if (threadIdx.x == 0) {
+            walk.remaining = 0;
+            walk.heads = walk.num_heads = 0;
+            walk.group = walk.last = 0;
+            walk.newest = kGroups - 1;
+        }
+        return;
+    }
+    const int64_t kv_head = begin / total;
+    int64_t at = begin - kv_head * total;
+    if (at < before || at >= before + own) return;
+    at -= before;
+    int64_t b = first;
+    for (; at >= size(b); b++) at -= size(b);
+    walk.remaining = range_end - begin;
+    walk.index = b;
+    walk.kv_head = kv_head;
+    walk.sequence = sequence_or_tails(args, b);
+    walk.newest = kGroups - 1; // two groups may be before it
+    walk.new_head = true;
+    const sa_range groups = groups_of(walk.sequence);
+    open_span(walk, p, groups.begin + at, groups.end);
+}
+
+// ---- the row group ----
+
+// Steps up to `limit` on their way, by one warp. The keys of group m - 4 are gone, and those of m may come, when `finished`, the newest
+// group whose steps all have their dQ, is m - 2. False once there are no more steps.
+__device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, uint32_t &made,
+                                        uint32_t limit, int finished) {
+    const int lane = threadIdx.x % 32;
+    while (made <= limit) {
+        const int stage = made % kStages;
+        uint64_t *full = &smem.full[stage];
+        Step step;
+        step.flags = 0;
+        if (made > 0 && next_tokens(step, smem.steps[(made - 1) % kStages], p)) {
+            barrier_wait(&smem.empty[stage], (made / kStages & 1) ^ 1);
+            if (lane == 0) smem.steps[stage] = step;
+        } else {
+            if (next_newest(smem.walk) > finished + 2) return true;
+            barrier_wait(&smem.empty[stage], (made / kStages & 1) ^ 1);
+            __syncwarp();
+            if (lane == 0) next_heads(smem.steps[stage], smem.walk, args.fwd, p);
+            __syncwarp();
+            step = smem.steps[stage];
+        }
+        made++;
+        const bool exists = step.flags & kExists;
+        if (lane == 0 && exists) {
+            barrier_arrive_expect(full, (3 + 2 * __popc(step.loaded())) * kTileBytes);
+            tensor_load(smem.q[stage], &maps.q, full, 0, step.head, step.row, step.batch);
+            tensor_load(smem.dout[stage], &maps.dout, full, 0, step.head, step.row, step.batch);
+            tensor_load(smem.out[stage], &maps.out, full, 0, step.head, step.row, step.batch);
+#pragma unroll 1
+            for (int r = kGroups - 1; r >= 0 && step.loaded(); r--) {
+                if (!(step.loaded() >> r & 1)) continue;
+                const int slot = (step.newest - r) % kSlots, key = step.key - r * kKeys;
+                tensor_load(smem.k[slot], &maps.k, full, 0, step.kv_head, key, step.batch);
+                tensor_load(smem.v[slot], &maps.v, full, 0, step.kv_head, key, step.batch);
+            }
+        } else if (lane == 0) {
+            barrier_arrive(full);
+        }
+        const int64_t first =
+            (static_cast<int64_t>(step.batch) * args.fwd.problem.num_q_heads + step.head) * args.fwd.problem.q_len + step.row;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = lane + 32 * i, token = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
+            const bool real = exists && step.token + token >= step.begin && step.token + token < step.end;
+            const int64_t at = real ? first + head * args.fwd.problem.q_len + token : 0;
+            cp_async_4(shared_address(&smem.lse[stage][row]), static_cast<const float *>(args.fwd.lse) + at, real);
+            if (args.dlse) cp_async_4(shared_address(&smem.g[stage][row]), static_cast<const float *>(args.dlse) + at, real);
+        }
+        barrier_arrive_copied(full);
+        if (!exists) return false;
+    }
+    return true;
+}
+
+// Zeroes what is not finite among the 8 elements at `chunk`; a bit for each of them.
+template <class Element> __device__ __forceinline__ uint32_t zero_chunk(unsigned char *chunk) {
+    auto *each = reinterpret_cast<uint16_t *>(chunk);
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int i = 0; i < 8; i++) {
+        if ((each[i] & kExponent<Element>) != kExponent<Element>) continue;
+        each[i] = 0;
+        found |= 1u << i;
+    }
+    return found;
+}
+
+__device__ __forceinline__ int chunk_at(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
+
+// Half a key at a time: zeros past the sequence, since a masked pair's dS times K must be zero.
+template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int slot, int num_keys) {
+#pragma unroll 1
+    for (int i = threadIdx.x - 32; i < 2 * kKeys; i += kPreparers) {
+        const int key = i / 2, half = i % 2;
+        bool found = false;
+        uint32_t bad_k = 0, bad_v = 0;
+#pragma unroll
+        for (int c = 4 * half; c < 4 * half + 4; c++) {
+            auto *chunk = reinterpret_cast<uint4 *>(smem.k[slot] + chunk_at(key, c));
+            const uint4 x = *chunk;
+            if (key >= num_keys) {
+                *chunk = {};
+            } else if (unfinite<typename C::Element>(x.x) || unfinite<typename C::Element>(x.y) || unfinite<typename C::Element>(x.z) ||
+                       unfinite<typename C::Element>(x.w)) {
+                found = true;
+            }
+            if (C::kHide) {
+                bad_k |= zero_chunk<typename C::Element>(smem.k[slot] + chunk_at(key, c));
+                bad_v |= zero_chunk<typename C::Element>(smem.v[slot] + chunk_at(key, c));
+            }
+        }
+        if (found && !C::kHide) smem.unfinite = 1;
+        if (C::kHide) {
+            const uint32_t bad = (bad_k ? 1 : 0) | (bad_v ? 2 : 0), both = bad | __shfl_xor_sync(0xffffffffu, bad, 1);
+            if (half == 0) smem.bad_keys[slot][key] = both;
+        }
+    }
+}
+
+// The sum of the products of 8 pairs.
+template <class Element> __device__ __forceinline__ float dot(const uint4 &a, const uint4 &b) {
+    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        sum = fmaf(widen<Element>(static_cast<uint16_t>(left[x / 2] >> 16 * (x % 2))),
+                   widen<Element>(static_cast<uint16_t>(right[x / 2] >> 16 * (x % 2))), sum);
+    return sum;
+}
+
+// s_aux of the thread's row, found anew when its head is another.
+struct Sink {
+    int head = -1;
+    float value = -INFINITY;
+};
+
+// What the math needs of step n's rows, two threads a row, by all warps but the producer. False after the last step.
+template <class C>
+__device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, Sink &sink, float &terms) {
+    using Element = typename C::Element;
+    const int stage = n % kStages, lane = threadIdx.x % 32, half = lane % 2;
+    barrier_wait(&smem.full[stage], n / kStages & 1);
+    const Step &step = smem.steps[stage];
+    const int flags = step.flags;
+    if (flags & kExists) {
+        if (flags & kOpens)
+#pragma unroll 1
+            for (int r = 0; r < kGroups; r++)
+                if (step.loaded() >> r & 1) check_keys<C>(smem, (step.newest - r) % kSlots, step.num_keys + r * kKeys);
+#pragma unroll 1
+        for (int row = (threadIdx.x - 32) / 2; row < kRows; row += kPreparers / 2) {
+            const int token = step.token + (row >> p.head_shift);
+            const bool real = token >= step.begin && token < step.end;
+            float delta = 0.0f;
+            uint32_t bad_q = 0, bad_dout = 0;
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const int at = chunk_at(row, 4 * half + c);
+                delta += dot<Element>(*reinterpret_cast<const uint4 *>(smem.out[stage] + at),
+                                      *reinterpret_cast<const uint4 *>(smem.dout[stage] + at));
+                if (C::kHide) {
+                    bad_q |= zero_chunk<Element>(smem.q[stage] + at);
+                    bad_dout |= zero_chunk<Element>(smem.dout[stage] + at) << 8 * c;
+                }
+                if (flags & kEdge && !real) {
+                    *reinterpret_cast<uint4 *>(smem.q[stage] + at) = {};
+                    *reinterpret_cast<uint4 *>(smem.dout[stage] + at) = {};
+                }
+            }
+            if (C::kHide) {
+                smem.bad_dout[stage][row][half] = real ? bad_dout : 0;
+                smem.bad_rows[stage][row][half] = (bad_q ? 1 : 0) | (bad_dout ? 2 : 0);
+            }
+            delta += __shfl_xor_sync(0xffffffffu, delta, 1);
+            const int head = step.head + (row & ((1 << p.head_shift) - 1));
+            if (C::kSums && head != sink.head) {
+                sink.head = head;
+                sink.value = static_cast<float>(sa_load(args.fwd.s_aux, args.fwd.problem.s_aux_dtype, head));
+            }
+            if (half == 0) {
+                const float lse = smem.lse[stage][row], g = args.dlse ? smem.g[stage][row] : 0.0f;
+                float p_sink = 0.0f;
+                if (C::kSums && real && flags & kHasSink && flags & kOwnsRows && sink.value != -INFINITY)
+                    p_sink = sink.value == lse ? 1.0f : exp2_approx((sink.value - lse) * kLog2e);
+                smem.lse[stage][row] = !real ? INFINITY : lse == -INFINITY ? 0.0f : lse * kLog2e;
+                smem.bias[stage][row] = {real ? g - delta : 0.0f, p_sink};
+                smem.token[stage][row] = real ? token : kNoToken;
+                if (C::kSums) terms = fmaf(p_sink, g, terms);
+            }
+        }
+        if (C::kHide || flags & (kOpens | kEdge)) async_fence();
+        if (C::kSums && args.dlse) {
+            float *sums = smem.terms[step.kv_head % 4][threadIdx.x / 32]; // the math may be two heads behind
+            if (flags & kNewHead) {
+                for (int h = lane; h < kHeads; h += 32) sums[h] = 0.0f;
+                __syncwarp();
+            }
+            if (flags & kHeadsEnd) {
+                for (int distance = 16; distance >= 2 << p.head_shift; distance /= 2)
+                    terms += __shfl_xor_sync(0xffffffffu, terms, distance);
+                if (lane < 2 << p.head_shift && half == 0) sums[step.head_in_group + lane / 2] += terms;
+                terms = 0.0f;
+            }
+        }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&smem.ready[stage]);
+    return flags & kExists;
+}
+
+// Pairs of halves in a tile of 64 x 64, from chunk `first` on; a warp holds 16 rows.
+template <int kLength> __device__ __forceinline__ void store_pairs(unsigned char *tile, const uint32_t (&pairs)[kLength][4], int first) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int t = 0; t < kLength; t++) stmatrix_x4(shared_address(tile) + chunk_at(row, first + 2 * t + lane / 16), pairs[t]);
+}
+
+// dQ from the kCount newest key groups, the oldest first.
+template <class Element, int kCount> __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, int newest) {
+    wgmma_fence();
+#pragma unroll
+    for (int r = kCount - 1; r >= 0; r--) {
+        const uint64_t ds = operand(shared_address(smem.ds[n % 2][r]), kTileBytes),
+                       k = operand(shared_address(smem.k[(newest - r) % kSlots]), kTileBytes);
+#pragma unroll
+        for (int t = 0; t < kKeys / 16; t++)
+            wgmma_shared_transposed<Element>(dq, operand_at(ds, t * 16 * kRowBytes), operand_at(k, t * 16 * kRowBytes),
+                                             r < kCount - 1 || t > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    computed(dq);
+}
+
+// dQ of step n, of the rows that exist, in whole 16-byte chunks.
+template <class Element>
+__device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
+    const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = first + 8 * i, token = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
+        const bool real = step.token + token >= step.begin && step.token + token < step.end;
+        auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, step.batch, step.row + token, step.head + head) + column;
+#pragma unroll
+        for (int n = 0; n < 8; n += 4) {
+            uint32_t x[4];
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                x[c] = pack_halves<Element>(dq[4 * (n + c) + 2 * i] * p.scale, dq[4 * (n + c) + 2 * i + 1] * p.scale);
+            quad_transpose(x);
+            if (real && column + 8 * n < args.fwd.problem.head_dim) *reinterpret_cast<uint4 *>(to + 8 * n) = {x[0], x[1], x[2], x[3]};
+        }
+    }
+}
+
+// True when the step was its token group's last.
+template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
+    barrier_wait(&smem.ds_full[n % 2], n / 2 & 1);
+    const Step &step = smem.steps[n % kStages];
+    const int flags = step.flags;
+    if (flags & kOwnsRows) {
+        float dq[32];
+        const int count = __popc(step.seen());
+        if (count == 3)
+            dq_product<Element, 3>(dq, smem, n, step.newest);
+        else if (count == 2)
+            dq_product<Element, 2>(dq, smem, n, step.newest);
+        else if (count == 1)
+            dq_product<Element, 1>(dq, smem, n, step.newest);
+        else
+            for (float &x : dq) x = 0.0f; // rows before all keys
+        write_dq<Element>(dq, step, args, p);
+    }
+    return flags & kCloses;
+}
+
+template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
+    using Element = typename C::Element;
+    const bool producer = threadIdx.x < 32;
+    uint32_t made = 0, prepared = 0, done = 0; // steps
+    int finished = kGroups - 2;
+    bool more = true, ended = false; // steps to make, and to prepare
+    Sink sink;
+    float terms = 0.0f;
+    while (true) {
+        if (!ended && prepared < done + 2) {
+            if (producer) {
+                if (more) more = produce(smem, args, maps, p, made, done + 2, finished);
+                ended = !(smem.steps[prepared % kStages].flags & kExists);
+            } else {
+                ended = !prepare<C>(smem, args, p, prepared, sink, terms);
+            }
+            __syncwarp();
+            prepared += !ended;
+        } else if (done < prepared) {
+            if (add_dq<Element>(smem, args, p, done)) finished = smem.steps[done % kStages].newest;
+            done++;
+        } else {
+            break;
+        }
+    }
+}
+
+// ---- a math group ----
+
+constexpr int kHalfRows = kRows / 2, kHalfBytes = kHalfRows * kRowBytes;
+
+// Pairs of a warp's 16 keys and half a step's rows: none, some or all of them see each other.
+enum Pairs { kNone, kSome, kAll };
+
+template <class Element> __device__ __forceinline__ void score_product(float (&s)[16], uint32_t keys, uint32_t rows) {
+    const uint64_t a = operand(keys, 0), b = operand(rows, 0);
+#pragma unroll
+    for (int t = 0; t < 4; t++) wgmma_shared<Element>(s, operand_at(a, 32 * t), operand_at(b, 32 * t), t > 0);
+}
+
+template <class Element> __device__ __forceinline__ void gradient_product(float (&d)[32], const uint32_t (&weights)[2][4], uint32_t rows) {
+    const uint64_t b = operand(rows, kTileBytes);
+#pragma unroll
+    for (int t = 0; t < 2; t++) wgmma_registers<Element>(d, weights[t], operand_at(b, t * 16 * kRowBytes), true);
+}
+
+// S and dP to P and dS, as operands. `first`: the first of the rows, `before`: the group's first position less the thread's first key.
+template <class C, bool kMasked>
+__device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_t (&gradients)[2][4], float (&sums)[2],
+                                              const float (&s)[16], const float (&dp)[16], const Smem &smem, int stage, int slot, int first,
+                                              int before, const Problem &p) {
+    const int column = first + 2 * (threadIdx.x % 4), key = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const float2 lse = *reinterpret_cast<const float2 *>(&smem.lse[stage][8 * n + column]);
+        const float4 both = *reinterpret_cast<const float4 *>(&smem.bias[stage][8 * n + column]);
+        const float bias[2] = {both.x, both.z}, p_sink[2] = {both.y, both.w};
+        int2 token = {};
+        if (kMasked) token = *reinterpret_cast<const int2 *>(&smem.token[stage][8 * n + column]);
+        float weight[4], term[4], ds[4];
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            weight[x] = exp2_approx(fmaf(s[4 * n + x], p.scale_log2, -(x & 1 ? lse.y : lse.x)));
+            term[x] = weight[x] * dp[4 * n + x];
+            ds[x] = fmaf(weight[x], bias[x & 1], term[x]);
+            if (!kMasked) continue;
+            const bool sees = static_cast<uint32_t>((x & 1 ? token.y : token.x) + before - 8 * (x / 2)) <= static_cast<uint32_t>(p.left);
+            if (!sees) weight[x] = term[x] = ds[x] = 0.0f;
+            if (C::kHide && sees) {
+                const int row = 8 * n + column + (x & 1);
+                const uint32_t bad = smem.bad_rows[stage][row][0] | smem.bad_rows[stage][row][1] | smem.bad_keys[slot][key + 8 * (x / 2)];
+                if (bad) term[x] = ds[x] = NAN;
+                if (bad & 1) weight[x] = NAN;
+            }
+        }
+        if (C::kSums)
+            for (int x = 0; x < 2; x++) sums[x] = fmaf(p_sink[x], term[x] + term[x + 2], sums[x]);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            weights[n / 2][n % 2 * 2 + i] = pack_halves<typename C::Element>(weight[2 * i], weight[2 * i + 1]);
+            gradients[n / 2][n % 2 * 2 + i] = pack_halves<typename C::Element>(ds[2 * i], ds[2 * i + 1]);
+        }
+    }
+}
+
+// NaN in dV where a key is seen by a row whose dO has such a value in that column, which was left out of the product.
+__device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, int stage, int before, const Problem &p) {
+#pragma unroll 1
+    for (int row = 0; row < kRows; row++) {
+        const uint64_t bad = smem.bad_dout[stage][row][0] | static_cast<uint64_t>(smem.bad_dout[stage][row][1]) << 32;
+        if (!bad) continue;
+        const int distance = smem.token[stage][row] + before;
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            if (bad >> (8 * (i / 4) + 2 * (threadIdx.x % 4) + (i & 1)) & 1 &&
+                static_cast<uint32_t>(distance - 8 * (i / 2 & 1)) <= static_cast<uint32_t>(p.left))
+                dv[i] = NAN;
+    }
+}
+
+// A gradient of the group's keys, in whole 16-byte chunks. True when it is not finite.
+template <class Element>
+__device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const sinkattn_tensor &tensor, const Step &step, int r,
+                                           int64_t head_dim) {
+    const int key = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x % 4);
+    const int num_keys = step.num_keys + r * kKeys;
+    auto *to = static_cast<uint16_t *>(tensor.data) + sa_offset(&tensor, step.batch, step.key - r * kKeys + key, step.kv_head) + column;
+    float nan = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int n = 0; n < 8; n += 4) {
+            uint32_t x[4];
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const float low = d[4 * (n + c) + 2 * i] * factor, high = d[4 * (n + c) + 2 * i + 1] * factor;
+                nan = fmaf(low, 0.0f, fmaf(high, 0.0f, nan));
+                x[c] = pack_halves<Element>(low, high);
+            }
+            quad_transpose(x);
+            if (key + 8 * i < num_keys && column + 8 * n < head_dim) *reinterpret_cast<uint4 *>(to + 8 * n) = {x[0], x[1], x[2], x[3]};
+            computed(d); // one piece after another, for want of registers
+        }
+        to += 8 * tensor.row_stride;
+    }
+    return nan != 0.0f;
+}
+
+template <class C> __device__ __forceinline__ void run_math(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
+    using Element = typename C::Element;
+    const int math_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int own_warp = threadIdx.x / 32 - 4;
+    float *warp_sums = smem.sums[own_warp];
+    float dk[32] = {}, dv[32] = {}, sums[2] = {};
+    for (uint32_t n = 0;; n++) {
+        const int stage = n % kStages;
+        barrier_wait(&smem.ready[stage], n / kStages & 1);
+        const Step &step = smem.steps[stage];
+        const int flags = step.flags;
+        if (!(flags & kExists)) break;
+        const int r = (step.newest + kGroups - math_group) % kGroups, slot = (step.newest - r) % kSlots;
+        const bool seen = step.seen() >> r & 1, owned = step.owned() >> r & 1;
+        if (flags & kOpens && r == 0)
+#pragma unroll
+            for (int i = 0; i < 32; i++) dk[i] = dv[i] = 0.0f;
+        if (C::kSums && flags & kNewHead) {
+            for (int h = lane; h < kHeads; h += 32) warp_sums[h] = 0.0f;
+            __syncwarp();
+        }
+        const int before = r * kKeys - 16 * warp - lane / 4;
+        uint32_t weights[2][4], gradients[2][4];
+        const auto add_gradients = [&](int half) {
+            gradient_product<Element>(dv, weights, shared_address(smem.dout[stage]) + half * kHalfBytes);
+            gradient_product<Element>(dk, gradients, shared_address(smem.q[stage]) + half * kHalfBytes);
+            wgmma_commit();
+        };
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (!seen) continue;
+            float s[16], dp[16];
+            wgmma_fence();
+            score_product<Element>(s, shared_address(smem.k[slot]), shared_address(smem.q[stage]) + half * kHalfBytes);
+            score_product<Element>(dp, shared_address(smem.v[slot]), shared_address(smem.dout[stage]) + half * kHalfBytes);
+            wgmma_commit();
+            if (half) add_gradients(0); // of keys that are not owned too, for nothing
+            const int first = step.token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
+            const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;
+            const bool some = farthest >= 0 && nearest <= p.left, all = !C::kHide && nearest >= 0 && farthest <= p.left && !(flags & kEdge);
+            wgmma_wait<0>();
+            computed(s);
+            computed(dp);
+            if (half) {
+                computed(dv);
+                computed(dk);
+            }
+            if (all) {
+                differentiate<C, false>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+            } else if (some) {
+                differentiate<C, true>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 8; i++) weights[i / 4][i % 4] = gradients[i / 4][i % 4] = 0;
+            }
+            if (flags & kOwnsRows) store_pairs(smem.ds[n % 2][r], gradients, 4 * half);
+        }
+        if (seen && flags & kOwnsRows) async_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&smem.ds_full[n % 2]);
+        if (seen) {
+            wgmma_fence();
+            add_gradients(1);
+            wgmma_wait<0>();
+            computed(dv);
+            computed(dk);
+            if (C::kHide) mark_values(dv, smem, stage, before, p);
+        }
+        if (C::kSums && flags & kHeadsEnd) {
+            const int heads = 1 << p.head_shift;
+            if (heads == 1) sums[0] += sums[1];
+            for (int distance = 16; distance >= (heads + 1) / 2; distance /= 2)
+                for (float &sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+            if (2 * lane < heads)
+                for (int x = 0; x < 2 && 2 * lane + x < heads; x++) warp_sums[step.head_in_group + 2 * lane + x] -= sums[x];
+            sums[0] = sums[1] = 0.0f;
+        }
+        if (flags & kCloses && owned && (r == kGroups - 1 || flags & kSpanEnd)) {
+            const bool bad_dk = write_keys<Element>(dk, p.scale, args.dk, step, r, args.fwd.problem.head_dim),
+                       bad_dv = write_keys<Element>(dv, 1.0f, args.dv, step, r, args.fwd.problem.head_dim);
+            if ((bad_dk || bad_dv) && !C::kHide) smem.unfinite = 1;
+        }
+        if (C::kSums && flags & kSpanEnd) {
+            __syncwarp();
+            for (int h = lane; h < p.group; h += 32) {
+                const float rows = args.dlse && math_group == 0 && warp > 0 ? smem.terms[step.kv_head % 4][warp][h] : 0.0f;
+                p.sums[(static_cast<int64_t>(step.kv_head * p.group + h) * gridDim.x + blockIdx.x) * kWarps + own_warp] =
+                    rows + warp_sums[h];
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&smem.empty[stage]);
+    }
+}
+
+template <class C>
+__global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_constant__ sinkattn_bwd_args args,
+                                                                 const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
+                                                                 unsigned *error_word) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Smem &smem = *reinterpret_cast<Smem *>(shared);
+    if (C::kHide && !p.redo[blockIdx.x]) return;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; i++) {
+            barrier_init(&smem.full[i], 1 + 32);
+            barrier_init(&smem.ready[i], kPreparers / 32);
+            barrier_init(&smem.empty[i], 4 * kGroups);
+        }
+        for (int i = 0; i < 2; i++) barrier_init(&smem.ds_full[i], 4 * kGroups);
+        barrier_init_fence();
+        smem.unfinite = 0;
+    }
+    if (C::kSums)
+        for (int64_t h = threadIdx.x / 16; h < args.fwd.problem.num_q_heads; h += kThreads / 16)
+            if (threadIdx.x % 16 < kWarps) p.sums[(h * gridDim.x + blockIdx.x) * kWarps + threadIdx.x % 16] = 0.0f;
+    if (blockIdx.x == 0 && !C::kHide) check_lengths(args.fwd, error_word);
+    start_walk(smem, args.fwd, p);
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_down<80>();
+        run_rows<C>(smem, args, maps, p);
+    } else {
+        registers_up<144>();
+        run_math<C>(smem, args, p);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && !C::kHide) p.redo[blockIdx.x] = smem.unfinite;
+#else
+    __trap();
+#endif
+}
+
+static inline int64_t num_sums(const sinkattn_problem &problem, const sinkattn_plan &plan) {
+    return problem.s_aux_dtype ? problem.num_q_heads * plan.workers * kWarps : 0;
+}
+
+template <class C>
+sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, int blocks, unsigned *error_word,
+                              cudaStream_t stream) {
+    const sinkattn_status status =
+        sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(bwd_window_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                                    static_cast<int>(sizeof(Smem))));
+    if (status.code) return status;
+    bwd_window_kernel<C><<<blocks, kThreads, sizeof(Smem), stream>>>(args, maps, p, error_word);
+    return sa_cuda_status("sa_bwd_cuda_sm90_window", cudaGetLastError());
+}
+
+template <class Element, bool kSums>
+sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    static_assert(sizeof(Smem) <= 227 * 1024, "what a block of compute capability 9.0 may use");
+    const sinkattn_problem &problem = args.fwd.problem;
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    Problem p;
+    p.left = static_cast<int>(problem.mask.left);
+    p.reach = (p.left + kKeys - 1) / kKeys;
+    p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
+    p.head_shift = 0;
+    while (p.head_shift < 3 && p.group % (2 << p.head_shift) == 0) p.head_shift++;
+    p.scale = static_cast<float>(sa_softmax_scale(&problem));
+    p.scale_log2 = p.scale * kLog2e;
+    const uintptr_t workspace = (reinterpret_cast<uintptr_t>(context.workspace) + 3) / 4 * 4;
+    p.sums = reinterpret_cast<float *>(workspace);
+    p.redo = reinterpret_cast<unsigned *>(workspace) + num_sums(problem, plan);
+    const int heads = 1 << p.head_shift, tokens = kRows / heads;
+    Encode encode = nullptr;
+    unsigned *error_word;
+    Maps maps;
+    sinkattn_status status = find_encode(&encode);
+    if (!status.code) status = sa_cuda_error_word(&error_word);
+    const auto encode_rows = [&](CUtensorMap *map, const sinkattn_tensor &tensor, const char *name) {
+        if (!status.code) status = encode_map(encode, map, problem, tensor, problem.q_len, problem.num_q_heads, tokens, heads, name);
+    };
+    const auto encode_keys = [&](CUtensorMap *map, const sinkattn_tensor &tensor, const char *name) {
+        if (!status.code) status = encode_map(encode, map, problem, tensor, problem.k_len, problem.num_kv_heads, kKeys, 1, name);
+    };
+    encode_rows(&maps.q, args.fwd.q, "q");
+    encode_rows(&maps.dout, args.dout, "dout");
+    encode_rows(&maps.out, args.fwd.out, "out");
+    encode_keys(&maps.k, args.fwd.k, "k");
+    encode_keys(&maps.v, args.fwd.v, "v");
+    if (!status.code) status = launch_kernel<Config<Element, kSums, false>>(args, maps, p, plan.workers, error_word, stream);
+    if (!status.code) status = launch_kernel<Config<Element, kSums, true>>(args, maps, p, plan.workers, error_word, stream);
+    if (status.code || !kSums) return status;
+    add_sink_terms<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, p.sums, 1,
+                                                                                            static_cast<int64_t>(plan.workers) * kWarps);
+    return sa_cuda_status("sa_bwd_cuda_sm90_window", cudaGetLastError());
+}
+
+} // namespace
+} // namespace sa
+
+extern "C" int64_t sa_cuda_bwd_window_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    return 4 * (sa::num_sums(*problem, *plan) + plan->workers) + 3;
+}
+
+extern "C" sinkattn_status sa_bwd_cuda_sm90_window(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
+    if (args.fwd.problem.batch == 0 && !args.fwd.problem.packed) return sa_ok();
+    if (args.fwd.problem.dtype == SINKATTN_BF16)
+        return args.ds_aux ? sa::launch<sa::Bf16, true>(args, *plan, *context) : sa::launch<sa::Bf16, false>(args, *plan, *context);
+    return args.ds_aux ? sa::launch<sa::Fp16, true>(args, *plan, *context) : sa::launch<sa::Fp16, false>(args, *plan, *context);
+}
