@@ -46,6 +46,14 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
 }
 
+/* All heads of a token fit a tile of rows; there is something to describe to the copy engine; rows are counted in 31 bits. */
+const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const int64_t group = p->num_q_heads / p->num_kv_heads;
+    if (group > info->tile_q) return "more query heads a kv head than its tile_q";
+    if (!p->q_len || !p->k_len) return "there are no rows or no keys";
+    return p->q_len > INT32_MAX / 2 / group || p->k_len > INT32_MAX / 2 ? "2^30 rows or keys and more" : NULL;
+}
+
 const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
     return p->invariant ? "its parts depend on the batch" : NULL;

@@ -39,4 +39,26 @@ __device__ __forceinline__ int64_t stats_index(const sinkattn_problem &problem, 
     return ((work.sequence.batch * problem.num_kv_heads + work.kv_head) * problem.q_len + work.sequence.q_begin) * work.group + r;
 }
 
+constexpr int kSinkThreads = 1024;
+
+// ds_aux: a block owns a head, and adds its terms, [num_streams][num_q_heads][length], in an order that sizes alone decide.
+static __global__ __launch_bounds__(kSinkThreads) void add_sink_terms(const __grid_constant__ sinkattn_bwd_args args, const float *terms,
+                                                                      int64_t num_streams, int64_t length) {
+    __shared__ double sums[kSinkThreads / 32];
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t head = blockIdx.x;
+    double sum = 0.0;
+    for (int64_t b = 0; b < num_streams; b++) {
+        const float *stream = terms + (b * problem.num_q_heads + head) * length;
+        for (int64_t i = threadIdx.x; i < length; i += kSinkThreads) sum += stream[i];
+    }
+    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    sum = sums[threadIdx.x];
+    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    if (threadIdx.x == 0) sa_store(args.ds_aux, problem.s_aux_dtype, head, sum);
+}
+
 } // namespace sa

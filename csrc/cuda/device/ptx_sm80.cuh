@@ -17,6 +17,10 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, bool 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void *from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_8(uint32_t to, const void *from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(valid ? 8 : 0) : "memory");
 }
@@ -114,6 +118,21 @@ __device__ __forceinline__ float quad_sum(float x) {
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// Element x of lane l becomes element l of lane x, within four lanes.
+__device__ __forceinline__ void quad_transpose(uint32_t (&x)[4]) {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+        const bool upper = threadIdx.x & distance;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & distance) continue;
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + distance], distance);
+            x[i] = upper ? got : x[i];
+            x[i + distance] = upper ? x[i + distance] : got;
+        }
+    }
 }
 
 } // namespace sa

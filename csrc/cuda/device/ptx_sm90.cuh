@@ -28,7 +28,22 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t *barrier, uint32_
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
+// Arrives once this thread's copies by cp.async are in.
+__device__ __forceinline__ void barrier_arrive_copied(uint64_t *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // Returns when the phase of this parity is over.
+#if defined(SA_BARRIER_TRAP)
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
+    for (int i = 0; i < 1 << 22; i++) {
+        int done;
+        asm volatile("{\n.reg .pred d;\nmbarrier.try_wait.parity.shared::cta.b64 d, [%1], %2;\nselp.s32 %0, 1, 0, d;\n}" : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+        if (done) return;
+    }
+    __trap();
+}
+#else
 __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
     asm volatile("{\n"
                  ".reg .pred done;\n"
@@ -39,6 +54,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  "r"(parity)
                  : "memory");
 }
+#endif
 
 // ---- bulk tensor copies; coordinates outside the tensor read zeros and are not written ----
 
@@ -65,6 +81,37 @@ template <int kPending> __device__ __forceinline__ void store_wait_read() {
 // Until they have all been written.
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Bytes without a description, a multiple of 16 at multiples of 16.
+__device__ __forceinline__ void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from),
+                 "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void *to, const void *from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void bulk_add(float *to, const float *from, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
+// What copies wrote to global memory and what threads read and write, in order.
+__device__ __forceinline__ void all_async_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// ---- flags between blocks ----
+
+__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long *flag) {
+    unsigned long long value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(unsigned long long *flag, unsigned long long value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
 // What threads wrote to shared memory, for wgmma and the copy engine to read.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -73,6 +120,13 @@ template <int kRegisters> __device__ __forceinline__ void registers_up() {
 }
 template <int kRegisters> __device__ __forceinline__ void registers_down() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Four 8 x 8 matrices as an accumulator's fragments hold them; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
 }
 
 // ---- wgmma: rows of 64 16-bit elements, swizzled by 128 bytes ----
@@ -101,10 +155,12 @@ template <int kLength> __device__ __forceinline__ void computed(float (&d)[kLeng
 // Accumulators d[i] ... as operands of the assembler, and their numbers in its text.
 #define SA_D8(d, i)                                                                                                                        \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SA_D32(d, i) SA_D8(d, i), SA_D8(d, i + 8), SA_D8(d, i + 16), SA_D8(d, i + 24)
+#define SA_D16(d, i) SA_D8(d, i), SA_D8(d, i + 8)
+#define SA_D32(d, i) SA_D16(d, i), SA_D16(d, i + 16)
 #define SA_D40(d) SA_D32(d, 0), SA_D8(d, 32)
 #define SA_D64(d) SA_D32(d, 0), SA_D32(d, 32)
 #define SA_D72(d) SA_D64(d), SA_D8(d, 64)
+#define SA_N16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SA_N32                                                                                                                             \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "   \
     "%28, %29, %30, %31"
@@ -118,16 +174,20 @@ template <int kLength> __device__ __forceinline__ void computed(float (&d)[kLeng
 template <class Element, int kLength>
 __device__ __forceinline__ void wgmma_shared(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
 
+// d[64 x N] = (accumulate ? d : 0) + a[16 x 64]^T b[16 x N], both from shared memory with M and N along their rows.
+template <class Element, int kLength>
+__device__ __forceinline__ void wgmma_shared_transposed(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
+
 // d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], a from registers, b from shared memory with N along its rows.
 template <class Element, int kLength>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 
 // The operands after d have the numbers r0, r1, ...
-#define SA_WGMMA_SHARED(Element, type, length, n, names, r0, r1, r2, ...)                                                                  \
+#define SA_WGMMA_SHARED(function, transposed, Element, type, length, n, names, r0, r1, r2, ...)                                            \
     template <>                                                                                                                            \
-    __device__ __forceinline__ void wgmma_shared<Element, length>(float (&d)[length], uint64_t a, uint64_t b, bool accumulate) {           \
+    __device__ __forceinline__ void function<Element, length>(float (&d)[length], uint64_t a, uint64_t b, bool accumulate) {           \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type           \
-                     " {" names "}, " r0 ", " r1 ", p, 1, 1, 0, 0;\n}"                                                                     \
+                     " {" names "}, " r0 ", " r1 ", p, 1, 1, " transposed ";\n}"                                                                     \
                      : __VA_ARGS__                                                                                                         \
                      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                                 \
     }
@@ -141,9 +201,12 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint3
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));                             \
     }
 #define SA_WGMMA(Element, type)                                                                                                            \
-    SA_WGMMA_SHARED(Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d))                                                       \
-    SA_WGMMA_SHARED(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                                                      \
-    SA_WGMMA_SHARED(Element, type, 72, "144", SA_N72, "%72", "%73", "%74", SA_D72(d))                                                      \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                              \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                              \
+    SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                   \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d))                                                       \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                                                      \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 72, "144", SA_N72, "%72", "%73", "%74", SA_D72(d))                                                      \
     SA_WGMMA_REGISTERS(Element, type, 32, "64", SA_N32, "%32", "%33", "%34", "%35", "%36", "%37", SA_D32(d, 0))                            \
     SA_WGMMA_REGISTERS(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", "%67", "%68", "%69", SA_D64(d))
 SA_WGMMA(Bf16, "bf16")

@@ -412,27 +412,6 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
     }
 }
 
-constexpr int kSinkThreads = 1024;
-
-// A block owns a head: its rows' terms in an order that sizes alone decide.
-__global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, const float *terms) {
-    __shared__ double sums[kSinkThreads / 32];
-    const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t head = blockIdx.x, num_streams = problem.packed ? 1 : problem.batch;
-    double sum = 0.0;
-    for (int64_t b = 0; b < num_streams; b++) {
-        const float *stream = terms + (b * problem.num_q_heads + head) * problem.q_len;
-        for (int64_t i = threadIdx.x; i < problem.q_len; i += kSinkThreads) sum += stream[i];
-    }
-    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
-    sum = sums[threadIdx.x];
-    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-    if (threadIdx.x == 0) sa_store(args.ds_aux, problem.s_aux_dtype, head, sum);
-}
-
 template <class C>
 sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &workspace, int64_t num_tiles, cudaStream_t stream) {
     const int64_t num_blocks = num_tiles * args.fwd.problem.num_kv_heads;
@@ -465,7 +444,8 @@ template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinka
     sinkattn_status status = launch_kernel<RowsConfig>(args, workspace, num_row_tiles(problem, RowsConfig::kTile), stream);
     if (!status.code) status = launch_kernel<KeysConfig>(args, workspace, num_key_tiles(problem, KeysConfig::kTile), stream);
     if (status.code || !workspace.terms) return status;
-    sink_kernel<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, workspace.terms);
+    add_sink_terms<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, workspace.terms,
+                                                                                            problem.packed ? 1 : problem.batch, problem.q_len);
     return sa_cuda_status("sa_bwd_cuda_sm80", cudaGetLastError());
 }
 

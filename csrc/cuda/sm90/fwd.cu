@@ -274,21 +274,6 @@ __device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const si
         });
 }
 
-// Element x of lane l becomes element l of lane x, within four lanes.
-__device__ __forceinline__ void quad_transpose(uint32_t (&x)[4]) {
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) {
-        const bool upper = threadIdx.x & distance;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i & distance) continue;
-            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + distance], distance);
-            x[i] = upper ? got : x[i];
-            x[i + distance] = upper ? x[i + distance] : got;
-        }
-    }
-}
-
 template <class C>
 __device__ __forceinline__ void write_rows(const float (&o)[C::kHeadDim / 2], const Softmax &softmax, const sinkattn_fwd_args &args,
                                            const Problem &p, const Rows<C> &rows, int math_group) {
