@@ -64,10 +64,11 @@ struct Maps {
 struct Item {
     sa_sequence sequence;
     sa_band band;
-    int64_t kv_head, key, first_stats, first_slot;
+    int64_t kv_head, first_stats;
+    int64_t first_place;                               // of the last tile
+    int key, q_len, k_len, shift, left, right, num_sink; // as the band has them
     int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
     int finish_end;                       // tiles before it have no later key block
-    int num_tiles;
     bool exists, has_sink, descending;
 };
 
@@ -259,7 +260,7 @@ template <class C> __device__ __forceinline__ void find_item(Item &item, const s
     item.sequence = sequence;
     item.has_sink = entry.has_sink;
     item.kv_head = local / blocks;
-    item.key = block * C::kKeys;
+    item.key = static_cast<int>(block * C::kKeys);
     item.begin = item.end = item.finish_end = item.full_begin = item.full_end = 0;
     if (is_tail || !sequence.q_len) return;
     const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, sequence.k_len);
@@ -268,11 +269,17 @@ template <class C> __device__ __forceinline__ void find_item(Item &item, const s
     item.band = band;
     item.first_stats = heads * entry.first_tile + item.kv_head * tiles;
     item.descending = slots <= p.num_slots;
-    item.first_slot = heads * entry.first_slot + item.kv_head * slots - (item.descending ? 0 : blind);
-    item.num_tiles = static_cast<int>(tiles);
+    item.q_len = static_cast<int>(band.q_len);
+    item.k_len = static_cast<int>(band.k_len);
+    item.shift = static_cast<int>(band.shift);
+    item.left = static_cast<int>(band.left);
+    item.right = static_cast<int>(band.right);
+    item.num_sink = static_cast<int>(band.num_sink);
     if (rows.begin >= rows.end) return;
     item.begin = static_cast<int>(rows.begin / p.tokens);
     item.end = static_cast<int>(sa_ceil_div(rows.end, p.tokens));
+    const int64_t nth = item.descending ? tiles - item.end : item.end - 1 - blind;
+    item.first_place = heads * entry.first_slot + item.kv_head * slots + nth;
     const int64_t reach = keys.end - 1 - band.right - band.shift; // the last row whose last key lies here or before
     item.finish_end = keys.end == sequence.k_len || reach >= sequence.q_len - 1 ? item.end
                                                                                  : static_cast<int>(sa_max(reach + 1, 0) / p.tokens);
@@ -283,25 +290,35 @@ template <class C> __device__ __forceinline__ void find_item(Item &item, const s
     item.full_end = static_cast<int>(sa_keys_rows(&band, {past_sink, past_sink + 1}).end / p.tokens);
 }
 
-// A tile's place among the slots, in the order of work.
-__device__ __forceinline__ int64_t slot_number(const Item &item, int t) {
-    return item.first_slot + (item.descending ? item.num_tiles - 1 - t : t);
+// Where a tile's dQ is summed, from the item's last tile to its first: a slot, and how many tiles had it before.
+struct Place {
+    int slot;
+    unsigned generation;
+
+    __device__ __forceinline__ void advance(bool descending, int num_slots) {
+        slot += descending ? 1 : -1;
+        if (slot == num_slots) slot = 0, generation++;
+        if (slot < 0) slot = num_slots - 1, generation--;
+    }
+};
+
+// How many key blocks before this one see the tile: of sinks, and from that of the first row's first key on.
+template <class C> __device__ __forceinline__ int find_turn(const Item &item, const Problem &p, int t) {
+    const int first = t * p.tokens, last = min(first + p.tokens, item.q_len) - 1;
+    const int first_end = min(max(first + item.shift + item.right + 1, 0), item.k_len);
+    const int begin = min(max(first + item.shift - item.left, 0), first_end), end = min(max(last + item.shift + item.right + 1, 0), item.k_len);
+    const int sinks = (min(min(item.num_sink, end), begin) + C::kKeys - 1) / C::kKeys, block = item.key / C::kKeys;
+    return block < sinks ? block : sinks + block - max(begin / C::kKeys, sinks);
 }
 
-// How many key blocks before this one see the tile.
-template <class C> __device__ __forceinline__ int64_t find_turn(const Item &item, const Problem &p, int t) {
-    int64_t sink_end;
-    const int64_t first = static_cast<int64_t>(t) * p.tokens;
-    const sa_range keys = sa_rows_band(&item.band, {first, sa_min(first + p.tokens, item.sequence.q_len)}, &sink_end);
-    const int64_t block = item.key / C::kKeys, sinks = sa_ceil_div(sink_end, C::kKeys);
-    return block < sinks ? block : sinks + block - sa_max(keys.begin / C::kKeys, sinks);
-}
-
-__device__ __forceinline__ unsigned long long turn_value(const Item &item, const Problem &p, int t, int64_t turn) {
-    return static_cast<unsigned long long>(slot_number(item, t) / p.num_slots) << 32 | static_cast<unsigned long long>(turn);
+__device__ __forceinline__ unsigned long long turn_value(unsigned generation, unsigned turn) {
+    return static_cast<unsigned long long>(generation) << 32 | turn;
 }
 
 __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, unsigned long long value) {
+#ifdef SA_X_NOTURN
+    return;
+#endif
 #ifdef SA_BARRIER_TRAP
     for (int i = 0; i < 1 << 20; i++)
         if (load_acquire(turns) == value) return;
@@ -350,27 +367,38 @@ __device__ __forceinline__ void add_tiles(Smem<C> &smem, const Problem &p, const
         const Item &item = smem.items[items.place()];
         barrier_wait(&smem.item_full[items.place()], items.phase());
         if (!item.exists) return;
-        for (int t = item.end - 1; t >= item.begin; t--, ring.n++) {
-            const int64_t turn = find_turn<C>(item, p, t), slot = slot_number(item, t) % p.num_slots;
-            const unsigned long long value = turn_value(item, p, t, turn);
+        if (item.begin == item.end) {
+            barrier_arrive(&smem.item_empty[items.place()]);
+            continue;
+        }
+        const int num_slots = static_cast<int>(p.num_slots);
+        Place place = {static_cast<int>(item.first_place % num_slots), static_cast<unsigned>(item.first_place / num_slots)};
+        for (int t = item.end - 1; t >= item.begin; t--, ring.n++, place.advance(item.descending, num_slots)) {
+            const int turn = find_turn<C>(item, p, t), slot = place.slot;
+            const unsigned long long value = turn_value(place.generation, turn);
             if (t < item.finish_end) {
                 wait_for_turn(buffers.turns + slot, value);
                 smem.finish_slot = turn ? slot : -1;
                 barrier_arrive(&smem.finish_full);
                 barrier_wait(&smem.dq_full[ring.place()], ring.phase()); // the math has read the slot
-                store_release(buffers.turns + slot, turn_value(item, p, t, 0) + (1ull << 32));
+                all_async_fence();
+                store_release(buffers.turns + slot, turn_value(place.generation + 1, 0));
             } else {
-                float *to = buffers.slots + slot * C::kTileFloats;
+                float *to = buffers.slots + static_cast<int64_t>(slot) * C::kTileFloats;
                 wait_for_turn(buffers.turns + slot, value);
                 barrier_wait(&smem.dq_full[ring.place()], ring.phase());
-                all_async_fence();
+#ifndef SA_X_NOADD
                 if (turn == 0)
                     bulk_store(to, smem.dq[ring.place()], C::kTileFloats * sizeof(float));
                 else
                     bulk_add(to, smem.dq[ring.place()], C::kTileFloats * sizeof(float));
+#endif
                 store_commit();
+#ifdef SA_X_NOTURN
+                store_wait_read<0>();
+#else
                 store_wait();
-                all_async_fence();
+#endif
                 store_release(buffers.turns + slot, value + 1);
             }
             barrier_arrive(&smem.dq_empty[ring.place()]);
@@ -504,21 +532,26 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (
     }
 }
 
+// Lanes `kDistance` apart add each other's sums, and each keeps one half of them: the one from *first on.
+template <int kDistance, int kHalf, int kLength> __device__ __forceinline__ void fold(float (&sums)[kLength], int &first) {
+    const bool upper = threadIdx.x & kDistance;
+#pragma unroll
+    for (int i = 0; i < kHalf; i++) {
+        const float got = __shfl_xor_sync(0xffffffffu, upper ? sums[i] : sums[i + kHalf], kDistance);
+        sums[i] = (upper ? sums[i + kHalf] : sums[i]) + got;
+    }
+    first += upper ? kHalf : 0;
+}
+
 // Sums over the 8 lanes that hold the same columns.
 template <class C> __device__ __forceinline__ void write_sums(float (&sums)[C::kRows / 4], float *to) {
     int first = 0;
+    fold<16, C::kRows / 8>(sums, first);
+    fold<8, C::kRows / 16>(sums, first);
+    fold<4, C::kRows / 32>(sums, first);
+    float2 *pairs = reinterpret_cast<float2 *>(to + first / 2 * 8 + 2 * (threadIdx.x % 4));
 #pragma unroll
-    for (int distance = 16, half = C::kRows / 8; distance >= 4; distance /= 2, half /= 2) {
-        const bool upper = threadIdx.x & distance;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            const float got = __shfl_xor_sync(0xffffffffu, upper ? sums[i] : sums[i + half], distance);
-            sums[i] = (upper ? sums[i + half] : sums[i]) + got;
-        }
-        first += upper ? half : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < C::kRows / 32; i++) to[(first + i) / 2 * 8 + 2 * (threadIdx.x % 4) + (first + i) % 2] = sums[i];
+    for (int i = 0; i < C::kRows / 32; i += 2) pairs[2 * i] = {sums[i], sums[i + 1]};
 }
 
 template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_group) {
