@@ -30,8 +30,13 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     static constexpr int kStages = 2, kSums = 2; // of rows; of dQ on its way out
-    static constexpr int kTileFloats = kRows * kHeadDim + kRows; // dQ and the rows' sums of P dP
+    static constexpr int kTileFloats = kRows * (kHeadDim + kMathWarps); // dQ, and each warp's part of the rows' sums of P dP
     static constexpr int kLoaderRegisters = 24, kMathRegisters = 240;
+#ifdef SA_X_LATE
+    static constexpr bool kEarly = false;
+#else
+    static constexpr bool kEarly = kHeadDim == 128;
+#endif
     static_assert(kKeys == 128, "two math groups of 64 keys");
     static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
 };
@@ -69,7 +74,7 @@ struct Item {
     int key, q_len, k_len, shift, left, right, num_sink; // as the band has them
     int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
     int finish_end;                       // tiles before it have no later key block
-    bool exists, has_sink, descending;
+    bool exists, descending;
 };
 
 template <class C> struct alignas(16) RowStats {
@@ -82,7 +87,8 @@ template <class C> struct Smem {
     alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
     alignas(128) float dq[C::kSums][C::kTileFloats];
     RowStats<C> stats[C::kStages];
-    float sums[C::kMathWarps][C::kRows];
+    int64_t dq_offset[C::kRows]; // of a tile's rows from its first
+    int token[C::kRows];
     Item items[2];
     bool poisoned[C::kKeys];
     int64_t finish_slot; // of the tile to be finished; -1: nothing was added before
@@ -188,11 +194,6 @@ template <class Element> __device__ __forceinline__ float dot(const uint4 &a, co
     return sum;
 }
 
-__device__ __forceinline__ float sink_term(const sinkattn_fwd_args &args, int64_t head, float lse, float g, float sum) {
-    const double s = sa_s_aux(&args, head);
-    return static_cast<float>(sa_exp_minus(s, lse)) * (g - sum);
-}
-
 template <class C>
 __global__ __launch_bounds__(128) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers) {
     constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
@@ -238,7 +239,10 @@ __global__ __launch_bounds__(128) void rows_kernel(const __grid_constant__ sinka
         const float found = static_cast<const float *>(args.fwd.lse)[at], g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
         lse = found == -INFINITY ? 0.0f : found * kLog2e;
         bias = g - deltas[row];
-        if (blind && buffers.terms) buffers.terms[at] = entry.has_sink ? sink_term(args.fwd, head, found, g, 0.0f) : 0.0f;
+        if (buffers.terms) { // the factor p_sink of rows that see keys
+            const float p_sink = entry.has_sink ? static_cast<float>(sa_exp_minus(sa_s_aux(&args.fwd, head), found)) : 0.0f;
+            buffers.terms[at] = !blind ? p_sink : entry.has_sink ? p_sink * g : 0.0f;
+        }
     }
     float *stats = buffers.stats + n * 2 * C::kRows;
     stats[row] = lse;
@@ -258,7 +262,6 @@ template <class C> __device__ __forceinline__ void find_item(Item &item, const s
     const int64_t local = n - heads * entry.first_item, blocks = sa_ceil_div(sequence.k_len, C::kKeys), block = local % blocks;
     const int64_t tiles = num_tiles_of(sequence, p.tokens);
     item.sequence = sequence;
-    item.has_sink = entry.has_sink;
     item.kv_head = local / blocks;
     item.key = static_cast<int>(block * C::kKeys);
     item.begin = item.end = item.finish_end = item.full_begin = item.full_end = 0;
@@ -579,41 +582,55 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
     }
 }
 
+// What was added to the tile before, in this thread's places.
+template <class C> struct Before {
+    float4 dq[8];
+    float sums[C::kMathWarps];
+};
+
 template <class C, bool kTerms>
-__device__ __forceinline__ void finish_tile(float (&dq)[32], const Smem<C> &smem, const sinkattn_bwd_args &args, const Problem &p,
-                                            const Buffers &buffers, const Item &item, int t, int math_group) {
-    const float *from = buffers.slots + smem.finish_slot * C::kTileFloats;
-    const int thread = threadIdx.x - 128;
-    float before = 0.0f;
-    if (smem.finish_slot >= 0) {
+__device__ __forceinline__ void load_before(Before<C> &before, const Smem<C> &smem, const Buffers &buffers, int math_group) {
+    const int64_t slot = smem.finish_slot;
+    const float *from = buffers.slots + slot * C::kTileFloats;
+    const int row = threadIdx.x - 128;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float4 sum = __ldcg(reinterpret_cast<const float4 *>(from) + (math_group * 8 + i) * 128 + threadIdx.x % 128);
-            dq[4 * i] += sum.x;
-            dq[4 * i + 1] += sum.y;
-            dq[4 * i + 2] += sum.z;
-            dq[4 * i + 3] += sum.w;
-        }
-        if (kTerms && thread < C::kRows) before = __ldcg(from + C::kRows * C::kHeadDim + thread);
-    }
-    const auto token_of = [&](int row) { return static_cast<int64_t>(t) * p.tokens + row / p.group; };
-    const auto is_real = [&](int row) { return row < p.tokens * p.group && token_of(row) < item.sequence.q_len; };
-    if (kTerms && thread < C::kRows && is_real(thread)) {
+    for (int i = 0; i < 8; i++)
+        before.dq[i] = slot < 0 ? float4{0.0f, 0.0f, 0.0f, 0.0f}
+                                : __ldcg(reinterpret_cast<const float4 *>(from) + (math_group * 8 + i) * 128 + threadIdx.x % 128);
+    if (!kTerms || row >= C::kRows) return;
+#pragma unroll
+    for (int w = 0; w < C::kMathWarps; w++) before.sums[w] = slot < 0 ? 0.0f : __ldcg(from + C::kRows * (C::kHeadDim + w) + row);
+}
+
+// The tile's last part: dq leaves. `sums`: of the math's warps.
+template <class C, bool kTerms>
+__device__ __forceinline__ void finish_tile(float (&dq)[32], const Before<C> &before, const float *sums, const Smem<C> &smem,
+                                            const sinkattn_bwd_args &args, const Problem &p, const Buffers &buffers, const Item &item, int t,
+                                            int math_group) {
+    const int first = t * p.tokens, own = threadIdx.x - 128;
+    if (kTerms && own < C::kRows && first + smem.token[own] < item.q_len) {
         float sum = 0.0f;
-        for (int w = 0; w < C::kMathWarps; w++) sum += smem.sums[w][thread];
-        sum += before;
-        const int64_t head = item.kv_head * p.group + thread % p.group, at = sa_row_index(&args.fwd.problem, &item.sequence, head, token_of(thread));
+#pragma unroll
+        for (int w = 0; w < C::kMathWarps; w++) sum += before.sums[w] + sums[w * C::kRows + own];
+        const int64_t head = item.kv_head * p.group + own - smem.token[own] * p.group,
+                      at = sa_row_index(&args.fwd.problem, &item.sequence, head, first + smem.token[own]);
         const float g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
-        buffers.terms[at] = sink_term(args.fwd, head, static_cast<const float *>(args.fwd.lse)[at], g, sum);
+        buffers.terms[at] *= g - sum; // p_sink until now
+    }
+    auto *to = static_cast<uint16_t *>(args.dq.data) +
+               sa_offset(&args.dq, item.sequence.batch, item.sequence.q_begin + first, item.kv_head * p.group);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        dq[4 * i] += before.dq[i].x;
+        dq[4 * i + 1] += before.dq[i].y;
+        dq[4 * i + 2] += before.dq[i].z;
+        dq[4 * i + 3] += before.dq[i].w;
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int row = (C::kRows == 64 ? 0 : 64 * math_group) + thread_row(r);
-        const bool real = is_real(row);
-        auto *to = static_cast<uint16_t *>(args.dq.data);
-        if (real)
-            to += sa_offset(&args.dq, item.sequence.batch, item.sequence.q_begin + token_of(row), item.kv_head * p.group + row % p.group);
-        write_row<typename C::Element>(to, dq, r, p.scale, C::kRows == 64 ? 64 * math_group : 0, args.fwd.problem.head_dim, real);
+        write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, C::kRows == 64 ? 64 * math_group : 0,
+                                       args.fwd.problem.head_dim, first + smem.token[row] < item.q_len);
     }
 }
 
@@ -626,6 +643,7 @@ template <class C, bool kTerms> struct Math {
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
     uint32_t finished; // tiles
+    static constexpr bool kEarlyBefore = C::kHeadDim == 64;
 
     template <bool kMasked>
     __device__ __forceinline__ void step(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
@@ -649,50 +667,54 @@ template <class C, bool kTerms> struct Math {
         find_weights<C, kMasked>(s, smem.stats[stage], seen, p.scale_log2);
         uint32_t weights[C::kRows / 16][4], ds[C::kRows / 16][4];
         pack<C>(weights, s);
-#ifdef SA_EARLY
+#ifdef SA_X_SYNCWARP
+        computed(s);
+        __syncwarp();
+#endif
+        if constexpr (C::kEarly && !kTerms) {
         product_pb<C>(dv, weights, shared_address(smem.douts[stage]));
         wgmma_wait<1>();
         computed(dp);
         find_ds<C, kMasked, kTerms>(dp, s, sums, smem.stats[stage], seen);
         pack<C>(ds, dp);
-#else
+        } else {
         wgmma_wait<0>();
         computed(dp);
         find_ds<C, kMasked, kTerms>(dp, s, sums, smem.stats[stage], seen);
         pack<C>(ds, dp);
         product_pb<C>(dv, weights, shared_address(smem.douts[stage]));
-#endif
-        const Ring<C::kSums> before = {dq_ring.n - 1};
-        if (dq_ring.n > 0) barrier_wait(&smem.dq_full[before.place()], before.phase()); // nobody reads the dS before
+        }
+        const Ring<C::kSums> last = {dq_ring.n - 1};
+        if (dq_ring.n > 0) barrier_wait(&smem.dq_full[last.place()], last.phase()); // nobody reads the last dS
         write_ds<C>(smem, ds, math_group);
-        if (kTerms) write_sums<C>(sums, smem.sums[threadIdx.x / 32 - 4]);
         async_fence();
         bar_sync<C::kMathThreads>(1);
-        float dq[32];
+        float dq[32], *to = smem.dq[dq_ring.place()];
         dq_product<C>(dq, shared_address(smem.ds[C::kRows == 64 ? 0 : math_group]),
                       shared_address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
         product_pb<C>(dk, ds, shared_address(smem.queries[stage]));
-        wgmma_wait<1>();
-        computed(dq);
-        computed(dv);
+        barrier_wait(&smem.dq_empty[dq_ring.place()], dq_ring.phase() ^ 1);
+        float *to_sums = to + C::kRows * C::kHeadDim;
+        if (kTerms) write_sums<C>(sums, to_sums + (threadIdx.x / 32 - 4) * C::kRows);
         if (t < item.finish_end) {
-            wgmma_wait<0>();
-            computed(dk);
             barrier_wait(&smem.finish_full, finished++ & 1);
-            finish_tile<C, kTerms>(dq, smem, args, p, buffers, item, t, math_group);
+            Before<C> before;
+            if (kEarlyBefore) load_before<C, kTerms>(before, smem, buffers, math_group);
+            wgmma_wait<0>();
+            computed(dq);
+            computed(dv);
+            computed(dk);
+            if (!kEarlyBefore) load_before<C, kTerms>(before, smem, buffers, math_group);
+            if (kTerms) bar_sync<C::kMathThreads>(1); // the sums of all warps
+            finish_tile<C, kTerms>(dq, before, to_sums, smem, args, p, buffers, item, t, math_group);
         } else {
-            barrier_wait(&smem.dq_empty[dq_ring.place()], dq_ring.phase() ^ 1);
-            float *to = smem.dq[dq_ring.place()];
+            wgmma_wait<1>();
+            computed(dq);
+            computed(dv);
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 reinterpret_cast<float4 *>(to)[(math_group * 8 + i) * 128 + threadIdx.x % 128] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
                                                                                                   dq[4 * i + 3]};
-            const int row = threadIdx.x - 128;
-            if (kTerms && row < C::kRows) {
-                float sum = 0.0f;
-                for (int w = 0; w < C::kMathWarps; w++) sum += smem.sums[w][row];
-                to[C::kRows * C::kHeadDim + row] = sum;
-            }
             async_fence();
         }
         __syncwarp();
@@ -770,6 +792,11 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
         barrier_init(&smem.kv_empty, C::kMathWarps);
         barrier_init_fence();
     }
+    for (int row = threadIdx.x; row < C::kRows; row += C::kThreads) {
+        const int token = row / p.group;
+        smem.token[row] = row < p.tokens * p.group ? token : INT32_MAX / 2; // past every sequence
+        smem.dq_offset[row] = token * args.dq.row_stride + (row - token * p.group) * args.dq.head_stride;
+    }
     if (p.tokens * p.group < C::kRows) { // rows that no copy writes must not hold NaN
         for (int i = threadIdx.x; i < static_cast<int>(sizeof smem.queries) / 16; i += C::kThreads) {
             reinterpret_cast<uint4 *>(smem.queries[0])[i] = uint4{0, 0, 0, 0};
@@ -784,7 +811,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
         if (threadIdx.x == 32) add_tiles<C>(smem, p, buffers);
     } else {
         registers_up<C::kMathRegisters>();
-        Math<C, kTerms>{smem, args, p, buffers, static_cast<int>(threadIdx.x / 128) - 1, {}, {}, 0}.run();
+        #ifdef SA_X_UNIFORM
+        const int math_group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128 - 1, 0); // known to be the same in a warp
+#else
+        const int math_group = static_cast<int>(threadIdx.x) / 128 - 1;
+#endif
+        Math<C, kTerms>{smem, args, p, buffers, math_group, {}, {}, 0}.run();
     }
 #else
     __trap();
