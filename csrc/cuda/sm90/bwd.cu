@@ -14,7 +14,8 @@
 // tile's slot of a ring of fp32 tiles; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
 // ascending, and walk rows down, so that a turn is one of an item taken before, and all but the first wait little.
 //
-// 0 * NaN is not 0: in tiles that need a mask, values of Q and dO that are not finite become 0 and their row's lse NaN; so does K, by way of V.
+// 0 * NaN is not 0: in tiles that need a mask, what is not finite in Q and dO becomes 0, and NaN comes back by way of lse and g - delta; in
+// K it becomes 0 in every tile, and NaN comes back by way of V.
 
 #include "cuda/attn/bwd_workspace.cuh"
 #include "cuda/attn/unfinite.cuh"
@@ -30,13 +31,8 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     static constexpr int kStages = 2, kSums = 2; // of rows; of dQ on its way out
-    static constexpr int kTileFloats = kRows * (kHeadDim + kMathWarps); // dQ, and each warp's part of the rows' sums of P dP
+    static constexpr int kTileFloats = kRows * kHeadDim + kRows; // dQ and the rows' sums of P dP
     static constexpr int kLoaderRegisters = 24, kMathRegisters = 240;
-#ifdef SA_X_LATE
-    static constexpr bool kEarly = false;
-#else
-    static constexpr bool kEarly = kHeadDim == 128;
-#endif
     static_assert(kKeys == 128, "two math groups of 64 keys");
     static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
 };
@@ -44,21 +40,22 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
 // One sequence, in the order of work; what begins before it, a kv head.
 struct Entry {
     sa_sequence sequence;
-    int64_t first_tile, first_slot, first_item;
+    int64_t first_tile, first_slot, first_item, first_carry;
     bool has_sink;
 };
 
 struct Problem {
-    int64_t num_entries, num_slots;
+    int64_t num_entries, num_slots, num_carries;
+    bool is_local; // a window, of whose tiles each item's fit the slots
     int group, tokens; // heads and tokens of a tile of rows
     float scale, scale_log2;
 };
 
 struct Buffers {
     Entry *entries; // num_entries, and where the last ends
-    unsigned long long *counter, *turns;
+    unsigned long long *counter, *turns, *carry_turns;
     float *stats; // of each tile kRows lse in log2 units, 0 where there is nothing to normalise, and kRows g - delta
-    float *slots, *terms;
+    float *slots, *carries, *terms;
 };
 
 struct Maps {
@@ -75,6 +72,9 @@ struct Item {
     int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
     int finish_end;                       // tiles before it have no later key block
     bool exists, descending;
+    int num_chunks, nth_chunk;    // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
+    int64_t carry;
+    unsigned long long carry_turn;
 };
 
 template <class C> struct alignas(16) RowStats {
@@ -87,11 +87,12 @@ template <class C> struct Smem {
     alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
     alignas(128) float dq[C::kSums][C::kTileFloats];
     RowStats<C> stats[C::kStages];
+    float sums[C::kMathWarps][C::kRows];
     int64_t dq_offset[C::kRows]; // of a tile's rows from its first
     int token[C::kRows];
     Item items[2];
     bool poisoned[C::kKeys];
-    int64_t finish_slot; // of the tile to be finished; -1: nothing was added before
+    bool finish_alone; // nothing was added before to the tile to be finished
     uint64_t item_full[2], item_empty[2], kv_full, kv_empty, rows_full[C::kStages], rows_empty[C::kStages];
     uint64_t dq_full[C::kSums], dq_empty[C::kSums], finish_full;
 };
@@ -111,6 +112,11 @@ __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, 
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
 }
 
+// Where a sequence has more tiles than there are slots, its items come in as many rounds, later tiles first.
+__device__ __forceinline__ int64_t num_chunks_of(int64_t tiles, const Problem &p) {
+    return p.is_local || tiles <= p.num_slots ? 1 : sa_ceil_div(tiles, p.num_slots);
+}
+
 // ---- table ----
 
 template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
@@ -127,12 +133,13 @@ __global__ __launch_bounds__(1024) void table_kernel(const __grid_constant__ sin
     check_lengths(args.fwd, error_word);
     const sinkattn_problem &problem = args.fwd.problem;
     for (int64_t i = threadIdx.x; i < p.num_slots; i += blockDim.x) buffers.turns[i] = 0;
+    for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
     if (threadIdx.x >= 32) return;
     if (threadIdx.x == 0) *buffers.counter = 0;
     const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
     const auto sum = [](int64_t a, int64_t b) { return a + b; };
     const auto last = [](int64_t x) { return __shfl_sync(0xffffffffu, x, 31); };
-    int64_t q_end = 0, k_end = 0, tiles = 0, slots = 0, items = 0;
+    int64_t q_end = 0, k_end = 0, tiles = 0, slots = 0, items = 0, carries = 0;
     for (int64_t base = 0; base <= p.num_entries; base += 32) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
@@ -156,16 +163,19 @@ __global__ __launch_bounds__(1024) void table_kernel(const __grid_constant__ sin
         if (is_tail) seen.k_len = 0;
         const sa_band band = sa_band_of(&problem.mask, seen.q_len, seen.k_len);
         const int64_t own_tiles = num_tiles_of(seen, p.tokens), own_slots = own_tiles - num_blind_tiles(seen, band, p.tokens),
-                      own_items = sa_ceil_div(entry.sequence.k_len, C::kKeys);
+                      own_blocks = sa_ceil_div(entry.sequence.k_len, C::kKeys), own_chunks = is_tail ? 1 : num_chunks_of(own_tiles, p),
+                      own_items = own_blocks * own_chunks, own_carries = own_chunks > 1 ? own_blocks : 0;
         const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), slots_to = slots + warp_scan(own_slots, sum),
-                      items_to = items + warp_scan(own_items, sum);
+                      items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
         entry.first_tile = tiles_to - own_tiles;
         entry.first_slot = slots_to - own_slots;
         entry.first_item = items_to - own_items;
+        entry.first_carry = carries_to - own_carries;
         if (b <= p.num_entries) buffers.entries[b] = entry;
         tiles = last(tiles_to);
         slots = last(slots_to);
         items = last(items_to);
+        carries = last(carries_to);
     }
 }
 
@@ -260,18 +270,23 @@ template <class C> __device__ __forceinline__ void find_item(Item &item, const s
     const sa_sequence sequence = entry.sequence;
     const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
     const int64_t local = n - heads * entry.first_item, blocks = sa_ceil_div(sequence.k_len, C::kKeys), block = local % blocks;
-    const int64_t tiles = num_tiles_of(sequence, p.tokens);
+    const int64_t tiles = num_tiles_of(sequence, p.tokens), chunks = is_tail ? 1 : num_chunks_of(tiles, p),
+                  nth_chunk = local / blocks % chunks;
     item.sequence = sequence;
-    item.kv_head = local / blocks;
+    item.kv_head = local / blocks / chunks;
+    item.num_chunks = static_cast<int>(chunks);
+    item.nth_chunk = static_cast<int>(nth_chunk);
+    item.carry = entry.first_carry + block;
+    item.carry_turn = static_cast<unsigned long long>(item.kv_head * chunks + nth_chunk);
     item.key = static_cast<int>(block * C::kKeys);
     item.begin = item.end = item.finish_end = item.full_begin = item.full_end = 0;
+    const sa_band band = sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
+    item.band = band;
     if (is_tail || !sequence.q_len) return;
-    const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, sequence.k_len);
     const sa_range keys = {item.key, sa_min(item.key + C::kKeys, sequence.k_len)}, rows = sa_keys_rows(&band, keys);
     const int64_t blind = num_blind_tiles(sequence, band, p.tokens), slots = tiles - blind;
-    item.band = band;
     item.first_stats = heads * entry.first_tile + item.kv_head * tiles;
-    item.descending = slots <= p.num_slots;
+    item.descending = !p.is_local || slots <= p.num_slots;
     item.q_len = static_cast<int>(band.q_len);
     item.k_len = static_cast<int>(band.k_len);
     item.shift = static_cast<int>(band.shift);
@@ -279,8 +294,13 @@ template <class C> __device__ __forceinline__ void find_item(Item &item, const s
     item.right = static_cast<int>(band.right);
     item.num_sink = static_cast<int>(band.num_sink);
     if (rows.begin >= rows.end) return;
-    item.begin = static_cast<int>(rows.begin / p.tokens);
-    item.end = static_cast<int>(sa_ceil_div(rows.end, p.tokens));
+    const int64_t first = (chunks - 1 - nth_chunk) * p.num_slots, past = chunks == 1 ? tiles : first + p.num_slots;
+    item.begin = static_cast<int>(sa_max(rows.begin / p.tokens, first));
+    item.end = static_cast<int>(sa_min(sa_ceil_div(rows.end, p.tokens), past));
+    if (item.begin >= item.end) {
+        item.begin = item.end = 0;
+        return;
+    }
     const int64_t nth = item.descending ? tiles - item.end : item.end - 1 - blind;
     item.first_place = heads * entry.first_slot + item.kv_head * slots + nth;
     const int64_t reach = keys.end - 1 - band.right - band.shift; // the last row whose last key lies here or before
@@ -319,16 +339,7 @@ __device__ __forceinline__ unsigned long long turn_value(unsigned generation, un
 }
 
 __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, unsigned long long value) {
-#ifdef SA_X_NOTURN
-    return;
-#endif
-#ifdef SA_BARRIER_TRAP
-    for (int i = 0; i < 1 << 20; i++)
-        if (load_acquire(turns) == value) return;
-    __trap();
-#else
     while (load_acquire(turns) != value) {}
-#endif
 }
 
 template <class C>
@@ -381,27 +392,26 @@ __device__ __forceinline__ void add_tiles(Smem<C> &smem, const Problem &p, const
             const unsigned long long value = turn_value(place.generation, turn);
             if (t < item.finish_end) {
                 wait_for_turn(buffers.turns + slot, value);
-                smem.finish_slot = turn ? slot : -1;
-                barrier_arrive(&smem.finish_full);
-                barrier_wait(&smem.dq_full[ring.place()], ring.phase()); // the math has read the slot
-                all_async_fence();
+                smem.finish_alone = turn == 0;
+                if (turn == 0) {
+                    barrier_arrive(&smem.finish_full);
+                } else {
+                    barrier_arrive_expect(&smem.finish_full, C::kTileFloats * sizeof(float));
+                    bulk_load(smem.dq[ring.place()], buffers.slots + static_cast<int64_t>(slot) * C::kTileFloats,
+                              C::kTileFloats * sizeof(float), &smem.finish_full);
+                }
+                barrier_wait(&smem.dq_full[ring.place()], ring.phase()); // the slot has been read
                 store_release(buffers.turns + slot, turn_value(place.generation + 1, 0));
             } else {
                 float *to = buffers.slots + static_cast<int64_t>(slot) * C::kTileFloats;
                 wait_for_turn(buffers.turns + slot, value);
                 barrier_wait(&smem.dq_full[ring.place()], ring.phase());
-#ifndef SA_X_NOADD
                 if (turn == 0)
                     bulk_store(to, smem.dq[ring.place()], C::kTileFloats * sizeof(float));
                 else
                     bulk_add(to, smem.dq[ring.place()], C::kTileFloats * sizeof(float));
-#endif
                 store_commit();
-#ifdef SA_X_NOTURN
-                store_wait_read<0>();
-#else
                 store_wait();
-#endif
                 store_release(buffers.turns + slot, value + 1);
             }
             barrier_arrive(&smem.dq_empty[ring.place()]);
@@ -446,12 +456,13 @@ template <class C> __device__ __forceinline__ void clean_keys(Smem<C> &smem) {
     bar_sync<C::kMathThreads>(1);
 }
 
-template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage) {
-    const auto bad = [&](int row) { smem.stats[stage].lse[row] = NAN; };
-    zero_rows<C, C::kRowHalf>(smem.queries[stage], bad);
-    zero_rows<C, C::kRowHalf>(smem.douts[stage], bad);
+// True where dO was not finite: what dV gets of it is still to be added. (dS has it from g - delta.)
+template <class C> __device__ __forceinline__ bool clean_rows(Smem<C> &smem, int stage) {
+    bool hidden = false;
+    zero_rows<C, C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
+    zero_rows<C, C::kRowHalf>(smem.douts[stage], [&](int) { hidden = true; });
     async_fence();
-    bar_sync<C::kMathThreads>(1);
+    return bar_or<C::kMathThreads>(1, hidden);
 }
 
 // d = a b^T, a from row 64 * math_group on.
@@ -582,49 +593,22 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
     }
 }
 
-// What was added to the tile before, in this thread's places.
-template <class C> struct Before {
-    float4 dq[8];
-    float sums[C::kMathWarps];
-};
-
-template <class C, bool kTerms>
-__device__ __forceinline__ void load_before(Before<C> &before, const Smem<C> &smem, const Buffers &buffers, int math_group) {
-    const int64_t slot = smem.finish_slot;
-    const float *from = buffers.slots + slot * C::kTileFloats;
-    const int row = threadIdx.x - 128;
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        before.dq[i] = slot < 0 ? float4{0.0f, 0.0f, 0.0f, 0.0f}
-                                : __ldcg(reinterpret_cast<const float4 *>(from) + (math_group * 8 + i) * 128 + threadIdx.x % 128);
-    if (!kTerms || row >= C::kRows) return;
-#pragma unroll
-    for (int w = 0; w < C::kMathWarps; w++) before.sums[w] = slot < 0 ? 0.0f : __ldcg(from + C::kRows * (C::kHeadDim + w) + row);
-}
-
-// The tile's last part: dq leaves. `sums`: of the math's warps.
-template <class C, bool kTerms>
-__device__ __forceinline__ void finish_tile(float (&dq)[32], const Before<C> &before, const float *sums, const Smem<C> &smem,
-                                            const sinkattn_bwd_args &args, const Problem &p, const Buffers &buffers, const Item &item, int t,
-                                            int math_group) {
-    const int first = t * p.tokens, own = threadIdx.x - 128;
-    if (kTerms && own < C::kRows && first + smem.token[own] < item.q_len) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < C::kMathWarps; w++) sum += before.sums[w] + sums[w * C::kRows + own];
-        const int64_t head = item.kv_head * p.group + own - smem.token[own] * p.group,
-                      at = sa_row_index(&args.fwd.problem, &item.sequence, head, first + smem.token[own]);
-        const float g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
-        buffers.terms[at] *= g - sum; // p_sink until now
-    }
+// The tile's last part: `before` is what was added until now, and dq leaves.
+template <class C>
+__device__ __forceinline__ void finish_tile(float (&dq)[32], const float *before, const Smem<C> &smem, const sinkattn_bwd_args &args,
+                                            const Problem &p, const Item &item, int t, int math_group) {
+    const int first = t * p.tokens;
     auto *to = static_cast<uint16_t *>(args.dq.data) +
                sa_offset(&args.dq, item.sequence.batch, item.sequence.q_begin + first, item.kv_head * p.group);
+    if (!smem.finish_alone) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        dq[4 * i] += before.dq[i].x;
-        dq[4 * i + 1] += before.dq[i].y;
-        dq[4 * i + 2] += before.dq[i].z;
-        dq[4 * i + 3] += before.dq[i].w;
+        for (int i = 0; i < 8; i++) {
+            const float4 sum = reinterpret_cast<const float4 *>(before)[(math_group * 8 + i) * 128 + threadIdx.x % 128];
+            dq[4 * i] += sum.x;
+            dq[4 * i + 1] += sum.y;
+            dq[4 * i + 2] += sum.z;
+            dq[4 * i + 3] += sum.w;
+        }
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -633,6 +617,23 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], const Before<C> &be
                                        args.fwd.problem.head_dim, first + smem.token[row] < item.q_len);
     }
 }
+
+// A thread's row's term of ds_aux, p_sink (g - sum of P dP): its factors are read ahead.
+struct Term {
+    float *at = nullptr;
+    float p_sink, g;
+
+    template <class C>
+    __device__ __forceinline__ Term(const Smem<C> &smem, const sinkattn_bwd_args &args, const Problem &p, const Buffers &buffers,
+                                    const Item &item, int t, int row) {
+        if (row >= C::kRows || t * p.tokens + smem.token[row] >= item.q_len) return;
+        const int64_t head = item.kv_head * p.group + row - smem.token[row] * p.group,
+                      index = sa_row_index(&args.fwd.problem, &item.sequence, head, t * p.tokens + smem.token[row]);
+        at = buffers.terms + index;
+        p_sink = *at; // until now
+        g = args.dlse ? static_cast<const float *>(args.dlse)[index] : 0.0f;
+    }
+};
 
 template <class C, bool kTerms> struct Math {
     Smem<C> &smem;
@@ -643,7 +644,6 @@ template <class C, bool kTerms> struct Math {
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
     uint32_t finished; // tiles
-    static constexpr bool kEarlyBefore = C::kHeadDim == 64;
 
     template <bool kMasked>
     __device__ __forceinline__ void step(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
@@ -651,12 +651,13 @@ template <class C, bool kTerms> struct Math {
         const uint32_t stage = ring.place();
         const bool lane0 = threadIdx.x % 32 == 0;
         const uint32_t own = 64 * math_group * kRowBytes;
-        if (kMasked) clean_rows<C>(smem, stage);
         float s[C::kRows / 2], dp[C::kRows / 2], sums[C::kRows / 4];
         product_abt<C>(s, shared_address(smem.keys) + own, shared_address(smem.queries[stage]));
         product_abt<C>(dp, shared_address(smem.values) + own, shared_address(smem.douts[stage]));
         Seen seen;
+        bool hidden = false;
         if (kMasked) {
+            hidden = clean_rows<C>(smem, stage); // before P, dV and dK; what S and dP read of such rows makes no difference
             for (int r = 0; r < 2; r++) {
                 seen.begin[r] = (keys.begin[r] - t * p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4);
                 seen.length[r] = static_cast<unsigned>((keys.end[r] - keys.begin[r]) * p.group);
@@ -667,47 +668,44 @@ template <class C, bool kTerms> struct Math {
         find_weights<C, kMasked>(s, smem.stats[stage], seen, p.scale_log2);
         uint32_t weights[C::kRows / 16][4], ds[C::kRows / 16][4];
         pack<C>(weights, s);
-#ifdef SA_X_SYNCWARP
-        computed(s);
-        __syncwarp();
-#endif
-        if constexpr (C::kEarly && !kTerms) {
-        product_pb<C>(dv, weights, shared_address(smem.douts[stage]));
-        wgmma_wait<1>();
-        computed(dp);
-        find_ds<C, kMasked, kTerms>(dp, s, sums, smem.stats[stage], seen);
-        pack<C>(ds, dp);
-        } else {
         wgmma_wait<0>();
         computed(dp);
         find_ds<C, kMasked, kTerms>(dp, s, sums, smem.stats[stage], seen);
         pack<C>(ds, dp);
         product_pb<C>(dv, weights, shared_address(smem.douts[stage]));
-        }
         const Ring<C::kSums> last = {dq_ring.n - 1};
         if (dq_ring.n > 0) barrier_wait(&smem.dq_full[last.place()], last.phase()); // nobody reads the last dS
         write_ds<C>(smem, ds, math_group);
+        if (kTerms) write_sums<C>(sums, smem.sums[threadIdx.x / 32 - 4]);
         async_fence();
         bar_sync<C::kMathThreads>(1);
         float dq[32], *to = smem.dq[dq_ring.place()];
         dq_product<C>(dq, shared_address(smem.ds[C::kRows == 64 ? 0 : math_group]),
                       shared_address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
         product_pb<C>(dk, ds, shared_address(smem.queries[stage]));
-        barrier_wait(&smem.dq_empty[dq_ring.place()], dq_ring.phase() ^ 1);
         float *to_sums = to + C::kRows * C::kHeadDim;
-        if (kTerms) write_sums<C>(sums, to_sums + (threadIdx.x / 32 - 4) * C::kRows);
+        const int row = threadIdx.x - 128;
+        float sum = 0.0f;
+        if (kTerms && row < C::kRows) {
+#pragma unroll
+            for (int w = 0; w < C::kMathWarps; w++) sum += smem.sums[w][row];
+        }
         if (t < item.finish_end) {
-            barrier_wait(&smem.finish_full, finished++ & 1);
-            Before<C> before;
-            if (kEarlyBefore) load_before<C, kTerms>(before, smem, buffers, math_group);
+            if constexpr (kTerms) {
+                const Term term(smem, args, p, buffers, item, t, row);
+                barrier_wait(&smem.finish_full, finished++ & 1);
+                if (term.at) *term.at = term.p_sink * (term.g - (smem.finish_alone ? sum : sum + to_sums[row]));
+            } else {
+                barrier_wait(&smem.finish_full, finished++ & 1);
+            }
             wgmma_wait<0>();
             computed(dq);
             computed(dv);
             computed(dk);
-            if (!kEarlyBefore) load_before<C, kTerms>(before, smem, buffers, math_group);
-            if (kTerms) bar_sync<C::kMathThreads>(1); // the sums of all warps
-            finish_tile<C, kTerms>(dq, before, to_sums, smem, args, p, buffers, item, t, math_group);
+            finish_tile<C>(dq, to, smem, args, p, item, t, math_group);
         } else {
+            barrier_wait(&smem.dq_empty[dq_ring.place()], dq_ring.phase() ^ 1);
+            if (kTerms && row < C::kRows) to_sums[row] = sum;
             wgmma_wait<1>();
             computed(dq);
             computed(dv);
@@ -722,6 +720,7 @@ template <class C, bool kTerms> struct Math {
         wgmma_wait<0>();
         computed(dk);
         if (lane0) barrier_arrive(&smem.rows_empty[stage]);
+        if (kMasked && hidden) add_hidden(dv, item, seen, t);
         ring.n++;
         dq_ring.n++;
     }
@@ -731,7 +730,7 @@ template <class C, bool kTerms> struct Math {
             const Item &item = smem.items[items.place()];
             barrier_wait(&smem.item_full[items.place()], items.phase());
             if (!item.exists) return;
-            const ThreadKeys keys = item.begin < item.end ? find_thread_keys<C>(item, math_group) : ThreadKeys{};
+            const ThreadKeys keys = find_thread_keys<C>(item, math_group);
             float dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
 #pragma unroll
             for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
@@ -745,10 +744,49 @@ template <class C, bool kTerms> struct Math {
                     step<true>(dk, dv, item, keys, t);
             }
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.kv_empty);
-            write_keys(dk, dv, item, keys);
+            if (item.num_chunks > 1) add_carry(dk, dv, item);
+            if (item.nth_chunk == item.num_chunks - 1) write_keys(dk, dv, item, keys);
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.item_empty[items.place()]);
         }
+    }
+
+    // What is not finite in the tile's dO, for the keys that its rows see.
+    __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Item &item, const Seen &seen, int t) {
+#pragma unroll 1
+        for (int row = 0; row < p.tokens * p.group; row++) {
+            const int token = t * p.tokens + smem.token[row], column = row - 2 * static_cast<int>(threadIdx.x % 4);
+            if (token >= item.q_len) return;
+            const int64_t head = item.kv_head * p.group + row % p.group;
+            add_unfinite<typename C::Element>(dv,
+                                              static_cast<const uint16_t *>(args.dout.data) +
+                                                  sa_offset(&args.dout, item.sequence.batch, item.sequence.q_begin + token, head),
+                                              args.fwd.problem.head_dim, [&](int i) { return seen(i, column); });
+        }
+    }
+
+    // dK and dV so far, of the rounds before and of this one; left for the next.
+    __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item) {
+        unsigned long long *turns = buffers.carry_turns + item.carry;
+        wait_for_turn(turns, item.carry_turn);
+        auto *at = reinterpret_cast<float4 *>(buffers.carries + item.carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
+        const auto add = [&](float (&d)[C::kHeadDim / 2]) {
+#pragma unroll
+            for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
+                if (item.nth_chunk > 0) {
+                    const float4 sum = __ldcg(at);
+                    d[i] += sum.x;
+                    d[i + 1] += sum.y;
+                    d[i + 2] += sum.z;
+                    d[i + 3] += sum.w;
+                }
+                if (item.nth_chunk < item.num_chunks - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
+            }
+        };
+        add(dk);
+        add(dv);
+        bar_sync<C::kMathThreads>(1);
+        if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
     }
 
     __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
@@ -759,7 +797,8 @@ template <class C, bool kTerms> struct Math {
             const int own = 64 * math_group + thread_row(r);
             const int64_t key = item.key + own;
             const bool real = key < sequence.k_len;
-            const float poison = smem.poisoned[own] && keys.begin[r] < keys.end[r] ? NAN : 0.0f;
+            const bool has_rows = keys.begin[r] < keys.end[r];
+            const float poison = smem.poisoned[own] && has_rows ? NAN : 0.0f;
             auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
             if (real) {
                 to_dk += sa_offset(&args.dk, sequence.batch, sequence.k_begin + key, item.kv_head);
@@ -811,11 +850,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
         if (threadIdx.x == 32) add_tiles<C>(smem, p, buffers);
     } else {
         registers_up<C::kMathRegisters>();
-        #ifdef SA_X_UNIFORM
-        const int math_group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128 - 1, 0); // known to be the same in a warp
-#else
-        const int math_group = static_cast<int>(threadIdx.x) / 128 - 1;
-#endif
+                const int math_group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128 - 1, 0); // known to be the same in a warp
         Math<C, kTerms>{smem, args, p, buffers, math_group, {}, {}, 0}.run();
     }
 #else
@@ -825,23 +860,28 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 
 // ---- host ----
 
-constexpr int64_t kRingBytes = 36 << 20;
+// As many slots as blocks have in use at a time, which a window's need; where rounds need memory too, fewer.
+constexpr int64_t kSlotsBytes = 36 << 20, kRoundsBytes = 20 << 20;
 
 struct Sizes {
-    int64_t entries, tiles, slots, entries_at, turns_at, stats_at, slots_at, terms_at, bytes;
+    int64_t entries, tiles, slots, carries, entries_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, terms_at, bytes;
+    bool is_local;
 };
 
-// Slots: no fewer than the tiles that are in use while an item waits for one.
 template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
-    const int64_t group = problem.num_q_heads / problem.num_kv_heads, tokens = C::kRows / group;
+    const int64_t group = problem.num_q_heads / problem.num_kv_heads, tokens = C::kRows / group, tile_bytes = C::kTileFloats * 4;
     const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
-    const int64_t longest = sa_ceil_div(problem.q_len, tokens), most = kRingBytes / (C::kTileFloats * 4);
+    const int64_t longest = sa_ceil_div(problem.q_len, tokens), most = kSlotsBytes / tile_bytes;
     const bool is_window = problem.mask.has_left && problem.mask.has_right && !problem.mask.num_sink_tokens;
-    const int64_t span = is_window ? sa_ceil_div(C::kKeys + band.left + band.right, tokens) + 2 : longest;
     Sizes sizes;
     sizes.entries = problem.batch + problem.packed;
     sizes.tiles = (problem.packed ? problem.q_len / tokens + problem.batch + 1 : problem.batch * longest) * problem.num_kv_heads;
-    sizes.slots = sa_min(sizes.tiles, sa_max(most, sa_min(span, longest)));
+    sizes.is_local = is_window && sa_ceil_div(C::kKeys + band.left + band.right, tokens) + 2 <= most;
+    const bool has_rounds = !sizes.is_local && longest > most;
+    sizes.slots = has_rounds && !problem.packed ? kRoundsBytes / tile_bytes : sa_min(sizes.tiles, most);
+    sizes.carries = !has_rounds      ? 0
+                    : problem.packed ? problem.k_len / C::kKeys + problem.q_len / tokens / sizes.slots + 1
+                                     : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
     int64_t at = 0;
     const auto take = [&](int64_t bytes) {
         const int64_t from = at;
@@ -850,8 +890,10 @@ template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
     };
     sizes.entries_at = take((sizes.entries + 1) * static_cast<int64_t>(sizeof(Entry)));
     sizes.turns_at = take((sizes.slots + 1) * 8);
+    sizes.carry_turns_at = take(sizes.carries * 8);
     sizes.stats_at = take(sizes.tiles * static_cast<int64_t>(sizeof(RowStats<C>)));
-    sizes.slots_at = take(sizes.slots * C::kTileFloats * 4);
+    sizes.slots_at = take(sizes.slots * tile_bytes);
+    sizes.carries_at = take(sizes.carries * 2 * C::kKeys * C::kHeadDim * 4);
     sizes.terms_at = take(problem.s_aux_dtype ? num_stats(problem) * 4 : 0);
     sizes.bytes = at + 127;
     return sizes;
@@ -865,6 +907,8 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     Problem p;
     p.num_entries = sizes.entries;
     p.num_slots = sizes.slots;
+    p.num_carries = sizes.carries;
+    p.is_local = sizes.is_local;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = C::kRows / p.group;
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
@@ -874,8 +918,10 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     const Buffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
                              turns,
                              turns + 1,
+                             reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
                              reinterpret_cast<float *>(base + sizes.stats_at),
                              reinterpret_cast<float *>(base + sizes.slots_at),
+                             reinterpret_cast<float *>(base + sizes.carries_at),
                              args.ds_aux ? reinterpret_cast<float *>(base + sizes.terms_at) : nullptr};
     Encode encode = nullptr;
     unsigned *error_word;
