@@ -46,16 +46,6 @@ template <int kThreads> __device__ __forceinline__ void bar_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// The same, and whether any of them says so.
-template <int kThreads> __device__ __forceinline__ bool bar_or(int id, bool any) {
-    int result;
-    asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %2, 0;\nbarrier.cta.red.or.pred q, %1, %3, p;\nselp.s32 %0, 1, 0, q;\n}"
-                 : "=r"(result)
-                 : "r"(id), "r"(static_cast<int>(any)), "n"(kThreads)
-                 : "memory");
-    return result;
-}
-
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

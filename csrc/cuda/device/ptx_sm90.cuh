@@ -34,16 +34,6 @@ __device__ __forceinline__ void barrier_arrive_copied(uint64_t *barrier) {
 }
 
 // Returns when the phase of this parity is over.
-#if defined(SA_BARRIER_TRAP)
-__device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
-    for (int i = 0; i < 1 << 22; i++) {
-        int done;
-        asm volatile("{\n.reg .pred d;\nmbarrier.try_wait.parity.shared::cta.b64 d, [%1], %2;\nselp.s32 %0, 1, 0, d;\n}" : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-        if (done) return;
-    }
-    __trap();
-}
-#else
 __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
     asm volatile("{\n"
                  ".reg .pred done;\n"
@@ -54,7 +44,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  "r"(parity)
                  : "memory");
 }
-#endif
 
 // ---- bulk tensor copies; coordinates outside the tensor read zeros and are not written ----
 

@@ -72,7 +72,7 @@ struct Item {
     int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
     int finish_end;                       // tiles before it have no later key block
     bool exists, descending;
-    int num_chunks, nth_chunk;    // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
+    int num_rounds, nth_round;    // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
     int64_t carry;
     unsigned long long carry_turn;
 };
@@ -91,7 +91,7 @@ template <class C> struct Smem {
     int64_t dq_offset[C::kRows]; // of a tile's rows from its first
     int token[C::kRows];
     Item items[2];
-    bool poisoned[C::kKeys];
+    bool poisoned[C::kKeys], hides; // keys that were not finite; whether some dO was
     bool finish_alone; // nothing was added before to the tile to be finished
     uint64_t item_full[2], item_empty[2], kv_full, kv_empty, rows_full[C::kStages], rows_empty[C::kStages];
     uint64_t dq_full[C::kSums], dq_empty[C::kSums], finish_full;
@@ -112,9 +112,14 @@ __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, 
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
 }
 
-// Where a sequence has more tiles than there are slots, its items come in as many rounds, later tiles first.
-__device__ __forceinline__ int64_t num_chunks_of(int64_t tiles, const Problem &p) {
-    return p.is_local || tiles <= p.num_slots ? 1 : sa_ceil_div(tiles, p.num_slots);
+// A tile's slot is free when the tile so many places before is finished, by an item before: a sequence of more tiles comes in rounds, later
+// tiles first, but for a window, where that holds anyway. Rounds are the same in a pack, as dK and dV are summed over them.
+constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 20 << 20;
+template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
+template <class C> constexpr int64_t kRoundTiles = kRoundBytes / (4 * C::kTileFloats);
+
+template <class C> __device__ __forceinline__ int64_t num_rounds_of(int64_t tiles, const Problem &p) {
+    return p.is_local || tiles <= kMostTiles<C> ? 1 : sa_ceil_div(tiles, kRoundTiles<C>);
 }
 
 // ---- table ----
@@ -163,8 +168,8 @@ __global__ __launch_bounds__(1024) void table_kernel(const __grid_constant__ sin
         if (is_tail) seen.k_len = 0;
         const sa_band band = sa_band_of(&problem.mask, seen.q_len, seen.k_len);
         const int64_t own_tiles = num_tiles_of(seen, p.tokens), own_slots = own_tiles - num_blind_tiles(seen, band, p.tokens),
-                      own_blocks = sa_ceil_div(entry.sequence.k_len, C::kKeys), own_chunks = is_tail ? 1 : num_chunks_of(own_tiles, p),
-                      own_items = own_blocks * own_chunks, own_carries = own_chunks > 1 ? own_blocks : 0;
+                      own_blocks = sa_ceil_div(entry.sequence.k_len, C::kKeys), own_rounds = is_tail ? 1 : num_rounds_of<C>(own_tiles, p),
+                      own_items = own_blocks * own_rounds, own_carries = own_rounds > 1 ? own_blocks : 0;
         const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), slots_to = slots + warp_scan(own_slots, sum),
                       items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
         entry.first_tile = tiles_to - own_tiles;
@@ -270,14 +275,14 @@ template <class C> __device__ __forceinline__ void find_item(Item &item, const s
     const sa_sequence sequence = entry.sequence;
     const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
     const int64_t local = n - heads * entry.first_item, blocks = sa_ceil_div(sequence.k_len, C::kKeys), block = local % blocks;
-    const int64_t tiles = num_tiles_of(sequence, p.tokens), chunks = is_tail ? 1 : num_chunks_of(tiles, p),
-                  nth_chunk = local / blocks % chunks;
+    const int64_t tiles = num_tiles_of(sequence, p.tokens), rounds = is_tail ? 1 : num_rounds_of<C>(tiles, p),
+                  nth_round = local / blocks % rounds;
     item.sequence = sequence;
-    item.kv_head = local / blocks / chunks;
-    item.num_chunks = static_cast<int>(chunks);
-    item.nth_chunk = static_cast<int>(nth_chunk);
+    item.kv_head = local / blocks / rounds;
+    item.num_rounds = static_cast<int>(rounds);
+    item.nth_round = static_cast<int>(nth_round);
     item.carry = entry.first_carry + block;
-    item.carry_turn = static_cast<unsigned long long>(item.kv_head * chunks + nth_chunk);
+    item.carry_turn = static_cast<unsigned long long>(item.kv_head * rounds + nth_round);
     item.key = static_cast<int>(block * C::kKeys);
     item.begin = item.end = item.finish_end = item.full_begin = item.full_end = 0;
     const sa_band band = sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
@@ -294,7 +299,7 @@ template <class C> __device__ __forceinline__ void find_item(Item &item, const s
     item.right = static_cast<int>(band.right);
     item.num_sink = static_cast<int>(band.num_sink);
     if (rows.begin >= rows.end) return;
-    const int64_t first = (chunks - 1 - nth_chunk) * p.num_slots, past = chunks == 1 ? tiles : first + p.num_slots;
+    const int64_t first = (rounds - 1 - nth_round) * kRoundTiles<C>, past = rounds == 1 ? tiles : first + kRoundTiles<C>;
     item.begin = static_cast<int>(sa_max(rows.begin / p.tokens, first));
     item.end = static_cast<int>(sa_min(sa_ceil_div(rows.end, p.tokens), past));
     if (item.begin >= item.end) {
@@ -447,6 +452,7 @@ template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void ze
 template <class C> __device__ __forceinline__ void clean_keys(Smem<C> &smem) {
     const int i = threadIdx.x - 128;
     if (i < C::kKeys) smem.poisoned[i] = false;
+    if (i == 0) smem.hides = false;
     bar_sync<C::kMathThreads>(1);
     zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
         smem.poisoned[key] = true;
@@ -456,13 +462,12 @@ template <class C> __device__ __forceinline__ void clean_keys(Smem<C> &smem) {
     bar_sync<C::kMathThreads>(1);
 }
 
-// True where dO was not finite: what dV gets of it is still to be added. (dS has it from g - delta.)
-template <class C> __device__ __forceinline__ bool clean_rows(Smem<C> &smem, int stage) {
-    bool hidden = false;
+// dS gets what was in dO from g - delta, dV at the end of the item.
+template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage) {
     zero_rows<C, C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
-    zero_rows<C, C::kRowHalf>(smem.douts[stage], [&](int) { hidden = true; });
+    zero_rows<C, C::kRowHalf>(smem.douts[stage], [&](int) { smem.hides = true; });
     async_fence();
-    return bar_or<C::kMathThreads>(1, hidden);
+    bar_sync<C::kMathThreads>(1);
 }
 
 // d = a b^T, a from row 64 * math_group on.
@@ -510,6 +515,16 @@ struct Seen {
         return static_cast<unsigned>(column - begin[r]) < length[r];
     }
 };
+
+// Of tile t, from the thread's first column.
+__device__ __forceinline__ Seen find_seen(const ThreadKeys &keys, const Problem &p, int t) {
+    Seen seen;
+    for (int r = 0; r < 2; r++) {
+        seen.begin[r] = (keys.begin[r] - t * p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4);
+        seen.length[r] = static_cast<unsigned>((keys.end[r] - keys.begin[r]) * p.group);
+    }
+    return seen;
+}
 
 template <class C, bool kMasked>
 __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const RowStats<C> &stats, const Seen &seen, float scale_log2) {
@@ -648,20 +663,16 @@ template <class C, bool kTerms> struct Math {
     template <bool kMasked>
     __device__ __forceinline__ void step(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
                                          const ThreadKeys &keys, int t) {
-        const uint32_t stage = ring.place();
+        const uint32_t stage = __shfl_sync(0xffffffffu, ring.place(), 0); // known to be the same in a warp
         const bool lane0 = threadIdx.x % 32 == 0;
         const uint32_t own = 64 * math_group * kRowBytes;
         float s[C::kRows / 2], dp[C::kRows / 2], sums[C::kRows / 4];
         product_abt<C>(s, shared_address(smem.keys) + own, shared_address(smem.queries[stage]));
         product_abt<C>(dp, shared_address(smem.values) + own, shared_address(smem.douts[stage]));
         Seen seen;
-        bool hidden = false;
         if (kMasked) {
-            hidden = clean_rows<C>(smem, stage); // before P, dV and dK; what S and dP read of such rows makes no difference
-            for (int r = 0; r < 2; r++) {
-                seen.begin[r] = (keys.begin[r] - t * p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4);
-                seen.length[r] = static_cast<unsigned>((keys.end[r] - keys.begin[r]) * p.group);
-            }
+            clean_rows<C>(smem, stage); // before P, dV and dK; what S and dP read of such rows makes no difference
+            seen = find_seen(keys, p, t);
         }
         wgmma_wait<1>();
         computed(s);
@@ -720,7 +731,6 @@ template <class C, bool kTerms> struct Math {
         wgmma_wait<0>();
         computed(dk);
         if (lane0) barrier_arrive(&smem.rows_empty[stage]);
-        if (kMasked && hidden) add_hidden(dv, item, seen, t);
         ring.n++;
         dq_ring.n++;
     }
@@ -744,24 +754,28 @@ template <class C, bool kTerms> struct Math {
                     step<true>(dk, dv, item, keys, t);
             }
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.kv_empty);
-            if (item.num_chunks > 1) add_carry(dk, dv, item);
-            if (item.nth_chunk == item.num_chunks - 1) write_keys(dk, dv, item, keys);
+            if (smem.hides) add_hidden(dv, item, keys);
+            if (item.num_rounds > 1) add_carry(dk, dv, item);
+            if (item.nth_round == item.num_rounds - 1) write_keys(dk, dv, item, keys);
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.item_empty[items.place()]);
         }
     }
 
-    // What is not finite in the tile's dO, for the keys that its rows see.
-    __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Item &item, const Seen &seen, int t) {
+    // What is not finite in dO, in the tiles where it was left out, for the keys that its rows see.
+    __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Item &item, const ThreadKeys &keys) {
 #pragma unroll 1
-        for (int row = 0; row < p.tokens * p.group; row++) {
-            const int token = t * p.tokens + smem.token[row], column = row - 2 * static_cast<int>(threadIdx.x % 4);
-            if (token >= item.q_len) return;
+        for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
+            const int t = n / C::kRows, row = n % C::kRows;
+            const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
+            if ((t >= item.full_begin && t < item.full_end) || token >= item.q_len) continue;
+            const Seen seen = find_seen(keys, p, t);
             const int64_t head = item.kv_head * p.group + row % p.group;
             add_unfinite<typename C::Element>(dv,
                                               static_cast<const uint16_t *>(args.dout.data) +
                                                   sa_offset(&args.dout, item.sequence.batch, item.sequence.q_begin + token, head),
-                                              args.fwd.problem.head_dim, [&](int i) { return seen(i, column); });
+                                              args.fwd.problem.head_dim,
+                                              [&](int i) { return seen(i, row - 2 * static_cast<int>(threadIdx.x % 4)); });
         }
     }
 
@@ -773,14 +787,14 @@ template <class C, bool kTerms> struct Math {
         const auto add = [&](float (&d)[C::kHeadDim / 2]) {
 #pragma unroll
             for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
-                if (item.nth_chunk > 0) {
+                if (item.nth_round > 0) {
                     const float4 sum = __ldcg(at);
                     d[i] += sum.x;
                     d[i + 1] += sum.y;
                     d[i + 2] += sum.z;
                     d[i + 3] += sum.w;
                 }
-                if (item.nth_chunk < item.num_chunks - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
+                if (item.nth_round < item.num_rounds - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
             }
         };
         add(dk);
@@ -860,9 +874,6 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 
 // ---- host ----
 
-// As many slots as blocks have in use at a time, which a window's need; where rounds need memory too, fewer.
-constexpr int64_t kSlotsBytes = 36 << 20, kRoundsBytes = 20 << 20;
-
 struct Sizes {
     int64_t entries, tiles, slots, carries, entries_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, terms_at, bytes;
     bool is_local;
@@ -871,16 +882,16 @@ struct Sizes {
 template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
     const int64_t group = problem.num_q_heads / problem.num_kv_heads, tokens = C::kRows / group, tile_bytes = C::kTileFloats * 4;
     const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
-    const int64_t longest = sa_ceil_div(problem.q_len, tokens), most = kSlotsBytes / tile_bytes;
+    const int64_t longest = sa_ceil_div(problem.q_len, tokens);
     const bool is_window = problem.mask.has_left && problem.mask.has_right && !problem.mask.num_sink_tokens;
     Sizes sizes;
     sizes.entries = problem.batch + problem.packed;
     sizes.tiles = (problem.packed ? problem.q_len / tokens + problem.batch + 1 : problem.batch * longest) * problem.num_kv_heads;
-    sizes.is_local = is_window && sa_ceil_div(C::kKeys + band.left + band.right, tokens) + 2 <= most;
-    const bool has_rounds = !sizes.is_local && longest > most;
-    sizes.slots = has_rounds && !problem.packed ? kRoundsBytes / tile_bytes : sa_min(sizes.tiles, most);
+    sizes.is_local = is_window && sa_ceil_div(C::kKeys + band.left + band.right, tokens) + 2 <= kMostTiles<C>;
+    const bool has_rounds = !sizes.is_local && longest > kMostTiles<C>;
+    sizes.slots = sa_min(sizes.tiles, problem.packed ? kPackedSlotsBytes / tile_bytes : has_rounds ? kRoundTiles<C> : kMostTiles<C>);
     sizes.carries = !has_rounds      ? 0
-                    : problem.packed ? problem.k_len / C::kKeys + problem.q_len / tokens / sizes.slots + 1
+                    : problem.packed ? problem.k_len / C::kKeys + longest / kMostTiles<C> + 1
                                      : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
     int64_t at = 0;
     const auto take = [&](int64_t bytes) {
