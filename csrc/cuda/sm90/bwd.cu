@@ -250,7 +250,8 @@ __global__ __launch_bounds__(128) void rows_kernel(const __grid_constant__ sinka
     if (row >= C::kRows) return;
     float lse = 0.0f, bias = 0.0f;
     if (is_real(row)) {
-        const int64_t head = kv_head * p.group + row % p.group, at = sa_row_index(&args.fwd.problem, &sequence, head, first + row / p.group);
+        const int64_t head = kv_head * p.group + row % p.group,
+                      at = sa_row_index(&args.fwd.problem, &sequence, head, first + row / p.group);
         const float found = static_cast<const float *>(args.fwd.lse)[at], g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
         lse = found == -INFINITY ? 0.0f : found * kLog2e;
         bias = g - deltas[row];
@@ -266,7 +267,8 @@ __global__ __launch_bounds__(128) void rows_kernel(const __grid_constant__ sinka
 
 // ---- keys ----
 
-template <class C> __device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &args, const Problem &p, const Buffers &buffers) {
+template <class C>
+__device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &args, const Problem &p, const Buffers &buffers) {
     const int64_t heads = args.fwd.problem.num_kv_heads, n = static_cast<int64_t>(atomicAdd(buffers.counter, 1ull));
     const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n / heads);
     item.exists = e < p.num_entries;
