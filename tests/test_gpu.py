@@ -207,6 +207,43 @@ def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux:
     assert_right_on_device(case)
 
 
+@pytest.mark.parametrize("ratio", [1, 5, 7, 8])
+@pytest.mark.parametrize("head_dim", [40, 64, 120, 128])
+@pytest.mark.parametrize(
+    ("left", "right", "num_sink_tokens"), [(-1, 0, 0), (299, 0, 0), (200, 90, 0), (-1, -1, 0), (299, 0, 140)]
+)
+def test_gradients_of_wide_masks(ratio: int, head_dim: int, left: int, right: int, num_sink_tokens: int) -> None:
+    """Rows that meet one key block and many, ratios that do not divide a tile, empty sequences, rows without keys."""
+    case = Case(
+        head_dim=head_dim,
+        left=left,
+        right=right,
+        num_sink_tokens=num_sink_tokens,
+        ratio=ratio,
+        layout="varlen",
+        q_lens=(420, 0, 300, 90),
+        k_lens=(420, 9, 200, 500),
+        tail=5,
+        poison=True,
+        dtype="bf16",
+        seed=ratio,
+    )
+    assert_right_on_device(case)
+
+
+def test_gradients_of_a_long_sequence_are_the_same_packed() -> None:
+    """More tiles than there are slots: dK and dV are summed in rounds."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 19500, 8, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 19500, 1, 64, device="cuda", dtype=torch.bfloat16)
+    s_aux = torch.randn(8, device="cuda")
+    cu = torch.tensor([0, 300, 19500], dtype=torch.int32, device="cuda")
+    packed = gradients(*(x[0] for x in (q, k, v)), s_aux, cu, causal=True)
+    for begin, end in ((0, 300), (300, 19500)):
+        alone = gradients(*(x[:, begin:end] for x in (q, k, v)), s_aux, causal=True)
+        assert all(torch.equal(x[begin:end], y[0]) for x, y in zip(packed[:4], alone[:4], strict=True))
+
+
 def gpt_oss_like(batch: int, length: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     q = torch.randn(batch, length, 16, head_dim, device="cuda", dtype=torch.bfloat16)

@@ -27,6 +27,11 @@ int64_t sa_cuda_decode_workspace(const sinkattn_problem *problem, const sinkattn
 int64_t sa_cuda_bwd_window_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 sinkattn_status sa_bwd_cuda_sm90_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);
 
+/* sm90/bwd.cu: bytes of its table, the rows' statistics, dQ on its way and ds_aux's terms. */
+int64_t sa_cuda_bwd_sm90_workspace(const sinkattn_problem *problem, int64_t head_dim);
+sinkattn_status sa_bwd_cuda_sm90_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);
+sinkattn_status sa_bwd_cuda_sm90_d128(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);
+
 #ifdef __cplusplus
 }
 #endif

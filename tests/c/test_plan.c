@@ -254,6 +254,42 @@ static void test_the_cuda_backward_is_planned(void) {
               status.message, plan.workspace_bytes, problem_text(&problem));
     }
 }
+
+/* On 9.0 every mask up to head_dim 128, where a token's heads fit a tile of rows. */
+static void test_the_backward_of_sm90_is_planned(void) {
+    static const struct {
+        int32_t arch;
+        int64_t head_dim, num_q_heads, k_len;
+        const char *name;
+    } cases[] = {
+        {90, 8, 8, 100, "sa_bwd_cuda_sm90_d64"},      {90, 64, 8, 100, "sa_bwd_cuda_sm90_d64"},
+        {90, 72, 8, 100, "sa_bwd_cuda_sm90_d128"},    {90, 128, 8, 100, "sa_bwd_cuda_sm90_d128"},
+        {90, 136, 8, 100, "sa_bwd_cuda_sm80_d256"},   {100, 64, 8, 100, "sa_bwd_cuda_sm80_d64"},
+        {90, 64, 256, 100, "sa_bwd_cuda_sm90_d64"},   {90, 64, 258, 100, "sa_bwd_cuda_sm80_d64"},
+        {90, 128, 128, 100, "sa_bwd_cuda_sm90_d128"}, {90, 128, 130, 100, "sa_bwd_cuda_sm80_d128"},
+        {90, 64, 8, 0, "sa_bwd_cuda_sm80_d64"},
+    };
+    sinkattn_problem problem = prefill(SINKATTN_BWD, SINKATTN_BF16);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = cases[i].arch, .workers = 132};
+        problem.head_dim = cases[i].head_dim;
+        problem.num_q_heads = cases[i].num_q_heads;
+        problem.k_len = cases[i].k_len;
+        CHECK(strcmp(chosen(&problem, &device), cases[i].name) == 0, "%s is best: %s", cases[i].name, problem_text(&problem));
+    }
+    /* At 32768 tokens, 64 query heads: what the backward adds to the forward's lse is at most 64 MiB. */
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    problem = prefill(SINKATTN_BWD, SINKATTN_BF16);
+    problem.batch = 1;
+    problem.num_q_heads = 64;
+    problem.num_kv_heads = 8;
+    problem.q_len = problem.k_len = 32768;
+    problem.s_aux_dtype = SINKATTN_FP32;
+    sinkattn_plan plan;
+    const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_OK && plan.workspace_bytes <= INT64_C(64) << 20, "%s, %" PRId64 " bytes", status.message,
+          plan.workspace_bytes);
+}
 #endif
 
 static void test_a_miss_lists_what_is_compiled(void) {
@@ -439,6 +475,7 @@ const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken}
                            {"CUDA decode plans", test_cuda_decode_plans},
                            {"the CUDA backward is planned", test_the_cuda_backward_is_planned},
                            {"the backward of a window is planned", test_the_backward_of_a_window_is_planned},
+                           {"the backward of sm_90 is planned", test_the_backward_of_sm90_is_planned},
 #endif
                            {"a miss lists what is compiled", test_a_miss_lists_what_is_compiled},
                            {"decode splits", test_decode_splits},
