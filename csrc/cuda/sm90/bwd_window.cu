@@ -444,12 +444,13 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
             if (half == 0) {
                 const float lse = smem.lse[stage][row], g = args.dlse ? smem.g[stage][row] : 0.0f;
                 float p_sink = 0.0f;
-                if (C::kSums && real && flags & kHasSink && flags & kOwnsRows && sink.value != -INFINITY)
+                if (C::kSums && real && flags & kHasSink && flags & kOwnsRows && sink.value != -INFINITY) { // else g may be anything
                     p_sink = sink.value == lse ? 1.0f : exp2_approx((sink.value - lse) * kLog2e);
+                    terms = fmaf(p_sink, g, terms);
+                }
                 smem.lse[stage][row] = !real ? INFINITY : lse == -INFINITY ? 0.0f : lse * kLog2e;
                 smem.bias[stage][row] = {real ? g - delta : 0.0f, p_sink};
                 smem.token[stage][row] = real ? token : kNoToken;
-                if (C::kSums) terms = fmaf(p_sink, g, terms);
             }
         }
         if (C::kHide || flags & (kOpens | kEdge)) async_fence();
