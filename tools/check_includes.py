@@ -15,6 +15,12 @@ from pathlib import Path
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
+# Longer ones, which are to be cut and may not grow: lines of the file, lines of a function.
+LONGER = {
+    "csrc/cpu/cpu_rows.h": (570, MAX_FUNCTION_LINES),
+    "csrc/cuda/sm90/bwd.cu": (990, 165),
+    "csrc/cuda/sm90/bwd_window.cu": (880, 95),
+}
 
 # Folder of csrc -> folders whose headers it may include; the longest matching folder of a file counts.
 ARROWS = {
@@ -97,16 +103,17 @@ def check_mask(path: Path, code: list[str], root: Path) -> Iterator[Finding]:
             yield path, number, f"window arithmetic belongs to core/mask.h: {line.strip()}"
 
 
-def check_lengths(path: Path, code: list[str]) -> Iterator[Finding]:
-    if len(code) > MAX_FILE_LINES:
-        yield path, MAX_FILE_LINES + 1, f"the file has {len(code)} lines; at most {MAX_FILE_LINES}"
+def check_lengths(path: Path, code: list[str], root: Path) -> Iterator[Finding]:
+    file_lines, function_lines = LONGER.get(path.relative_to(root).as_posix(), (MAX_FILE_LINES, MAX_FUNCTION_LINES))
+    if len(code) > file_lines:
+        yield path, file_lines + 1, f"the file has {len(code)} lines; at most {file_lines}"
     begin, closing = 0, "}"
     for number, line in enumerate(code, 1):
         if not begin and FUNCTION.match(line):
             begin, closing = number, "    }" if re.match(r" {4}\S", line) else "}"
         elif begin and line.startswith(closing):
-            if number - begin + 1 > MAX_FUNCTION_LINES:
-                yield path, begin, f"the function has {number - begin + 1} lines; at most {MAX_FUNCTION_LINES}"
+            if number - begin + 1 > function_lines:
+                yield path, begin, f"the function has {number - begin + 1} lines; at most {function_lines}"
             begin = 0
 
 
@@ -124,7 +131,7 @@ def findings(root: Path) -> Iterator[Finding]:
         text = path.read_text(encoding="utf-8")
         lines, code = text.splitlines(), without_comments(text).splitlines()
         yield from check_spdx(path, lines)
-        yield from check_lengths(path, code)
+        yield from check_lengths(path, code, root)
         if csrc in path.parents:
             yield from check_arrows(path, lines, csrc)
             yield from check_mask(path, code, root)

@@ -64,6 +64,27 @@ SA_HD sa_band sa_band_of(const sinkattn_mask *mask, sa_position_t q_len, sa_posi
     return band;
 }
 
+/* Keys that a row's window holds, were there keys everywhere; INT64_MAX where a side is open. */
+SA_HD int64_t sa_window_keys(const sinkattn_mask *mask) {
+    const int64_t most = INT64_MAX / 4;
+    return mask->has_left && mask->has_right ? sa_min(mask->left, most) + sa_min(mask->right, most) + 1 : INT64_MAX;
+}
+
+SA_HD bool sa_is_causal(const sinkattn_mask *mask) { return mask->has_right && mask->right == 0; }
+
+/* The same mask over fewer keys. */
+SA_HD sa_band sa_band_with_keys(sa_band band, sa_position_t k_len) {
+    band.k_len = k_len;
+    band.shift = k_len - band.q_len;
+    return band;
+}
+
+/* The first row that sees a key, q_len where none does; the last row that sees none after `key`, which may lie outside. */
+SA_HD sa_position_t sa_first_seeing_row(const sa_band *band) {
+    return band->k_len ? sa_within(-band->shift - band->right, 0, band->q_len) : band->q_len;
+}
+SA_HD sa_position_t sa_last_row_before(const sa_band *band, sa_position_t key) { return key - band->right - band->shift; }
+
 /* Where row i stands among the keys. */
 SA_HD sa_position_t sa_position(const sa_band *band, sa_position_t i) { return i + band->shift; }
 

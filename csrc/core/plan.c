@@ -49,8 +49,8 @@ const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_va
     if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!p->q_len || !p->k_len) return "there are no rows or no keys";
-    if (!p->mask.has_right || p->mask.right) return "rows see keys after their own";
-    return p->mask.has_left && p->mask.left <= 2 * info->tile_k ? NULL : "left > 2 of its tile_k";
+    if (!sa_is_causal(&p->mask)) return "rows see keys after their own";
+    return sa_window_keys(&p->mask) <= 2 * info->tile_k + 1 ? NULL : "left > 2 of its tile_k";
 }
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine. */

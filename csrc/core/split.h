@@ -69,20 +69,20 @@ SA_HD sa_range sa_split_part(sa_position_t num_tiles, sa_position_t num_parts, s
     return tiles;
 }
 
-/* x / size as a product, for x and size below 2^31: with factor * size = 2^(31 + shift) + e, 0 <= e < size <= 2^shift, the error
- * x * e stays below 2^(31 + shift). */
+/* x / size as a product, for x and size below 2^31: with factor * size = 2^(31 + bits) + e, 0 <= e < size <= 2^bits, the error
+ * x * e stays below 2^(31 + bits). */
 typedef struct sa_divisor {
-    uint32_t factor, shift;
+    uint32_t factor, bits;
 } sa_divisor;
 
 SA_HD sa_divisor sa_divisor_of(uint32_t size) {
     sa_divisor by = {0, 0};
-    while (size > UINT32_C(1) << by.shift) by.shift++;
-    by.factor = (uint32_t)(((UINT64_C(1) << (31 + by.shift)) + size - 1) / size);
+    while (size > UINT32_C(1) << by.bits) by.bits++;
+    by.factor = (uint32_t)(((UINT64_C(1) << (31 + by.bits)) + size - 1) / size);
     return by;
 }
 
-SA_HD uint32_t sa_divide(uint32_t x, sa_divisor by) { return (uint32_t)((uint64_t)(2 * x) * by.factor >> 32) >> by.shift; }
+SA_HD uint32_t sa_divide(uint32_t x, sa_divisor by) { return (uint32_t)((uint64_t)(2 * x) * by.factor >> 32) >> by.bits; }
 
 /* How streams of any lengths are cut into parts of one length, the last of each stream shorter: none shorter than a step by design, one a
  * worker until each has two steps, then two; but as many as streams where `resident` parts run at once. Equal streams are cut alike, since

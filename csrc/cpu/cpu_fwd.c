@@ -25,14 +25,9 @@ static sa_row_state take_state(sa_scratch *scratch, const sinkattn_problem *prob
  * then has no end, and of it a row tile computes what it sees. For every row of a problem or for none, so that bits stay a row's own. */
 enum { AT_ONCE = 256 };
 
-static int64_t window_size(const sinkattn_mask *mask) {
-    const bool narrow = mask->has_left && mask->has_right && mask->left < AT_ONCE && mask->right < AT_ONCE;
-    return narrow ? mask->left + mask->right + 1 : INT64_MAX;
-}
-
 static bool sees_few_keys(const sinkattn_problem *problem, const sinkattn_variant_info *info) {
     const int64_t slack = info->tile_q + 32; /* as many tokens, and whole steps of keys: sa_tile_keys */
-    return info->arch == SINKATTN_CPU_AMX_BF16 && problem->mask.num_sink_tokens == 0 && window_size(&problem->mask) <= AT_ONCE - slack;
+    return info->arch == SINKATTN_CPU_AMX_BF16 && problem->mask.num_sink_tokens == 0 && sa_window_keys(&problem->mask) <= AT_ONCE - slack;
 }
 
 static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_variant_info *info,

@@ -453,9 +453,8 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.q_head = static_cast<int32_t>(args.fwd.q.head_stride);
     params.s_aux = args.fwd.s_aux;
     params.s_aux_dtype = problem.s_aux_dtype;
-    const uintptr_t workspace = (reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16;
-    params.queue = reinterpret_cast<unsigned long long *>(workspace);
-    params.slots = reinterpret_cast<float *>(workspace + 16);
+    params.queue = reinterpret_cast<unsigned long long *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
+    params.slots = reinterpret_cast<float *>(params.queue + 2);
     params.slot_floats = static_cast<uint32_t>(rows_a_slot(problem) * C::kPartialRow);
     params.tag = next_launch_tag();
     params.out = static_cast<uint16_t *>(args.fwd.out.data);
@@ -497,7 +496,4 @@ extern "C" int64_t sa_cuda_decode_workspace(const sinkattn_problem *problem, con
                                                                const sinkattn_context *context) {                                          \
         return sa::launch_dtype<head_dim>(args, plan, context);                                                                            \
     }
-SA_DECODE(64)
-SA_DECODE(128)
-SA_DECODE(256)
-SA_DECODE(512)
+SA_DECODE(64) SA_DECODE(128) SA_DECODE(256) SA_DECODE(512)

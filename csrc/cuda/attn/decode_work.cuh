@@ -81,9 +81,8 @@ __device__ __forceinline__ Stream stream_of(const Params &params, int32_t b, int
     Stream stream;
     stream.row_begin = row_tile * kTileQ;
     stream.num_rows = min(kTileQ, params.num_rows - stream.row_begin);
-    stream.band = params.band;
-    if (params.cache_seqlens) stream.band.k_len = max(0, min(__ldg(params.cache_seqlens + b), params.band.k_len));
-    stream.band.shift = stream.band.k_len - stream.band.q_len;
+    const int32_t k_len = params.cache_seqlens ? max(0, min(__ldg(params.cache_seqlens + b), params.band.k_len)) : params.band.k_len;
+    stream.band = sa_band_with_keys(params.band, k_len);
     const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
                              static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
     stream.tiles = sa_key_tiles_of(&stream.band, tokens, kTileK);

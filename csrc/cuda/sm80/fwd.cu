@@ -365,10 +365,8 @@ sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const sinkattn_conte
 // Two row blocks a warp halve the reads of K and V; at head_dim 256, O alone would fill the registers.
 template <int kHeadDim, int kTileQ, int kTileK> sinkattn_status launch_mask(const void *arguments, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
-    const sinkattn_mask &mask = args.problem.mask;
     if constexpr (kHeadDim == 64) // less of a narrow window's tiles is masked where they are small
-        if (mask.has_left && mask.has_right && mask.left < 2 * kTileK - mask.right)
-            return launch_dtype<kHeadDim, kTileQ, 32, 1>(args, *context);
+        if (sa_window_keys(&args.problem.mask) <= 2 * kTileK) return launch_dtype<kHeadDim, kTileQ, 32, 1>(args, *context);
     return launch_dtype<kHeadDim, kTileQ, kTileK, kHeadDim <= 128 ? 2 : 1>(args, *context);
 }
 

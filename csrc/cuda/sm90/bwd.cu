@@ -67,10 +67,10 @@ struct Item {
     sa_sequence sequence;
     sa_band band;
     int64_t kv_head, first_stats;
-    int64_t first_place;                                 // of the last tile
-    int key, q_len, k_len, shift, left, right, num_sink; // as the band has them
-    int begin, end, full_begin, full_end;                // tiles of rows; those that need no mask
-    int finish_end;                                      // tiles before it have no later key block
+    int64_t first_place;                  // of the last tile
+    int key, q_len, num_sink;             // as the band has them
+    int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
+    int finish_end;                       // tiles before it have no later key block
     bool exists, descending;
     int num_rounds, nth_round; // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
     int64_t carry;
@@ -108,7 +108,7 @@ __device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int
 
 // Tiles of rows before the first row that sees a key.
 __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, const sa_band &band, int tokens) {
-    const int64_t row = sequence.k_len ? sa_clamp(-band.shift - band.right, 0, sequence.q_len) : sequence.q_len;
+    const int64_t row = sa_first_seeing_row(&band);
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
 }
 
@@ -296,10 +296,6 @@ __device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &a
     item.first_stats = heads * entry.first_tile + item.kv_head * tiles;
     item.descending = !p.is_local || slots <= p.num_slots;
     item.q_len = static_cast<int>(band.q_len);
-    item.k_len = static_cast<int>(band.k_len);
-    item.shift = static_cast<int>(band.shift);
-    item.left = static_cast<int>(band.left);
-    item.right = static_cast<int>(band.right);
     item.num_sink = static_cast<int>(band.num_sink);
     if (rows.begin >= rows.end) return;
     const int64_t first = (rounds - 1 - nth_round) * kRoundTiles<C>, past = rounds == 1 ? tiles : first + kRoundTiles<C>;
@@ -311,7 +307,7 @@ __device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &a
     }
     const int64_t nth = item.descending ? tiles - item.end : item.end - 1 - blind;
     item.first_place = heads * entry.first_slot + item.kv_head * slots + nth;
-    const int64_t reach = keys.end - 1 - band.right - band.shift; // the last row whose last key lies here or before
+    const int64_t reach = sa_last_row_before(&band, keys.end - 1); // the last row whose last key lies here or before
     item.finish_end =
         keys.end == sequence.k_len || reach >= sequence.q_len - 1 ? item.end : static_cast<int>(sa_max(reach + 1, 0) / p.tokens);
     if (keys.end - keys.begin < C::kKeys) return;
@@ -336,9 +332,7 @@ struct Place {
 // How many key blocks before this one see the tile: of sinks, and from that of the first row's first key on.
 template <class C> __device__ __forceinline__ int find_turn(const Item &item, const Problem &p, int t) {
     const int first = t * p.tokens, last = min(first + p.tokens, item.q_len) - 1;
-    const int first_end = min(max(first + item.shift + item.right + 1, 0), item.k_len);
-    const int begin = min(max(first + item.shift - item.left, 0), first_end),
-              end = min(max(last + item.shift + item.right + 1, 0), item.k_len);
+    const int begin = sa_row_band(&item.band, first).begin, end = sa_row_band(&item.band, last).end;
     const int sinks = (min(min(item.num_sink, end), begin) + C::kKeys - 1) / C::kKeys, block = item.key / C::kKeys;
     return block < sinks ? block : sinks + block - max(begin / C::kKeys, sinks);
 }
@@ -885,11 +879,11 @@ template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
     const int64_t group = problem.num_q_heads / problem.num_kv_heads, tokens = C::kRows / group, tile_bytes = C::kTileFloats * 4;
     const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
     const int64_t longest = sa_ceil_div(problem.q_len, tokens);
-    const bool is_window = problem.mask.has_left && problem.mask.has_right && !problem.mask.num_sink_tokens;
     Sizes sizes;
     sizes.entries = problem.batch + problem.packed;
     sizes.tiles = (problem.packed ? problem.q_len / tokens + problem.batch + 1 : problem.batch * longest) * problem.num_kv_heads;
-    sizes.is_local = is_window && sa_ceil_div(C::kKeys + band.left + band.right, tokens) + 2 <= kMostTiles<C>;
+    sizes.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
+                     sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
     const bool has_rounds = !sizes.is_local && longest > kMostTiles<C>;
     sizes.slots = sa_min(sizes.tiles, problem.packed ? kPackedSlotsBytes / tile_bytes : has_rounds ? kRoundTiles<C> : kMostTiles<C>);
     sizes.carries = !has_rounds      ? 0

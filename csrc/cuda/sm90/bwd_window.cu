@@ -103,7 +103,7 @@ struct Maps {
 };
 
 struct Problem {
-    int left, reach;       // keys before a row's own; groups before a row's own
+    int behind, reach;     // keys before a row's own; groups before a row's own
     int group, head_shift; // heads of a group; 1 << head_shift heads, and 64 >> head_shift tokens a step
     float scale, scale_log2;
     unsigned *redo; // of each block: its range must be done again
@@ -605,7 +605,7 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
             term[x] = weight[x] * dp[4 * n + x];
             ds[x] = fmaf(weight[x], bias[x & 1], term[x]);
             if (!kMasked) continue;
-            const bool sees = static_cast<uint32_t>((x & 1 ? token.y : token.x) + before - 8 * (x / 2)) <= static_cast<uint32_t>(p.left);
+            const bool sees = static_cast<uint32_t>((x & 1 ? token.y : token.x) + before - 8 * (x / 2)) <= static_cast<uint32_t>(p.behind);
             if (!sees) weight[x] = term[x] = ds[x] = 0.0f;
             if (C::kHide && sees) {
                 const int row = 8 * n + column + (x & 1);
@@ -634,7 +634,7 @@ __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, i
 #pragma unroll
         for (int i = 0; i < 32; i++)
             if (bad >> (8 * (i / 4) + 2 * (threadIdx.x % 4) + (i & 1)) & 1 &&
-                static_cast<uint32_t>(distance - 8 * (i / 2 & 1)) <= static_cast<uint32_t>(p.left))
+                static_cast<uint32_t>(distance - 8 * (i / 2 & 1)) <= static_cast<uint32_t>(p.behind))
                 dv[i] = NAN;
     }
 }
@@ -706,7 +706,8 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
             if (half) add_gradients(0); // of keys that are not owned too, for nothing
             const int first = step.token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
             const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;
-            const bool some = farthest >= 0 && nearest <= p.left, all = !C::kHide && nearest >= 0 && farthest <= p.left && !(flags & kEdge);
+            const bool some = farthest >= 0 && nearest <= p.behind,
+                       all = !C::kHide && nearest >= 0 && farthest <= p.behind && !(flags & kEdge);
             wgmma_wait<0>();
             computed(s);
             computed(dp);
@@ -821,8 +822,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     const sinkattn_problem &problem = args.fwd.problem;
     const auto stream = static_cast<cudaStream_t>(context.stream);
     Problem p;
-    p.left = static_cast<int>(problem.mask.left);
-    p.reach = (p.left + kKeys - 1) / kKeys;
+    p.behind = static_cast<int>(sa_window_keys(&problem.mask)) - 1;
+    p.reach = (p.behind + kKeys - 1) / kKeys;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.head_shift = 0;
     while (p.head_shift < 3 && p.group % (2 << p.head_shift) == 0) p.head_shift++;

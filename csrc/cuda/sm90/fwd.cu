@@ -301,6 +301,17 @@ __device__ __forceinline__ void write_rows(const float (&o)[C::kHeadDim / 2], co
     }
 }
 
+// The sink's part of each of the thread's rows.
+template <class C> __device__ __forceinline__ Softmax start_softmax(const Rows<C> &rows, int math_group) {
+    Softmax softmax;
+    for (int r = 0; r < 2; r++) {
+        const float s_aux = rows.s_aux[thread_row(math_group, r)];
+        softmax.pivot[r] = s_aux * kLog2e;
+        softmax.sum[r] = threadIdx.x % 4 == 0 ? static_cast<float>(sa_sink_sum(s_aux)) : 0.0f;
+    }
+    return softmax;
+}
+
 template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
     const int math_group = (C::kLooksAhead ? warp_uniform(threadIdx.x / 128) : threadIdx.x / 128) - 1;
     const bool leader = threadIdx.x % 128 == 0;
@@ -313,12 +324,7 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
         barrier_wait(&smem.q_full[queries.place()], queries.phase());
         const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
         float o[C::kHeadDim / 2] = {};
-        Softmax softmax;
-        for (int r = 0; r < 2; r++) {
-            const float s_aux = rows.s_aux[thread_row(math_group, r)];
-            softmax.pivot[r] = s_aux * kLog2e;
-            softmax.sum[r] = threadIdx.x % 4 == 0 ? static_cast<float>(sa_sink_sum(s_aux)) : 0.0f;
-        }
+        Softmax softmax = start_softmax<C>(rows, math_group);
         const sa_key_tiles &key_tiles = rows.work.tiles;
         const int end = key_tiles.end;
         int t = sa_key_tile_from(&key_tiles, 0);
