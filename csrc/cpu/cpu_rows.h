@@ -211,10 +211,10 @@ static sa_spans sa_spans_of(const sa_softmax_tile *t, int64_t lane) {
         first_end = end < first_end ? end : first_end;
         last = end > last ? end : last;
     }
-    spans.some.begin = first / SA_PACK * SA_PACK; /* whole cells */
+    spans.some.begin = (sa_position_t)first / SA_PACK * SA_PACK; /* whole cells */
     spans.some.end = sa_min(sa_ceil_div(last, SA_PACK) * SA_PACK, t->keys);
     spans.all.begin = sa_ceil_div(last_begin, SA_PACK) * SA_PACK;
-    spans.all.end = first_end / SA_PACK * SA_PACK;
+    spans.all.end = (sa_position_t)first_end / SA_PACK * SA_PACK;
     if (spans.all.begin >= spans.all.end) spans.all.begin = spans.all.end = spans.some.begin;
     return spans;
 }
