@@ -103,6 +103,17 @@ template <> __device__ __forceinline__ float widen<Fp16>(uint16_t half) {
     return x;
 }
 
+// The sum of the products of 8 pairs.
+template <class Element> __device__ __forceinline__ float dot(const uint4 &a, const uint4 &b) {
+    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+        sum = fmaf(widen<Element>(static_cast<uint16_t>(left[x / 2] >> 16 * (x % 2))),
+                   widen<Element>(static_cast<uint16_t>(right[x / 2] >> 16 * (x % 2))), sum);
+    return sum;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

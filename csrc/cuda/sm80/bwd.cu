@@ -171,17 +171,6 @@ template <class C> __device__ __forceinline__ void find_keys_of_rows(Smem<C> &sm
     }
 }
 
-// The sum of the products of 8 pairs.
-template <class Element> __device__ __forceinline__ float dot(const uint4 &a, const uint4 &b) {
-    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-        sum = fmaf(widen<Element>(static_cast<uint16_t>(left[x / 2] >> 16 * (x % 2))),
-                   widen<Element>(static_cast<uint16_t>(right[x / 2] >> 16 * (x % 2))), sum);
-    return sum;
-}
-
 // The owned rows' stats, delta = dO . O from the chunks of dO that this thread copied. Waits for the copies, for the block too.
 template <class C> __device__ __forceinline__ void find_stats(Smem<C> &smem, const sinkattn_bwd_args &args, Stats *stats) {
     static_assert(C::kTile <= C::kThreads, "a thread a row");

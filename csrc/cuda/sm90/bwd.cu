@@ -97,13 +97,6 @@ template <class C> struct Smem {
     uint64_t dq_full[C::kSums], dq_empty[C::kSums], finish_full;
 };
 
-template <int kLength> struct Ring {
-    uint32_t n = 0;
-
-    __device__ __forceinline__ uint32_t place() const { return n % kLength; }
-    __device__ __forceinline__ uint32_t phase() const { return n / kLength & 1; }
-};
-
 __device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }
 
 // Tiles of rows before the first row that sees a key.
@@ -198,16 +191,6 @@ __device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_
 }
 
 // ---- rows ----
-
-template <class Element> __device__ __forceinline__ float dot(const uint4 &a, const uint4 &b) {
-    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-        sum = fmaf(widen<Element>(static_cast<uint16_t>(left[x / 2] >> 16 * (x % 2))),
-                   widen<Element>(static_cast<uint16_t>(right[x / 2] >> 16 * (x % 2))), sum);
-    return sum;
-}
 
 template <class C>
 __global__ __launch_bounds__(128) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers) {

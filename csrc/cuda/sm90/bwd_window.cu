@@ -381,17 +381,6 @@ template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int sl
     }
 }
 
-// The sum of the products of 8 pairs.
-template <class Element> __device__ __forceinline__ float dot(const uint4 &a, const uint4 &b) {
-    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-        sum = fmaf(widen<Element>(static_cast<uint16_t>(left[x / 2] >> 16 * (x % 2))),
-                   widen<Element>(static_cast<uint16_t>(right[x / 2] >> 16 * (x % 2))), sum);
-    return sum;
-}
-
 // s_aux of the thread's row, found anew when its head is another.
 struct Sink {
     int head = -1;
@@ -669,7 +658,7 @@ __device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const s
 
 template <class C> __device__ __forceinline__ void run_math(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
     using Element = typename C::Element;
-    const int math_group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int math_group = warp_uniform(threadIdx.x / 128) - 1, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const int own_warp = threadIdx.x / 32 - 4;
     float *warp_sums = smem.sums[own_warp];
     float dk[32] = {}, dv[32] = {}, sums[2] = {};
