@@ -544,11 +544,12 @@ def test_frozen_sink_and_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(("q_len", "k_len", "batch"), [(0, 100, 1), (100, 0, 2), (0, 0, 1), (50, 50, 0)])
-def test_gradients_of_nothing(q_len: int, k_len: int, batch: int) -> None:
+@pytest.mark.parametrize("window", [(-1, -1), (127, 0)])
+def test_gradients_of_nothing(window: tuple[int, int], q_len: int, k_len: int, batch: int) -> None:
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     q, k, v = (torch.randn(batch, n, h, 64, **options) for n, h in ((q_len, 16), (k_len, 2), (k_len, 2)))
     s_aux = torch.randn(16, device="cuda", requires_grad=True)
-    out, lse = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, return_lse=True)
+    out, lse = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, window_size=window, return_lse=True)
     *grads, ds_aux = torch.autograd.grad((out, lse), (q, k, v, s_aux), (torch.ones_like(out), torch.ones_like(lse)))
     assert not any(x.any() for x in grads)
     assert torch.equal(ds_aux, torch.full_like(ds_aux, batch * q_len))  # a row without keys adds g

@@ -26,10 +26,13 @@ const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_inf
     return NULL;
 }
 
+/* The copy engine describes no tensor without elements. */
+static bool has_elements(const sinkattn_problem *p) { return p->q_len && p->k_len && (p->packed || p->batch); }
+
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine; scores may be scaled after their maximum. */
 const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
-    if (!p->q_len || !p->k_len) return "there are no rows or no keys";
+    if (!has_elements(p)) return "there are no rows or no keys";
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
 }
 
@@ -38,7 +41,7 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     const int64_t group = p->num_q_heads / p->num_kv_heads;
     if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
     if (group < 2 || info->tile_q % group) return "query heads a kv head must be 2 or more and divide its tile_q";
-    if (!p->q_len || !p->k_len) return "there are no rows or no keys";
+    if (!has_elements(p)) return "there are no rows or no keys";
     if (p->softmax_scale < 0.0) return "softmax_scale is negative";
     const sa_band band = sa_band_of(&p->mask, info->tile_k, info->tile_k);
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
@@ -48,7 +51,7 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
 const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
-    if (!p->q_len || !p->k_len) return "there are no rows or no keys";
+    if (!has_elements(p)) return "there are no rows or no keys";
     if (!sa_is_causal(&p->mask)) return "rows see keys after their own";
     return sa_window_keys(&p->mask) <= 2 * info->tile_k + 1 ? NULL : "left > 2 of its tile_k";
 }
@@ -56,7 +59,7 @@ const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_va
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine. */
 const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
-    return p->q_len && p->k_len ? NULL : "there are no rows or no keys";
+    return has_elements(p) ? NULL : "there are no rows or no keys";
 }
 
 const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {

@@ -192,7 +192,7 @@ static void test_the_backward_of_a_window_is_planned(void) {
               plan.workspace_bytes == 4 * 132 * (16 * 12 + 1) + 3,
           "%" PRId64 " bytes: %s", plan.workspace_bytes, plan.reason);
     sinkattn_problem ungrouped = base, odd = base, negative = base, wide = base, unbounded = base, two_sided = base, sinks = base,
-                     many = base, empty = base, large = base;
+                     many = base, empty = base, no_batch = base, large = base;
     ungrouped.num_q_heads = 2;
     odd.num_q_heads = 10;
     negative.softmax_scale = -1.0;
@@ -202,6 +202,7 @@ static void test_the_backward_of_a_window_is_planned(void) {
     sinks.mask.num_sink_tokens = 1;
     many.num_q_heads = 130;
     empty.k_len = 0;
+    no_batch.batch = 0;
     large.head_dim = 72;
     const struct {
         const sinkattn_problem *problem;
@@ -217,6 +218,7 @@ static void test_the_backward_of_a_window_is_planned(void) {
                  {&sinks, &device, " (64 x 64): it has no positional sink tokens"},
                  {&many, &device, " (64 x 64): more query heads a kv head than its tile_q"},
                  {&empty, &device, " (64 x 64): there are no rows or no keys"},
+                 {&no_batch, &device, " (64 x 64): there are no rows or no keys"},
                  {&large, &device, " (64 x 64): head_dim is above its largest"},
                  {&base, &older, ": it is for arch 90"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

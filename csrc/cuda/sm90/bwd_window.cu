@@ -855,7 +855,6 @@ extern "C" int64_t sa_cuda_bwd_window_workspace(const sinkattn_problem *problem,
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_window(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
-    if (args.fwd.problem.batch == 0 && !args.fwd.problem.packed) return sa_ok();
     if (args.fwd.problem.dtype == SINKATTN_BF16)
         return args.ds_aux ? sa::launch<sa::Bf16, true>(args, *plan, *context) : sa::launch<sa::Bf16, false>(args, *plan, *context);
     return args.ds_aux ? sa::launch<sa::Fp16, true>(args, *plan, *context) : sa::launch<sa::Fp16, false>(args, *plan, *context);

@@ -448,7 +448,6 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
         p.counter = launch_counter(context.workspace);
         p.tag = next_launch_tag();
     }
-    if (p.num_items == 0) return sa_ok();
     Encode encode = nullptr;
     unsigned *error_word;
     Maps maps;

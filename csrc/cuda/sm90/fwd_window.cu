@@ -388,8 +388,6 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
 
 template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
-    if (problem.batch == 0 && !problem.packed) return sa_ok();
-    if (problem.q_len == 0) return sa_ok();
     Problem p;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = kTileRows / p.group;
