@@ -80,8 +80,9 @@ def gpu_case(seed: str) -> Case:
     )
 
 
-def test_random_configurations_against_fp64(seed: int) -> None:
-    for index in range(RANDOM_CASES):
+@pytest.mark.parametrize("part", range(8))
+def test_random_configurations_against_fp64(seed: int, part: int) -> None:
+    for index in range(part, RANDOM_CASES, 8):
         assert_right_on_device(gpu_case(f"{seed}-{index}"))
 
 
