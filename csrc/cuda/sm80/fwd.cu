@@ -3,7 +3,7 @@
 // Forward for every architecture from sm_80: mma.sync, K and V by cp.async in two stages.
 //
 //     tile n + 1   load K, V ........................
-//     tile n             S = Q K^T | mask, softmax | O = O alpha + P V
+//     tile n             S = Q K^T | mask, maxima | P of 16 keys, O += P V of 16 keys, ..
 //
 // A block has one tile of rows, all heads of a group side by side; Q stays in shared memory, S, P and O in registers. A warp owns
 // kRowBlocks x 16 rows alone, so the softmax needs no shared memory. A row's sums run over key tiles anchored at key 0, and a masked key
@@ -17,6 +17,7 @@
 namespace sa {
 namespace {
 
+// A pivot follows its row's maximum only when that has grown by 2^kLazy: O is seldom multiplied.
 constexpr float kLazy = 8.0f;
 
 // kRowBlocks: of 16 rows, a warp. kMinBlocks: of threads, that an SM's registers are to hold.
@@ -168,8 +169,7 @@ __device__ __forceinline__ void mask_tile(float (&s)[C::kRowBlocks][C::kTileK / 
     }
 }
 
-// The rows' pivots over one more tile of scores: what to subtract from these, in log2 units; o and the sums follow. A pivot follows its
-// maximum only when that has grown by 2^kLazy: o is seldom multiplied.
+// The rows' pivots over one more tile of scores, which o and the sums follow. from: what to subtract from the scores, in log2 units.
 template <class C>
 __device__ __forceinline__ void raise_pivots(float (&from)[2 * C::kRowBlocks], const float (&s)[C::kRowBlocks][C::kTileK / 8][4],
                                              float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], Rows<C> &rows, float scale_log2) {
