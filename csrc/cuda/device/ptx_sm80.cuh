@@ -46,6 +46,12 @@ template <int kThreads> __device__ __forceinline__ void bar_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
+// What depends on it is computed where it stands, and takes no registers throughout a loop.
+__device__ __forceinline__ int computed_here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
