@@ -110,8 +110,10 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
     cudaSetDevice(before);
     if (status.code || !errors) return status;
     const char *cu_seqlens = errors & sa::kBadCuSeqlens ? "cu_seqlens did not start at 0, decreased or ended past the tensor; " : "";
-    const char *cache_seqlens = errors & sa::kBadCacheSeqlens ? "cache_seqlens was negative or above the capacity; " : "";
-    const char *block_table = errors & sa::kBadBlockTable ? "block_table named a page outside the cache, whose keys were read as 0; " : "";
+    const char *cache_seqlens =
+        errors & sa::kBadCacheSeqlens ? "cache_seqlens was negative or above the capacity, new keys included; " : "";
+    const char *block_table =
+        errors & sa::kBadBlockTable ? "block_table named a page outside the cache, whose keys were read as 0 and not written; " : "";
     return sa_status(SINKATTN_INVALID, "CUDA device %d: %s%s%sthe call clamped them, so its results are not what was meant", (int)ordinal,
                      cu_seqlens, cache_seqlens, block_table);
 }
