@@ -63,7 +63,7 @@ class StreamingCache(Cache):
         layers: list[Any] = [
             _StreamingLayer(window, num_sink_tokens, turn)
             if t == "full_attention"
-            else DynamicSlidingWindowLayer(config)
+            else DynamicSlidingWindowLayer(sliding_window=config.sliding_window)
             for t in types
         ]
         super().__init__(layers=layers)
