@@ -204,7 +204,8 @@ def flash_attn_with_kvcache(
     [batch, new, num_kv_heads, head_dim] are first written into the cache, in place, behind the keys in use, and count
     as in use in this call; cache_seqlens stays as it is, for the caller to count on. num_splits is the parts that a
     sequence's keys are cut into, 0 the planner's choice; invariant=True gives the bits of flash_attn_func's row,
-    whatever the batch, on the CPU alone; on CUDA a positive num_splits gives bits that do not depend on the batch.
+    whatever the batch, on CUDA up to head_dim 256 and in some multiple of the time; there a positive num_splits gives
+    bits that do not depend on the batch either.
     head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
     the cache raise ValueError on the CPU, before anything is written; on CUDA, where no length is read on the host,
     they are clamped, keys of such pages are read as 0 and new ones without a slot not written, and check_errors()

@@ -55,6 +55,7 @@ const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinka
 const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_local_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 
 /* A CUDA decode whose parts the kernel cuts by the lengths it finds, rather than each sequence into plan.num_splits. */

@@ -257,7 +257,8 @@ sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tens
 void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux, const Maybe &cache_seqlens,
             const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens, int64_t num_splits,
             bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch) {
-    Inputs in = common_inputs(SINKATTN_DECODE, q, k_cache, v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
+    const at::Tensor rows = invariant && !q.is_cpu() ? q.contiguous() : q; // it is a packed forward there
+    Inputs in = common_inputs(SINKATTN_DECODE, rows, k_cache, v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
     sinkattn_decode_args args = decode_args(in, q, k_cache, cache_seqlens, block_table, num_splits, invariant);
     args.fwd = in.args;
     args.fwd.out = written_rows_of(out);
