@@ -453,6 +453,11 @@ def test_invariant_depends_on_nothing_else(page_size: int) -> None:
         turned = {name: x.transpose(1, 2).contiguous().transpose(1, 2) if name in ("k", "v", "q") else x
                   for name, x in t.items()}  # fmt: skip
         assert_same(invariant(turned, -1, 0), (out, lse))
+        mixed = wide | {"v": t["v"].transpose(1, 3).contiguous().transpose(1, 3)}
+        assert_same(invariant(mixed, -1, 0), (out, lse))
+        shared = t | {name: t[name][4:5].expand_as(t[name]) for name in ("k", "v")}
+        copied = t | {name: shared[name].contiguous() for name in ("k", "v")}
+        assert_same(invariant(shared, -1, 0), invariant(copied, -1, 0))
 
 
 def test_invariant_lengths_change_between_replays() -> None:
