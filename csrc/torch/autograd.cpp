@@ -166,6 +166,21 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     for (const at::Tensor *written : {&out, &lse, &scratch}) torch::autograd::impl::bump_version(*written);
 }
 
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+                     const Maybe &block_table) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !wants_grad(k_cache, v_cache, k, v),
+        "sinkattn: keys and values in a cache have no gradients; append under torch.no_grad(), or what is detached");
+    static const auto op = find<decltype(append_kv)>("sinkattn::append_kv");
+    at::Tensor after;
+    {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        after = op.call(k_cache, v_cache, k, v, cache_seqlens, block_table);
+    }
+    for (const at::Tensor *written : {&k_cache, &v_cache}) torch::autograd::impl::bump_version(*written);
+    return after;
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
@@ -173,6 +188,7 @@ TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
     m.impl("flash_attn_bwd", Differentiable<FlashAttnBwd>::kernel);
     m.impl("flash_decode", Differentiable<FlashDecode>::kernel);
     m.impl("flash_decode_out", flash_decode_out);
+    m.impl("append_kv", append_kv);
 }
 
 } // namespace sinkattn
