@@ -34,14 +34,14 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_,
     static_assert(kLoaderRegisters + kGroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
 };
 
-// A tile of rows, and row by row what the math needs of it.
+// A tile of rows, and what the math needs of it, token by token and head by head. Row r is head r % group of token r / group.
 template <class C> struct Rows {
     Work work;
     bool exists;
-    int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // keys: [begin, end) and [0, sink_end)
-    float s_aux[C::kTileQ];
-    int64_t out[C::kTileQ]; // offset; -1: no such row
-    int64_t lse;            // offset, of the first row
+    int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
+    int64_t out[C::kTileQ];                                    // of a token, offset of its first head; -1: no such token
+    float s_aux[C::kTileQ];                                    // of a head
+    int64_t lse;                                               // offset, of the first row
 };
 
 template <class C> struct Smem {
@@ -59,25 +59,62 @@ struct Maps {
 
 struct Problem {
     unsigned long long *counter, tag; // NULL: blocks take items in a fixed order
-    unsigned num_tiles, num_items;
+    unsigned num_kv_heads, num_tiles, num_items;
     int group, tokens; // heads and tokens of a tile of rows
     int group_inverse; // of 2^16, for row / group below kTileQ
     float scale_log2;
 };
 
+// The sequence that tile n belongs to; in a packed batch the last one whose first tile, rows before / tokens + b, is at most n. By the
+// lanes of a warp, each looking at another sequence.
+__device__ __forceinline__ int sequence_of_tile(const sinkattn_fwd_args &args, const Problem &p, int n) {
+    const int batch = static_cast<int>(args.problem.batch);
+    if (!args.problem.packed) return n % batch;
+    int low = 0, high = batch + 1;
+    while (high - low > 1) {
+        const int step = (high - low + 31) / 32, b = low + static_cast<int>(threadIdx.x % 32) * step;
+        const bool begun = b < high && rows_before(args, b) < static_cast<int64_t>(n - b + 1) * p.tokens;
+        low += (31 - __clz(__ballot_sync(0xffffffffu, begun) | 1)) * step;
+        high = min(high, low + step);
+    }
+    return low;
+}
+
+// As find_work, for tiles of whole tokens. False when the tile has none.
+template <class C>
+__device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const Problem &p, int kv_head, int b, int n, Work &work) {
+    const int first = args.problem.packed ? static_cast<int>(rows_before(args, b)) / p.tokens + b : 0;
+    const int within = args.problem.packed ? n - first : n / static_cast<int>(args.problem.batch);
+    work.group = p.group;
+    work.kv_head = kv_head;
+    work.has_sink = args.s_aux && b < args.problem.batch;
+    work.sequence = sequence_or_tail(args, b);
+    work.band = sa_band_of(&args.problem.mask, work.sequence.q_len, work.sequence.k_len);
+    if (within < 0 || static_cast<int64_t>(within) * p.tokens >= work.sequence.q_len) return false;
+    work.tokens.begin = within * p.tokens;
+    work.tokens.end = sa_first(work.tokens.begin + p.tokens, work.band.q_len);
+    work.rows = {work.tokens.begin * p.group, work.tokens.end * p.group};
+    work.tiles = sa_key_tiles_of(&work.band, work.tokens, C::kTileK);
+    return true;
+}
+
 template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
     const Work &work = rows.work;
-    if (threadIdx.x % 32 == 0) rows.lse = sa_row_index(&args.problem, &work.sequence, work.kv_head * p.group, work.tokens.begin);
+    const int lane = threadIdx.x % 32;
+    const int64_t first_head = work.kv_head * p.group;
+    if (lane == 0) rows.lse = sa_row_index(&args.problem, &work.sequence, first_head, work.tokens.begin);
 #pragma unroll 1
-    for (int row = threadIdx.x % 32; row < C::kTileQ; row += 32) {
-        const int64_t token = work.tokens.begin + row / p.group, head = work.kv_head * p.group + row % p.group;
+    for (int head = lane; head < p.group; head += 32)
+        rows.s_aux[head] = work.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, first_head + head)) : -INFINITY;
+#pragma unroll 1
+    for (int i = lane; i * p.group < C::kTileQ; i += 32) { // one more than p.tokens where the group does not divide the tile
+        const sa_position_t token = work.tokens.begin + i;
         const bool real = token < work.tokens.end;
         const sa_range keys = real ? sa_row_band(&work.band, token) : sa_range{0, 0};
-        rows.begin[row] = static_cast<int>(keys.begin);
-        rows.end[row] = static_cast<int>(keys.end);
-        rows.sink_end[row] = real ? static_cast<int>(sa_row_sink_end(&work.band, token)) : 0;
-        rows.s_aux[row] = work.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, head)) : -INFINITY;
-        rows.out[row] = real ? sa_offset(&args.out, work.sequence.batch, work.sequence.q_begin + token, head) : -1;
+        rows.begin[i] = keys.begin;
+        rows.end[i] = keys.end;
+        rows.sink_end[i] = real ? sa_row_sink_end(&work.band, token) : 0;
+        rows.out[i] = real ? sa_offset(&args.out, work.sequence.batch, work.sequence.q_begin + token, first_head) : -1;
     }
 }
 
@@ -96,15 +133,17 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
         Rows<C> &rows = smem.rows[ring.place()];
         barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
         bool exists = false;
-        if (leader) {
-            while (!exists && item < p.num_items) {
+        while (!exists && item < p.num_items) {
+            const int tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
+            if (leader) {
                 const unsigned next = item_of_round(p, ++round); // arrives while this one is described
-                exists = find_work(args, p.tokens * p.group, C::kTileK, p.num_tiles, item, rows.work);
+                exists = describe_tile<C>(args, p, item % p.num_kv_heads, b, tile, rows.work);
                 item = next;
             }
-            rows.exists = exists;
+            item = __shfl_sync(0xffffffffu, item, 0);
+            exists = __shfl_sync(0xffffffffu, exists, 0);
         }
-        exists = __shfl_sync(0xffffffffu, exists, 0);
+        if (leader) rows.exists = exists;
         __syncwarp(); // the lanes see the work
         if (exists) describe_rows<C>(rows, args, p);
         barrier_arrive(&smem.rows_full[ring.place()]);
@@ -191,16 +230,24 @@ __device__ __forceinline__ void pv_product(float (&o)[C::kHeadDim / 2], const ui
     wgmma_commit();
 }
 
-// The i-th of a thread's two rows, in the tile.
-__device__ __forceinline__ int thread_row(int math_group, int i) {
-    return 64 * math_group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
-}
+// The i-th of a thread's two rows, its token and head in the tile.
+struct ThreadRow {
+    int token, head;
+
+    __device__ __forceinline__ ThreadRow(const Problem &p, int math_group, int i) {
+        const int row = 64 * math_group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+        token = row * p.group_inverse >> 16;
+        head = row - token * p.group;
+    }
+};
 
 // Scores to -inf where the row does not see the key: past its last one, or before its window and not a sink.
-template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Rows<C> &rows, int math_group, int t) {
+template <class C>
+__device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Problem &p, const Rows<C> &rows, int math_group, int t) {
     const int column = t * C::kTileK + 2 * (threadIdx.x % 4);
+    const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
     if (t >= rows.work.tiles.full_end) {
-        const int end[2] = {rows.end[thread_row(math_group, 0)] - column, rows.end[thread_row(math_group, 1)] - column};
+        const int end[2] = {rows.end[token[0]] - column, rows.end[token[1]] - column};
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++)
             if (8 * (i / 4) + (i & 1) >= end[i / 2 & 1]) s[i] = -INFINITY;
@@ -208,8 +255,8 @@ template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTile
     if (t < rows.work.tiles.full_begin) {
         int begin[2], sink_end[2];
         for (int r = 0; r < 2; r++) {
-            begin[r] = rows.begin[thread_row(math_group, r)] - column;
-            sink_end[r] = rows.sink_end[thread_row(math_group, r)] - column;
+            begin[r] = rows.begin[token[r]] - column;
+            sink_end[r] = rows.sink_end[token[r]] - column;
         }
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++) {
@@ -261,14 +308,14 @@ template <class C> __device__ __forceinline__ void rescale(float (&o)[C::kHeadDi
 }
 
 template <class C>
-__device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const sinkattn_fwd_args &args, const Rows<C> &rows, int math_group,
-                                           int t) {
+__device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const sinkattn_fwd_args &args, const Problem &p,
+                                           const Rows<C> &rows, int math_group, int t) {
     const auto *data = static_cast<const uint16_t *>(args.v.data);
-    const int row[2] = {thread_row(math_group, 0), thread_row(math_group, 1)};
+    const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
 #pragma unroll 1
     for (int j = t * C::kTileK; j < (t + 1) * C::kTileK && j < rows.work.sequence.k_len; j++)
         add_unfinite<typename C::Element>(o, data + key_offset(rows.work, args.v, j), args.problem.head_dim, [&](int i) {
-            return (j >= rows.begin[row[i]] && j < rows.end[row[i]]) || j < rows.sink_end[row[i]];
+            return (j >= rows.begin[token[i]] && j < rows.end[token[i]]) || j < rows.sink_end[token[i]];
         });
 }
 
@@ -279,13 +326,13 @@ __device__ __forceinline__ void write_rows(const float (&o)[C::kHeadDim / 2], co
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float sum = quad_sum(softmax.sum[r]), factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
-        const int row = thread_row(math_group, r);
-        const int64_t at = rows.out[row];
-        if (at >= 0 && threadIdx.x % 4 == 0) {
-            const float s_aux = rows.s_aux[row];
+        const ThreadRow row(p, math_group, r);
+        const bool real = rows.out[row.token] >= 0;
+        const int64_t at = rows.out[row.token] + row.head * args.out.head_stride;
+        if (real && threadIdx.x % 4 == 0) {
+            const float s_aux = rows.s_aux[row.head];
             const float pivot = softmax.pivot[r] == s_aux * kLog2e ? s_aux : softmax.pivot[r] * kLn2; // without keys: s_aux itself
-            const int token = row * p.group_inverse >> 16;
-            static_cast<float *>(args.lse)[rows.lse + (row - token * p.group) * args.problem.q_len + token] =
+            static_cast<float *>(args.lse)[rows.lse + row.head * args.problem.q_len + row.token] =
                 sum == 0.0f ? -INFINITY : pivot + logf(sum);
         }
 #pragma unroll
@@ -296,16 +343,16 @@ __device__ __forceinline__ void write_rows(const float (&o)[C::kHeadDim / 2], co
                 x[c] = pack_halves<typename C::Element>(o[4 * (n + c) + 2 * r] * factor, o[4 * (n + c) + 2 * r + 1] * factor);
             quad_transpose(x);
             const int column = 8 * (n + threadIdx.x % 4);
-            if (at >= 0 && column < args.problem.head_dim) *reinterpret_cast<uint4 *>(out + at + column) = {x[0], x[1], x[2], x[3]};
+            if (real && column < args.problem.head_dim) *reinterpret_cast<uint4 *>(out + at + column) = {x[0], x[1], x[2], x[3]};
         }
     }
 }
 
 // The sink's part of each of the thread's rows.
-template <class C> __device__ __forceinline__ Softmax start_softmax(const Rows<C> &rows, int math_group) {
+template <class C> __device__ __forceinline__ Softmax start_softmax(const Problem &p, const Rows<C> &rows, int math_group) {
     Softmax softmax;
     for (int r = 0; r < 2; r++) {
-        const float s_aux = rows.s_aux[thread_row(math_group, r)];
+        const float s_aux = rows.s_aux[ThreadRow(p, math_group, r).head];
         softmax.pivot[r] = s_aux * kLog2e;
         softmax.sum[r] = threadIdx.x % 4 == 0 ? static_cast<float>(sa_sink_sum(s_aux)) : 0.0f;
     }
@@ -324,7 +371,7 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
         barrier_wait(&smem.q_full[queries.place()], queries.phase());
         const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
         float o[C::kHeadDim / 2] = {};
-        Softmax softmax = start_softmax<C>(rows, math_group);
+        Softmax softmax = start_softmax<C>(p, rows, math_group);
         const sa_key_tiles &key_tiles = rows.work.tiles;
         const int end = key_tiles.end;
         int t = sa_key_tile_from(&key_tiles, 0);
@@ -337,7 +384,7 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
             wgmma_wait<0>();
             computed(s);
             if (leader) barrier_arrive(&smem.k_empty[ring.place()]);
-            if (masked) mask_tile<C>(s, rows, math_group, t);
+            if (masked) mask_tile<C>(s, p, rows, math_group, t);
             softmax_step<C>(s, softmax, alpha, p.scale_log2);
             // Asked before the product that lets the stage go.
             const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
@@ -348,7 +395,7 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
                 wgmma_wait<0>();
                 computed(o);
                 if (leader) barrier_arrive(&smem.v_empty[ring.place()]);
-                if (hidden) add_hidden<C>(o, args, rows, math_group, t);
+                if (hidden) add_hidden<C>(o, args, p, rows, math_group, t);
                 ring.n++;
             };
             // The scores of the next key tile, under the product of this one's weights and values.
@@ -363,7 +410,7 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
                 wgmma_wait<1>();
                 computed(s);
                 if (leader) barrier_arrive(&smem.k_empty[keys.place()]);
-                if (next_masked) mask_tile<C>(s, rows, math_group, next);
+                if (next_masked) mask_tile<C>(s, p, rows, math_group, next);
                 softmax_step<C>(s, softmax, alpha, p.scale_log2);
                 const bool grown = __any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f);
                 barrier_wait(&smem.v_ready[keys.place()], keys.phase());
@@ -439,6 +486,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     const int64_t num_tiles = num_row_tiles(problem, p.tokens * p.group), num_items = num_tiles * problem.num_kv_heads;
     if (num_items > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_items));
+    p.num_kv_heads = static_cast<unsigned>(problem.num_kv_heads);
     p.num_tiles = static_cast<unsigned>(num_tiles);
     p.num_items = static_cast<unsigned>(num_items);
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
