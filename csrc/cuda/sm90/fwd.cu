@@ -36,10 +36,10 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_,
 
 // A tile of rows, and what the math needs of it, token by token and head by head. Row r is head r % group of token r / group.
 template <class C> struct Rows {
+    uint64_t full, empty;
     Work work;
     bool exists;
     int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
-    int64_t out[C::kTileQ];                                    // of a token, offset of its first head; -1: no such token
     float s_aux[C::kTileQ];                                    // of a head
     int64_t lse;                                               // offset, of the first row
 };
@@ -49,12 +49,12 @@ template <class C> struct Smem {
     alignas(1024) unsigned char keys[C::kStages][C::kHalves * C::kKeyHalf], values[C::kStages][C::kHalves * C::kKeyHalf];
     Rows<C> rows[C::kSlots];
     bool unfinite[C::kStages][C::kCheckers];
-    uint64_t rows_full[C::kSlots], rows_empty[C::kSlots], q_full[2], q_empty[2];
+    uint64_t q_full[2], q_empty[2];
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_ready[C::kStages], v_empty[C::kStages];
 };
 
 struct Maps {
-    CUtensorMap q, k, v;
+    CUtensorMap q, k, v, out;
 };
 
 struct Problem {
@@ -62,6 +62,7 @@ struct Problem {
     unsigned num_kv_heads, num_tiles, num_items;
     int group, tokens; // heads and tokens of a tile of rows
     int group_inverse; // of 2^16, for row / group below kTileQ
+    int copied;        // tokens of a math group's rows, 0 where they are not whole
     float scale_log2;
 };
 
@@ -114,7 +115,6 @@ template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, 
         rows.begin[i] = keys.begin;
         rows.end[i] = keys.end;
         rows.sink_end[i] = real ? sa_row_sink_end(&work.band, token) : 0;
-        rows.out[i] = real ? sa_offset(&args.out, work.sequence.batch, work.sequence.q_begin + token, first_head) : -1;
     }
 }
 
@@ -131,7 +131,7 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
     unsigned item = blockIdx.x, round = 0;
     for (Ring<C::kSlots> ring;; ring.n++) {
         Rows<C> &rows = smem.rows[ring.place()];
-        barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
+        barrier_wait(&smem.rows[ring.place()].empty, ring.phase() ^ 1);
         bool exists = false;
         while (!exists && item < p.num_items) {
             const int tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
@@ -146,7 +146,7 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
         if (leader) rows.exists = exists;
         __syncwarp(); // the lanes see the work
         if (exists) describe_rows<C>(rows, args, p);
-        barrier_arrive(&smem.rows_full[ring.place()]);
+        barrier_arrive(&smem.rows[ring.place()].full);
         if (!exists) return;
     }
 }
@@ -159,9 +159,9 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
                         static_cast<int>(work.sequence.k_begin) + t * C::kTileK, static_cast<int>(work.sequence.batch));
     };
     Ring<C::kStages> ring;
-    Ring<2> queries;
-    for (Ring<C::kSlots> tiles;; tiles.n++, queries.n++) {
-        barrier_wait(&smem.rows_full[tiles.place()], tiles.phase());
+    for (Ring<C::kSlots> tiles;; tiles.n++) {
+        const Ring<2> queries{tiles.n};
+        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
         if (!smem.rows[tiles.place()].exists) return;
         uint64_t *q_full = &smem.q_full[queries.place()];
         barrier_wait(&smem.q_empty[queries.place()], queries.phase() ^ 1);
@@ -186,7 +186,7 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
     const int checker = threadIdx.x / 32 - 2;
     Ring<C::kStages> ring;
     for (Ring<C::kSlots> tiles;; tiles.n++) {
-        barrier_wait(&smem.rows_full[tiles.place()], tiles.phase());
+        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
         if (!smem.rows[tiles.place()].exists) return;
         const Work &work = smem.rows[tiles.place()].work;
         for (int t = sa_key_tile_from(&work.tiles, 0); t < work.tiles.end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
@@ -201,7 +201,7 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
             if (threadIdx.x % 32 == 0) smem.unfinite[ring.place()][checker] = found;
             barrier_arrive(&smem.v_ready[ring.place()]);
         }
-        barrier_arrive(&smem.rows_empty[tiles.place()]);
+        barrier_arrive(&smem.rows[tiles.place()].empty);
     }
 }
 
@@ -235,7 +235,9 @@ struct ThreadRow {
     int token, head;
 
     __device__ __forceinline__ ThreadRow(const Problem &p, int math_group, int i) {
-        const int row = 64 * math_group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+        int thread = threadIdx.x % 128;
+        asm volatile("" : "+r"(thread)); // worked out anew where it is needed: there is no register to keep it in
+        const int row = 64 * math_group + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
         token = row * p.group_inverse >> 16;
         head = row - token * p.group;
     }
@@ -319,33 +321,63 @@ __device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const si
         });
 }
 
+// What to multiply O by; lse is written, by two lanes of four.
 template <class C>
-__device__ __forceinline__ void write_rows(const float (&o)[C::kHeadDim / 2], const Softmax &softmax, const sinkattn_fwd_args &args,
-                                           const Problem &p, const Rows<C> &rows, int math_group) {
-    auto *out = static_cast<uint16_t *>(args.out.data);
+__device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args, const Problem &p,
+                                               const Rows<C> &rows, int math_group) {
+    const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
+    for (int r = 0; r < 2; r++) factor[r] = sum[r] == 0.0f ? 0.0f : reciprocal_approx(sum[r]);
+    const int r = threadIdx.x % 4;
+    const ThreadRow row(p, math_group, r);
+    if (r >= 2 || row.token >= rows.work.tokens.end - rows.work.tokens.begin) return;
+    const float s_aux = rows.s_aux[row.head], log2_pivot = r ? softmax.pivot[1] : softmax.pivot[0], total = r ? sum[1] : sum[0];
+    const float pivot = log2_pivot == s_aux * kLog2e ? s_aux : log2_pivot * kLn2; // without keys: s_aux itself
+    static_cast<float *>(args.lse)[rows.lse + row.head * args.problem.q_len + row.token] = total == 0.0f ? -INFINITY : pivot + logf(total);
+}
+
+// To where the group's queries were, as they were.
+template <class C> __device__ __forceinline__ void stage_out(uint32_t slot, const float (&o)[C::kHeadDim / 2], const float (&factor)[2]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    const uint32_t to = slot + row * kRowBytes;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float sum = quad_sum(softmax.sum[r]), factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
-        const ThreadRow row(p, math_group, r);
-        const bool real = rows.out[row.token] >= 0;
-        const int64_t at = rows.out[row.token] + row.head * args.out.head_stride;
-        if (real && threadIdx.x % 4 == 0) {
-            const float s_aux = rows.s_aux[row.head];
-            const float pivot = softmax.pivot[r] == s_aux * kLog2e ? s_aux : softmax.pivot[r] * kLn2; // without keys: s_aux itself
-            static_cast<float *>(args.lse)[rows.lse + row.head * args.problem.q_len + row.token] =
-                sum == 0.0f ? -INFINITY : pivot + logf(sum);
-        }
+    for (int n = 0; n < C::kHeadDim / 8; n += 2) {
+        uint32_t x[4];
 #pragma unroll
-        for (int n = 0; n < C::kHeadDim / 8; n += 4) {
-            uint32_t x[4];
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                x[c] = pack_halves<typename C::Element>(o[4 * (n + c) + 2 * r] * factor, o[4 * (n + c) + 2 * r + 1] * factor);
-            quad_transpose(x);
-            const int column = 8 * (n + threadIdx.x % 4);
-            if (real && column < args.problem.head_dim) *reinterpret_cast<uint4 *>(out + at + column) = {x[0], x[1], x[2], x[3]};
-        }
+        for (int i = 0; i < 4; i++)
+            x[i] = pack_halves<typename C::Element>(o[4 * n + 2 * i] * factor[i % 2], o[4 * n + 2 * i + 1] * factor[i % 2]);
+        stmatrix_x4(to + n / 8 * C::kQueryHalf + ((n % 8 + lane / 16 ^ lane % 8) << 4), x);
     }
+}
+
+// By one copy; or by threads, where the group has tokens in part or the tile ends before.
+template <class C>
+__device__ __forceinline__ bool write_out(const unsigned char *slot, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p,
+                                          const Rows<C> &rows, int math_group) {
+    const Work &work = rows.work;
+    const int num_tokens = work.tokens.end - work.tokens.begin, first = math_group * p.copied;
+    const int64_t token = work.sequence.q_begin + work.tokens.begin, head = work.kv_head * p.group;
+    async_fence();
+    bar_sync<128>(1 + math_group);
+    if (p.copied && first + p.copied <= num_tokens) {
+        if (threadIdx.x % 128) return true;
+        for (int half = 0; half < C::kHalves; half++)
+            tensor_store(&maps.out, slot + half * C::kQueryHalf, 64 * half, static_cast<int>(head), static_cast<int>(token + first),
+                         static_cast<int>(work.sequence.batch));
+        store_commit();
+        return true;
+    }
+    auto *out = static_cast<uint16_t *>(args.out.data) + sa_offset(&args.out, work.sequence.batch, token, head);
+#pragma unroll 1
+    for (int x = threadIdx.x % 128; x < 64 * 8 * C::kHalves; x += 128) {
+        const int row = x / (8 * C::kHalves), column = x % (8 * C::kHalves) * 8;
+        const int at = 64 * math_group + row, i = at * p.group_inverse >> 16;
+        if (i >= num_tokens || column >= args.problem.head_dim) continue;
+        *reinterpret_cast<uint4 *>(out + i * args.out.row_stride + (at - i * p.group) * args.out.head_stride + column) =
+            *reinterpret_cast<const uint4 *>(slot + column / 64 * C::kQueryHalf + row * kRowBytes + ((column / 8 % 8 ^ row % 8) << 4));
+    }
+    async_fence();
+    bar_sync<128>(1 + math_group);
+    return false;
 }
 
 // The sink's part of each of the thread's rows.
@@ -359,18 +391,25 @@ template <class C> __device__ __forceinline__ Softmax start_softmax(const Proble
     return softmax;
 }
 
-template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
-    const int math_group = (C::kLooksAhead ? warp_uniform(threadIdx.x / 128) : threadIdx.x / 128) - 1;
+template <class C>
+__device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+    const int math_group = warp_uniform(threadIdx.x / 128) - 1;
     const bool leader = threadIdx.x % 128 == 0;
     Ring<C::kStages> ring;
-    Ring<2> queries;
-    for (Ring<C::kSlots> tiles;; tiles.n++, queries.n++) {
-        barrier_wait(&smem.rows_full[tiles.place()], tiles.phase());
-        const Rows<C> &rows = smem.rows[tiles.place()];
-        if (!rows.exists) return;
+    bool copying = false; // out of the tile before, from where its queries were
+    for (Ring<C::kSlots> tiles;; tiles.n++) {
+        const Ring<2> queries{tiles.n};
+        const auto end_copy = [&] {
+            if (!copying || !leader) return;
+            store_wait_read<0>();
+            barrier_arrive(&smem.q_empty[queries.next().place()]); // the one before
+        };
+        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
+        Rows<C> &rows = smem.rows[tiles.place()];
+        if (!rows.exists) break;
         barrier_wait(&smem.q_full[queries.place()], queries.phase());
         const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
-        float o[C::kHeadDim / 2] = {};
+        float o[C::kHeadDim / 2] = {}, factor[2];
         Softmax softmax = start_softmax<C>(p, rows, math_group);
         const sa_key_tiles &key_tiles = rows.work.tiles;
         const int end = key_tiles.end;
@@ -384,6 +423,7 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
             wgmma_wait<0>();
             computed(s);
             if (leader) barrier_arrive(&smem.k_empty[ring.place()]);
+            end_copy();
             if (masked) mask_tile<C>(s, p, rows, math_group, t);
             softmax_step<C>(s, softmax, alpha, p.scale_log2);
             // Asked before the product that lets the stage go.
@@ -425,15 +465,19 @@ template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, 
                 pack<C>(weights, s);
             }
             pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
+            finish_softmax<C>(factor, softmax, args, p, rows, math_group);
             finish_values();
+        } else {
+            finish_softmax<C>(factor, softmax, args, p, rows, math_group);
+            end_copy();
         }
-        write_rows<C>(o, softmax, args, p, rows, math_group);
-        bar_sync<128>(1 + math_group); // the group has read the queries and the rows
-        if (leader) {
-            barrier_arrive(&smem.rows_empty[tiles.place()]);
-            barrier_arrive(&smem.q_empty[queries.place()]);
-        }
+        unsigned char *slot = smem.queries[queries.place()] + 64 * math_group * kRowBytes;
+        stage_out<C>(q, o, factor);
+        copying = write_out<C>(slot, args, maps, p, rows, math_group); // the group has read the queries and the rows
+        if (leader) barrier_arrive(&rows.empty);
+        if (leader && !copying) barrier_arrive(&smem.q_empty[queries.place()]);
     }
+    if (leader) store_wait();
 }
 
 template <class C>
@@ -445,8 +489,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kSlots; i++) {
-            barrier_init(&smem.rows_full[i], 32);
-            barrier_init(&smem.rows_empty[i], C::kGroups + 32 * C::kCheckers);
+            barrier_init(&smem.rows[i].full, 32);
+            barrier_init(&smem.rows[i].empty, C::kGroups + 32 * C::kCheckers);
         }
         for (int i = 0; i < 2; i++) {
             barrier_init(&smem.q_full[i], 1);
@@ -470,7 +514,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         if (threadIdx.x >= 64) check_tiles<C>(smem);
     } else {
         registers_up<C::kMathRegisters>();
-        compute_tiles<C>(smem, args, p);
+        compute_tiles<C>(smem, args, maps, p);
     }
 #else
     __trap();
@@ -489,6 +533,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     p.num_kv_heads = static_cast<unsigned>(problem.num_kv_heads);
     p.num_tiles = static_cast<unsigned>(num_tiles);
     p.num_items = static_cast<unsigned>(num_items);
+    p.copied = 64 % p.group ? 0 : 64 / p.group;
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     p.counter = nullptr;
     p.tag = 0;
@@ -504,6 +549,8 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     if (!status.code) status = encode_map(encode, &maps.q, problem, args.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
     if (!status.code) status = encode_map(encode, &maps.k, problem, args.k, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "k");
     if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "v");
+    if (!status.code && p.copied)
+        status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.copied, p.group, "out");
     if (!status.code)
         status = sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(fwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                                              static_cast<int>(sizeof(Smem<C>))));
