@@ -9,12 +9,14 @@
 //
 // A block stays on its multiprocessor and walks over tiles of rows, tokens x the heads of a group, the last of a sequence first; every
 // other round in reverse, which evens out what the blocks get. A math group owns 64 rows; S, P and O live in its registers, and the three
-// groups are out of step. The pivot of a row follows its maximum only when that has grown by 2^kLazy, so O is seldom rescaled. Key tiles
-// lie at multiples of kTileK from key 0 and a masked key adds zero: a row's bits are its own.
+// groups are out of step. Out leaves through the place of the queries. A row's pivot is its maximum over its first key tile; later maxima
+// are not looked for, and the rare row that outgrows its pivot is scored once more. Key tiles lie at multiples of kTileK from key 0 and a
+// masked key adds zero: a row's bits are its own.
 //
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
 #include "cuda/attn/launch_counter.cuh"
+#include "cuda/attn/mma_tile.cuh"
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -27,7 +29,6 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_,
     static constexpr int kGroups = kTileQ / 64, kThreads = 128 * (kGroups + 1), kCheckers = 2;
     static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
-    static constexpr bool kLooksAhead = kHeadDim > 64; // finds the tile after the next before P V is done; measured, either way
     static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0, "swizzled rows, rows of a wgmma, keys of a wgmma");
@@ -40,6 +41,7 @@ template <class C> struct Rows {
     Work work;
     bool exists;
     int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
+    int first[C::kTileQ];                                      // of a token, the key tile of its first key
     float s_aux[C::kTileQ];                                    // of a head
     int64_t lse;                                               // offset, of the first row
 };
@@ -68,13 +70,13 @@ struct Problem {
 
 // The sequence that tile n belongs to; in a packed batch the last one whose first tile, rows before / tokens + b, is at most n. By the
 // lanes of a warp, each looking at another sequence.
-__device__ __forceinline__ int sequence_of_tile(const sinkattn_fwd_args &args, const Problem &p, int n) {
-    const int batch = static_cast<int>(args.problem.batch);
+__device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned n) {
+    const auto batch = static_cast<unsigned>(args.problem.batch);
     if (!args.problem.packed) return n % batch;
-    int low = 0, high = batch + 1;
+    unsigned low = 0, high = batch + 1;
     while (high - low > 1) {
-        const int step = (high - low + 31) / 32, b = low + static_cast<int>(threadIdx.x % 32) * step;
-        const bool begun = b < high && rows_before(args, b) < static_cast<int64_t>(n - b + 1) * p.tokens;
+        const unsigned step = (high - low + 31) / 32, b = low + threadIdx.x % 32 * step;
+        const bool begun = b < high && rows_before(args, b) < (static_cast<int64_t>(n) - b + 1) * p.tokens;
         low += (31 - __clz(__ballot_sync(0xffffffffu, begun) | 1)) * step;
         high = min(high, low + step);
     }
@@ -83,9 +85,10 @@ __device__ __forceinline__ int sequence_of_tile(const sinkattn_fwd_args &args, c
 
 // As find_work, for tiles of whole tokens. False when the tile has none.
 template <class C>
-__device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const Problem &p, int kv_head, int b, int n, Work &work) {
-    const int first = args.problem.packed ? static_cast<int>(rows_before(args, b)) / p.tokens + b : 0;
-    const int within = args.problem.packed ? n - first : n / static_cast<int>(args.problem.batch);
+__device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned kv_head, unsigned b, unsigned n,
+                                              Work &work) {
+    const int first = args.problem.packed ? static_cast<int>(rows_before(args, b)) / p.tokens + static_cast<int>(b) : 0;
+    const int within = static_cast<int>(args.problem.packed ? n : n / static_cast<unsigned>(args.problem.batch)) - first;
     work.group = p.group;
     work.kv_head = kv_head;
     work.has_sink = args.s_aux && b < args.problem.batch;
@@ -115,6 +118,7 @@ template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, 
         rows.begin[i] = keys.begin;
         rows.end[i] = keys.end;
         rows.sink_end[i] = real ? sa_row_sink_end(&work.band, token) : 0;
+        rows.first[i] = rows.sink_end[i] || keys.begin == keys.end ? 0 : keys.begin / C::kTileK;
     }
 }
 
@@ -134,7 +138,7 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
         barrier_wait(&smem.rows[ring.place()].empty, ring.phase() ^ 1);
         bool exists = false;
         while (!exists && item < p.num_items) {
-            const int tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
+            const unsigned tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
             if (leader) {
                 const unsigned next = item_of_round(p, ++round); // arrives while this one is described
                 exists = describe_tile<C>(args, p, item % p.num_kv_heads, b, tile, rows.work);
@@ -268,45 +272,113 @@ __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Probl
     }
 }
 
-// s becomes exp2(s - pivot); alpha is what to multiply O by. Four chains of maxima and of sums, since a chain waits for itself.
+template <class C> __device__ __forceinline__ void pack(uint32_t (&weights)[C::kTileK / 16][4], const float (&s)[C::kTileK / 2]) {
+#pragma unroll
+    for (int i = 0; i < C::kTileK / 2; i += 2) weights[i / 8][i / 2 % 4] = pack_halves<typename C::Element>(s[i], s[i + 1]);
+}
+
+// A row's pivot becomes its maximum in its first key tile, if that is 2^kLazy above the sink, and again where a thread's sum of its weights
+// in a tile passes kLarge, which P still holds. In between nobody looks for maxima: a tenth of the time. All this is a matter of the row.
 constexpr float kLazy = 8.0f;
+template <class Element> constexpr float kLarge = 0x1p24f;
+template <> constexpr float kLarge<Fp16> = 0x1p14f;
+
+// Whether the thread's i-th row has seen no key before tile t, or nothing but -inf.
+template <class C>
+__device__ __forceinline__ bool begins(int i, const Softmax &softmax, const Problem &p, const Rows<C> &rows, int math_group, int t) {
+    return rows.first[ThreadRow(p, math_group, i).token] >= t || softmax.pivot[i] == -INFINITY;
+}
 
 template <class C>
-__device__ __forceinline__ void softmax_step(float (&s)[C::kTileK / 2], Softmax &softmax, float (&alpha)[2], float scale_log2) {
-    float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {}, from[2];
+__device__ __forceinline__ bool begins_after(const Softmax &softmax, const Problem &p, const Rows<C> &rows, int math_group, int t) {
+    return __any_sync(0xffffffffu, begins<C>(0, softmax, p, rows, math_group, t + 1) || begins<C>(1, softmax, p, rows, math_group, t + 1));
+}
+
+// The pivot of the thread's i-th row becomes its maximum, and what was summed so far is brought to it.
+template <class C>
+__device__ __forceinline__ void follow_maximum(int i, const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
+                                               bool follows, float scale_log2) {
+    float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int i = 0; i < C::kTileK / 2; i++) top[i % 4] = fmaxf(top[i % 4], s[i]);
+    for (int n = 0; n < C::kTileK / 8; n++)
+        for (int x = 0; x < 2; x++) top[x] = fmaxf(top[x], s[4 * n + 2 * i + x]);
+    const float before = softmax.pivot[i], now = quad_max(fmaxf(top[0], top[1])) * scale_log2;
+    if (!follows || !(now > before + kLazy)) return; // a NaN in s_aux stays
+    const float alpha = exp2_approx(before - now);
+    softmax.pivot[i] = now;
+    softmax.sum[i] *= alpha;
 #pragma unroll
-    for (int r = 0; r < 2; r++) top[r] = fmaxf(top[2 * r], top[2 * r + 1]);
+    for (int n = 0; n < C::kHeadDim / 8; n++)
+        for (int x = 0; x < 2; x++) o[4 * n + 2 * i + x] *= alpha;
+}
+
+template <class C>
+__device__ __forceinline__ void follow_maxima(const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
+                                              const Problem &p, const Rows<C> &rows, int math_group, int t) {
 #pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2)
+    for (int i = 0; i < 2; i++) follow_maximum<C>(i, s, o, softmax, begins<C>(i, softmax, p, rows, math_group, t), p.scale_log2);
+}
+
+// Scores become exp2(s - pivot); total: their sums. Four chains.
+template <class C>
+__device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&total)[2], const Softmax &softmax, float scale_log2) {
+    float sum[4] = {}, from[2];
 #pragma unroll
-        for (int r = 0; r < 2; r++) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], distance));
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float before = softmax.pivot[r], now = top[r] * scale_log2;
-        const float pivot = now > before + kLazy ? now : before; // a NaN in s_aux stays
-        from[r] = pivot == -INFINITY ? 0.0f : pivot;
-        alpha[r] = before == pivot ? 1.0f : exp2_approx(before - from[r]);
-        softmax.pivot[r] = pivot;
-    }
+    for (int r = 0; r < 2; r++) from[r] = softmax.pivot[r] == -INFINITY ? 0.0f : softmax.pivot[r];
 #pragma unroll
     for (int i = 0; i < C::kTileK / 2; i++) {
         s[i] = exp2_approx(fmaf(s[i], scale_log2, -from[i / 2 & 1]));
         sum[i % 4] += s[i];
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) softmax.sum[r] = softmax.sum[r] * alpha[r] + (sum[2 * r] + sum[2 * r + 1]);
+    for (int r = 0; r < 2; r++) total[r] = sum[2 * r] + sum[2 * r + 1];
 }
 
-template <class C> __device__ __forceinline__ void pack(uint32_t (&weights)[C::kTileK / 16][4], const float (&s)[C::kTileK / 2]) {
+// Rows whose weights in tile t are too large: their scores once more, by the warp alone, since nobody has kept them; then as if they
+// began. The other rows keep what they have. q and k: the group's first query, and the tile.
+template <class C>
+__device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
+                                        const Problem &p, const Rows<C> &rows, int math_group, int t, uint32_t q, uint32_t k) {
+    const int lane = threadIdx.x % 32;
+    bool large[2];
 #pragma unroll
-    for (int i = 0; i < C::kTileK / 2; i += 2) weights[i / 8][i / 2 % 4] = pack_halves<typename C::Element>(s[i], s[i + 1]);
-}
-
-template <class C> __device__ __forceinline__ void rescale(float (&o)[C::kHeadDim / 2], const float (&alpha)[2]) {
+    for (int i = 0; i < 2; i++) large[i] = __ballot_sync(0xffffffffu, total[i] > kLarge<typename C::Element>) >> (lane / 4 * 4) & 0xf;
+    q += threadIdx.x % 128 / 32 * 16 * kRowBytes;
 #pragma unroll
-    for (int i = 0; i < C::kHeadDim / 2; i++) o[i] *= alpha[i / 2 & 1];
+    for (int n = 0; n < C::kTileK / 8; n += 2) {
+        float x[2][4] = {};
+#pragma unroll 1
+        for (int step = 0; step < C::kHeadDim / 16; step++) {
+            uint32_t left[4], right[4];
+            ldmatrix_x4(left, q + step / 4 * C::kQueryHalf + chunk_offset<kRowBytes>(lane % 16, 2 * (step % 4) + lane / 16));
+            ldmatrix_x4(right, k + step / 4 * C::kKeyHalf +
+                                   chunk_offset<kRowBytes>(8 * n + lane % 8 + lane / 16 * 8, 2 * (step % 4) + lane / 8 % 2));
+            mma_m16n8k16<typename C::Element>(x[0], left, right[0], right[1]);
+            mma_m16n8k16<typename C::Element>(x[1], left, right[2], right[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (large[i / 2 & 1]) s[4 * n + i] = x[i / 4][i % 4];
+    }
+    __syncwarp(); // the lanes have read the keys
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int token = ThreadRow(p, math_group, r).token, column = t * C::kTileK + 2 * (lane % 4);
+        const int begin = rows.begin[token] - column, end = rows.end[token] - column, sink_end = rows.sink_end[token] - column;
+#pragma unroll
+        for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
+            const int j = 8 * (i / 4) + (i & 1);
+            if (large[r] && (j >= end || (j < begin && j >= sink_end))) s[i] = -INFINITY;
+        }
+        follow_maximum<C>(r, s, o, softmax, large[r], p.scale_log2);
+        float sum[2] = {};
+#pragma unroll
+        for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
+            if (large[r]) s[i] = exp2_approx(fmaf(s[i], p.scale_log2, -softmax.pivot[r]));
+            sum[i % 2] += s[i];
+        }
+        if (large[r]) total[r] = sum[0] + sum[1];
+    }
 }
 
 template <class C>
@@ -321,7 +393,7 @@ __device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const si
         });
 }
 
-// What to multiply O by; lse is written, by two lanes of four.
+// factor: what to multiply O by. Two lanes of four write lse. Under the last product of values.
 template <class C>
 __device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args, const Problem &p,
                                                const Rows<C> &rows, int math_group) {
@@ -349,7 +421,8 @@ template <class C> __device__ __forceinline__ void stage_out(uint32_t slot, cons
     }
 }
 
-// By one copy; or by threads, where the group has tokens in part or the tile ends before.
+// By one copy, which still reads the slot when this returns true; or by threads, where the group has tokens in part or some do not exist.
+// The group has then read the queries and the rows.
 template <class C>
 __device__ __forceinline__ bool write_out(const unsigned char *slot, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p,
                                           const Rows<C> &rows, int math_group) {
@@ -415,17 +488,20 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
         const int end = key_tiles.end;
         int t = sa_key_tile_from(&key_tiles, 0);
         if (t < end) {
-            float s[C::kTileK / 2], alpha[2];
+            float s[C::kTileK / 2], total[2];
             uint32_t weights[C::kTileK / 16][4];
             barrier_wait(&smem.k_full[ring.place()], ring.phase());
             qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
             const bool masked = !sa_key_tile_is_full(&key_tiles, t);
             wgmma_wait<0>();
             computed(s);
-            if (leader) barrier_arrive(&smem.k_empty[ring.place()]);
+            if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
             end_copy();
             if (masked) mask_tile<C>(s, p, rows, math_group, t);
-            softmax_step<C>(s, softmax, alpha, p.scale_log2);
+            follow_maxima<C>(s, o, softmax, p, rows, math_group, t);
+            exponentials<C>(s, total, softmax, p.scale_log2);
+            for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
+            bool starting = begins_after<C>(softmax, p, rows, math_group, t);
             // Asked before the product that lets the stage go.
             const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
             barrier_wait(&smem.v_ready[ring.place()], ring.phase());
@@ -446,22 +522,29 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
                 qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
                 pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
                 const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
-                const int after_next = C::kLooksAhead ? sa_key_tile_from(&key_tiles, next + 1) : 0;
+                const int after_next = sa_key_tile_from(&key_tiles, next + 1);
                 wgmma_wait<1>();
                 computed(s);
-                if (leader) barrier_arrive(&smem.k_empty[keys.place()]);
                 if (next_masked) mask_tile<C>(s, p, rows, math_group, next);
-                softmax_step<C>(s, softmax, alpha, p.scale_log2);
-                const bool grown = __any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f);
+                if (starting) {
+                    wgmma_wait<0>();
+                    computed(o);
+                    follow_maxima<C>(s, o, softmax, p, rows, math_group, next);
+                    starting = begins_after<C>(softmax, p, rows, math_group, next);
+                }
+                exponentials<C>(s, total, softmax, p.scale_log2);
+                const bool large =
+                    __any_sync(0xffffffffu, total[0] > kLarge<typename C::Element> || total[1] > kLarge<typename C::Element>);
                 barrier_wait(&smem.v_ready[keys.place()], keys.phase());
                 const bool next_hidden = next_masked && has_hidden(keys.place());
-                if (C::kLooksAhead && after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
+                if (after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
                 finish_values();
-                if (grown) rescale<C>(o, alpha);
+                if (large) outgrow<C>(s, total, o, softmax, p, rows, math_group, next, q, shared_address(smem.keys[keys.place()]));
+                if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[keys.place()]);
+                for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
                 t = next;
                 hidden = next_hidden;
-                next = C::kLooksAhead ? after_next : sa_key_tile_from(&key_tiles, t + 1);
-                if (!C::kLooksAhead && next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
+                next = after_next;
                 pack<C>(weights, s);
             }
             pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
@@ -473,7 +556,7 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
         }
         unsigned char *slot = smem.queries[queries.place()] + 64 * math_group * kRowBytes;
         stage_out<C>(q, o, factor);
-        copying = write_out<C>(slot, args, maps, p, rows, math_group); // the group has read the queries and the rows
+        copying = write_out<C>(slot, args, maps, p, rows, math_group);
         if (leader) barrier_arrive(&rows.empty);
         if (leader && !copying) barrier_arrive(&smem.q_empty[queries.place()]);
     }
@@ -498,7 +581,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         }
         for (int i = 0; i < C::kStages; i++) {
             barrier_init(&smem.k_full[i], 1);
-            barrier_init(&smem.k_empty[i], C::kGroups);
+            barrier_init(&smem.k_empty[i], 4 * C::kGroups);
             barrier_init(&smem.v_full[i], 1);
             barrier_init(&smem.v_ready[i], 32 * C::kCheckers);
             barrier_init(&smem.v_empty[i], C::kGroups);
