@@ -286,11 +286,13 @@ def test_ds_aux_is_exact_where_it_cancels(s: float, left: int, dtype: str) -> No
     assert_right_on_device(case, dataclasses.replace(t, s_aux=torch.full((2,), s, requires_grad=True)))
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (127, 0), (100, 30)])
+@pytest.mark.parametrize("window", [(-1, 0), (127, 0), (100, 30), (250, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_bits_of_a_row_are_its_own(window: tuple[int, int], head_dim: int) -> None:
-    """A row alone, in a chunked prefill, in a batch and packed."""
+@pytest.mark.parametrize("sharp", [1.0, 12.0])
+def test_bits_of_a_row_are_its_own(window: tuple[int, int], head_dim: int, sharp: float) -> None:
+    """A row alone, in a chunked prefill, in a batch and packed; sharp rows outgrow the maximum of their first keys."""
     q, k, v, s_aux = gpt_oss_like(3, 700, head_dim)
+    q *= sharp
     options = {"window_size": window, "s_aux": s_aux}
     whole = sinkattn.flash_attn_func(q, k, v, **options)
     for b in range(3):
@@ -304,6 +306,24 @@ def test_bits_of_a_row_are_its_own(window: tuple[int, int], head_dim: int) -> No
     bounds = torch.arange(0, 2101, 700, dtype=torch.int32, device="cuda")
     packed = sinkattn.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), bounds, bounds, **options)
     assert torch.equal(packed, whole.flatten(0, 1))
+
+
+@pytest.mark.parametrize("slope", [60.0, 300.0, -60.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_that_grow_or_fall_with_the_key(slope: float, head_dim: int, dtype: torch.dtype) -> None:
+    """By far more than fp32's range: each row's weights outgrow any pivot it had."""
+    q, k, v, s_aux = gpt_oss_like(1, 500, head_dim)
+    q[..., 0] = 4
+    k[..., 0] = torch.linspace(0, slope * head_dim**0.5, 500, device="cuda")[:, None]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    out, lse = sinkattn.flash_attn_func(q, k, v, window_size=(-1, 0), s_aux=s_aux, return_lse=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(8, 2)) * head_dim**-0.5
+    scores.masked_fill_(torch.ones(500, 500, dtype=torch.bool, device="cuda").triu(1), float("-inf"))
+    weights = torch.cat([scores, s_aux.double()[None, :, None, None].expand(1, -1, 500, 1)], -1)
+    want = torch.einsum("bhij,bjhd->bihd", weights.softmax(-1)[..., :-1], v.double().repeat_interleave(8, 2))
+    assert (out.double() - want).square().mean().sqrt() < 4e-3 * want.square().mean().sqrt()
+    torch.testing.assert_close(lse.double(), weights.logsumexp(-1), rtol=1e-5, atol=1e-4)
 
 
 def gradients(
