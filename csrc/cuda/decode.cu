@@ -20,12 +20,13 @@
 namespace sa {
 namespace {
 
-template <class Element_, int kHeadDim_> struct Config {
+template <class Element_, int kHeadDim_, int kWarps> struct Config {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
-    static constexpr int kTeams = kStep < 4 ? kStep : 4, kTeamThreads = kThreads / kTeams;
-    static constexpr int kTeamWarps = kTeamThreads / 32;   // each takes all scores and its own columns of O
-    static constexpr int kBlocks = kHeadDim <= 64 ? 4 : 2; // an SM
+    static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
+    static constexpr int kTeamWarps = kTeamThreads / 32;               // each takes all scores and its own columns of O
+    static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps; // an SM
+    using Smem = sa::Smem<kThreads>;
     static constexpr int kColumns = kHeadDim / kTeamWarps;
     static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
@@ -75,19 +76,28 @@ template <class C> struct Loader {
                                   : sa_key_tile_at(&tiles, n) * kTileK + lane % kTileK;
     }
 
+    __device__ __forceinline__ bool has_tile(int32_t n) const { return n + static_cast<int>(threadIdx.x % 32) * C::kTeams < last; }
+
     // The lane's, of tiles from the n-th on. A key that no row sees has no page.
     __device__ __forceinline__ int32_t find_page(int32_t n) const {
         if (!pages) return batch;
         const int32_t key = lanes_key(n);
-        const bool seen = params.whole_tiles ? n + static_cast<int>(threadIdx.x % 32) * C::kTeams < last : n < last && is_seen(key);
-        return seen ? __ldg(pages + page_index(key)) : 0;
+        const bool seen = params.whole_tiles ? has_tile(n) : n < last && is_seen(key);
+        return seen ? load_relaxed(pages + page_index(key)) : 0;
     }
 
-    // Where key lies in its page. A page outside the cache is reported.
-    __device__ __forceinline__ void place(int32_t its_page, int32_t key, bool seen) {
+    __device__ __forceinline__ bool is_inside(int32_t its_page) const {
+        return static_cast<uint32_t>(its_page) < static_cast<uint32_t>(params.num_pages);
+    }
+
+    __device__ __forceinline__ void check_page(int32_t its_page, bool seen) const {
+        if (!is_inside(its_page) && seen) atomicOr(params.error_word, kBadBlockTable);
+    }
+
+    // Where key lies in its page.
+    __device__ __forceinline__ void place(int32_t its_page, int32_t key) {
         const int32_t slot = key - page_index(key) * params.page_size;
-        const bool inside = static_cast<uint32_t>(its_page) < static_cast<uint32_t>(params.num_pages);
-        if (!inside && seen) atomicOr(params.error_word, kBadBlockTable);
+        const bool inside = is_inside(its_page);
         k_at = inside ? its_page * params.k_page + wide(slot) * params.k_row : -1;
         v_at = inside ? its_page * params.v_page + wide(slot) * params.v_row : -1;
     }
@@ -108,21 +118,32 @@ template <class C> struct Loader {
             for (int i = 0; i < kTileK; i += kRowStep)
                 copy(to, row + i, key + row + i, k_offset + wide(i) * params.k_row, v_offset + wide(i) * params.v_row, k_offset >= 0);
             if (turn == 16) page = find_page(n + 16 * C::kTeams);
-            if (++turn == 32) next_tiles(n + C::kTeams);
+            if (++turn < 32) return;
+            check_page(page, has_tile(n + C::kTeams));
+            next_tiles(n + C::kTeams);
             return;
         }
 #pragma unroll 1
         for (int i = 0; i < kTileK; i += kRowStep) {
             const int32_t mine = key + row + i;
-            place(__shfl_sync(0xffffffffu, page, row + i), mine, is_seen(mine));
+            const int32_t its_page = __shfl_sync(0xffffffffu, page, row + i);
+            check_page(its_page, is_seen(mine));
+            place(its_page, mine);
             copy(to, row + i, mine, k_at - wide(row) * params.k_row, v_at - wide(row) * params.v_row, k_at >= 0); // k is the thread's row's
         }
         page = find_page(n + C::kTeams);
     }
 
     __device__ __forceinline__ void next_tiles(int32_t n) {
-        place(page, lanes_key(n), n + static_cast<int>(threadIdx.x % 32) * C::kTeams < last);
+        place(page, lanes_key(n));
         turn = 0;
+    }
+
+    // The pages that the first tiles were placed by, when the kernel in front has ended, are to be what find_page says now.
+    __device__ __forceinline__ bool settle(int32_t n, int32_t now) {
+        if (!params.whole_tiles) return false; // nothing was placed
+        check_page(now, has_tile(n));
+        return now != page;
     }
 
     __device__ __forceinline__ Loader(const Params &params_, const Fragment &fragment, int32_t n)
@@ -171,7 +192,7 @@ __device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const F
         }
     } else {
 #pragma unroll 1
-        for (int x = threadIdx.x; x < kTileQ * C::kChunks; x += kThreads) {
+        for (int x = threadIdx.x; x < kTileQ * C::kChunks; x += C::kThreads) {
             const int row = x / C::kChunks, chunk = x % C::kChunks;
             cp_async_16(chunk_address(to, C::kRowBytes, row, chunk), query_row(fragment, params, row) + chunk * 8,
                         row < fragment.stream.num_rows && chunk * 8 < params.head_dim);
@@ -180,7 +201,7 @@ __device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const F
 }
 
 // What the rows see, by each warp for itself; and, by the first, their sinks and the stream's counter.
-template <class C> __device__ __forceinline__ void find_rows(Smem &smem, const Params &params) {
+template <class C> __device__ __forceinline__ void find_rows(typename C::Smem &smem, const Params &params) {
     const Fragment &fragment = smem.fragment;
     const int warp = threadIdx.x / 32, row = threadIdx.x % 32;
     const bool real = row < fragment.stream.num_rows, counts = threadIdx.x == 0 && fragment.num_parts > 1;
@@ -197,7 +218,9 @@ template <class C> __device__ __forceinline__ void find_rows(Smem &smem, const P
 // ---- a fragment ----
 
 // (pivot, sum, O) of this team's tiles: every kTeams-th of the fragment's. One loop fills the stages and works through them.
-template <class C> __device__ __forceinline__ void attend(Rows<C> &rows, unsigned char *shared, Smem &smem, const Params &params) {
+// False where the guess was wrong.
+template <class C>
+__device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Guess &guess) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
     const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
@@ -207,6 +230,13 @@ template <class C> __device__ __forceinline__ void attend(Rows<C> &rows, unsigne
     const Row *seen = smem.rows[threadIdx.x / 32];
     Loader<C> loader(params, fragment, first);
     const sa_key_tiles &tiles = loader.tiles;
+    const bool guessed = guess.open;
+    if (guessed) {
+        wait_for_previous_kernel();
+        let_next_kernel_start();
+    }
+    const int32_t length_now = guess.look(params), page_now = loader.find_page(first);
+    if (!params.whole_tiles) loader.page = page_now;
     if constexpr (!C::kQueriesInRegisters) load_queries<C>(rows, q, fragment, params);
     const int32_t end = max(loader.last, fragment.first + 1) + team; // as many rounds for each team, and one where there is no tile
 #pragma unroll 1
@@ -217,6 +247,11 @@ template <class C> __device__ __forceinline__ void attend(Rows<C> &rows, unsigne
             } else {
                 cp_async_wait_upto(stages - 1);
                 __syncthreads(); // Q has landed
+            }
+            const bool changed = loader.settle(first, page_now) | guess.settle(params, length_now);
+            if (guessed && __syncthreads_or(changed)) {
+                cp_async_wait<0>();
+                return false;
             }
             find_rows<C>(smem, params);
         }
@@ -241,11 +276,12 @@ template <class C> __device__ __forceinline__ void attend(Rows<C> &rows, unsigne
         stage = 0;
         keys -= team_bytes<C>(params);
     }
+    return true;
 }
 
 // out and lse of four columns of a row, with the sink.
 template <class C>
-__device__ __forceinline__ void write_out(const Quad &quad, const Smem &smem, const Params &params, int row, int column) {
+__device__ __forceinline__ void write_out(const Quad &quad, const typename C::Smem &smem, const Params &params, int row, int column) {
     const Fragment &fragment = smem.fragment;
     const TokenHead at = token_head(fragment, params, row);
     const float s = smem.s_aux[row], sink = s * kLog2e, pivot = fmaxf(quad.pivot, sink), kept = weight(quad.pivot, pivot);
@@ -266,10 +302,11 @@ __device__ __forceinline__ void write_out(const Quad &quad, const Smem &smem, co
 // Calls visit(row, column) for each quadruple of columns that is this thread's.
 template <class C, class Visit> __device__ __forceinline__ void for_each_quad(int num_rows, const Visit &visit) {
 #pragma unroll 1
-    for (int x = threadIdx.x; x < num_rows * (C::kHeadDim / 4); x += kThreads) visit(x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
+    for (int x = threadIdx.x; x < num_rows * (C::kHeadDim / 4); x += C::kThreads) visit(x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
 }
 
-template <class C> __device__ __forceinline__ void finish(Rows<C> &rows, unsigned char *shared, Smem &smem, const Params &params) {
+template <class C>
+__device__ __forceinline__ void finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_column = threadIdx.x % C::kTeamThreads / 32 * C::kColumns;
     const int num_rows = fragment.stream.num_rows;
@@ -290,7 +327,7 @@ template <class C> __device__ __forceinline__ void finish(Rows<C> &rows, unsigne
     if (num_parts == 1) return;
     __syncthreads();
     float *nothing = reinterpret_cast<float *>(shared); // nobody reads the teams' any more
-    for (int x = threadIdx.x; x < C::kHeadDim + 2; x += kThreads) nothing[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
+    for (int x = threadIdx.x; x < C::kHeadDim + 2; x += C::kThreads) nothing[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
     if (threadIdx.x == 0) smem.is_last = arrive(counter_of<C>(fragment, params), params.tag, num_parts);
     __syncthreads();
     if (!smem.is_last) return;
@@ -310,24 +347,30 @@ __device__ __forceinline__ void fetch_params(const Params &params) {
     asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
 }
 
-template <class C> __global__ __launch_bounds__(kThreads, C::kBlocks) void decode_kernel(const __grid_constant__ Params params) {
+template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ Smem smem;
+    __shared__ typename C::Smem smem;
     fetch_params(params);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    if (threadIdx.x == 0) smem.fragment.found = UINT32_MAX;
-    __syncwarp();
-    for (uint32_t number = blockIdx.x;; number = next_part(smem, params)) {
-        if (!take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params))) return;
+    Guess guess = guess_of<C::kThreads>(params, blockIdx.x);
+    for (uint32_t number = blockIdx.x;;) {
+        if (threadIdx.x == 0) smem.fragment.found = UINT32_MAX;
+        __syncwarp();
+        if (!take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
+            if (!guess.open) return;
+            wait_for_previous_kernel();
+            let_next_kernel_start();
+            if (!__syncthreads_or(guess.settle(params, guess.look(params)))) return;
+            continue;
+        }
         Rows<C> rows;
         for (int n = 0; n < C::kColumns / 8; n++)
             for (float &x : rows.o[n]) x = 0.0f;
         rows.pivot[0] = rows.pivot[1] = -INFINITY;
         rows.sum[0] = rows.sum[1] = 0.0f;
-        attend<C>(rows, shared, smem, params);
+        if (!attend<C>(rows, shared, smem, params, guess)) continue;
         finish<C>(rows, shared, smem, params);
         if (params.num_splits || smem.num_parts <= gridDim.x) return;
+        number = next_part(smem, params);
     }
 }
 
@@ -388,12 +431,14 @@ template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *block
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
     if (error != cudaSuccess) return sa_cuda_status("cudaDeviceGetAttribute", error);
-    const auto fit = [](int64_t bytes) { return (bytes - C::kQueryBytes - static_cast<int64_t>(sizeof(Smem))) / C::kStageBytes; };
+    const auto fit = [](int64_t bytes) {
+        return (bytes - C::kQueryBytes - static_cast<int64_t>(sizeof(typename C::Smem))) / C::kStageBytes;
+    };
     for (*blocks = C::kBlocks; *blocks > 1 && fit(sm_bytes / *blocks - reserved) < 2;) *blocks /= 2;
     *stages = static_cast<int32_t>(sa_min(kMaxStages, fit(sa_min(block_bytes, sm_bytes / *blocks - reserved))));
     if (*stages >= 2) return sa_ok();
     return sa_status(SINKATTN_UNSUPPORTED, "a block may use %d bytes of shared memory; this kernel needs %d", block_bytes,
-                     C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(Smem)));
+                     C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(typename C::Smem)));
 }
 
 template <class C> sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
@@ -429,7 +474,8 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.by_splits = divisor(params.num_splits);
     params.by_row_tiles = divisor(params.row_tiles);
     const uint32_t num_streams = static_cast<uint32_t>(problem.batch * problem.num_kv_heads * params.row_tiles);
-    const uint32_t workers = static_cast<uint32_t>(plan.workers), resident = static_cast<uint32_t>(blocks) * workers;
+    const uint32_t workers = static_cast<uint32_t>(plan.workers),
+                   resident = static_cast<uint32_t>(C::kThreads > 128 ? 1 : blocks) * workers;
     params.cut = sa_cut_of(num_streams, C::kStep, workers, resident);
     params.num_slots = static_cast<uint32_t>(num_slots(problem, plan));
     params.k = static_cast<const uint16_t *>(args.fwd.k.data);
@@ -468,7 +514,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = balanced ? params.cut.most : static_cast<unsigned>(plan.num_items);
-    config.blockDim = kThreads;
+    config.blockDim = C::kThreads;
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(context.stream);
     config.attrs = &overlap;
@@ -476,10 +522,21 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     return sa_cuda_status("sa_decode_cuda_sm80", cudaLaunchKernelEx(&config, decode_kernel<C>, params));
 }
 
+// Blocks of 8 warps where streams are fewer than SMs, whose parts are then half as many. Not with num_splits: the bits of a row may not
+// depend on the batch.
+template <class Element, int kHeadDim>
+sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    if constexpr (kHeadDim == 64)
+        if (problem.num_splits == 0 && problem.batch * problem.num_kv_heads * row_tiles_of(problem) <= plan.workers)
+            return launch<Config<Element, kHeadDim, 8>>(args, plan, context);
+    return launch<Config<Element, kHeadDim, 4>>(args, plan, context);
+}
+
 template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
-    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim>>(args, *plan, *context);
-    return launch<Config<Fp16, kHeadDim>>(args, *plan, *context);
+    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch_width<Bf16, kHeadDim>(args, *plan, *context);
+    return launch_width<Fp16, kHeadDim>(args, *plan, *context);
 }
 
 } // namespace

@@ -137,6 +137,13 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// Reads what another kernel may be writing, past the caches of the SM.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t *from) {
+    int32_t x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+
 // Adds, and returns what was there. What this thread's block wrote before, and a barrier ordered, is visible to who adds later.
 __device__ __forceinline__ unsigned long long add_acquire_release(unsigned long long *to, unsigned long long x) {
     unsigned long long before;
