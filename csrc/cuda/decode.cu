@@ -61,7 +61,10 @@ template <class C> struct Loader {
     const uint16_t *k, *v;
     int64_t k_at, v_at; // of the lane's tile, negative where it has no page
     int32_t batch, last, page;
+    uint32_t place_in_tile; // of the thread's first chunk
+    int32_t k_row, v_row;
     int row, chunk, turn;
+    bool real; // the chunk lies within head_dim
 
     // & and |, for a predicate without a branch.
     __device__ __forceinline__ bool is_seen(int32_t key) const {
@@ -103,33 +106,49 @@ template <class C> struct Loader {
     }
 
     // The thread's chunk of K and V of a key, row r of the tile; zeros, and nothing is read, where no row sees it or it has no page.
-    __device__ __forceinline__ void copy(uint32_t to, int r, int32_t key, int64_t k_offset, int64_t v_offset, bool real) const {
-        real &= (chunk * 8 < params.head_dim) & is_seen(key);
-        const uint32_t at = chunk_address(to, C::kRowBytes, r, chunk);
-        cp_async_16(at, k + k_offset, real);
-        cp_async_16(at + C::kTileBytes, v + v_offset, real);
+    __device__ __forceinline__ void copy(uint32_t to, const uint16_t *k_from, const uint16_t *v_from, bool seen) const {
+        cp_async_16(to, k_from, seen);
+        cp_async_16(to + C::kTileBytes, v_from, seen);
     }
 
-    __device__ __forceinline__ void load(uint32_t to, int32_t n) {
-        const int32_t key = sa_key_tile_at(&tiles, n) * kTileK;
-        if (params.whole_tiles) {
+    // All but the copies may come before the kernel in front has ended.
+    __device__ __forceinline__ void load(uint32_t to, int32_t n, Guess &guess) {
+        const int32_t tile = sa_key_tile_at(&tiles, n), key = tile * kTileK + row;
+        if (__builtin_expect(params.whole_tiles, true)) {
             const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, turn), v_offset = __shfl_sync(0xffffffffu, v_at, turn);
+            uint32_t seen = k_offset >= 0 && real ? UINT32_MAX : 0;
+            if (!sa_key_tile_is_full(&tiles, tile))
 #pragma unroll
-            for (int i = 0; i < kTileK; i += kRowStep)
-                copy(to, row + i, key + row + i, k_offset + wide(i) * params.k_row, v_offset + wide(i) * params.v_row, k_offset >= 0);
+                for (int i = 0; i < kTileK; i += kRowStep)
+                    if (!is_seen(key + i)) seen &= ~(1u << i);
+            const uint16_t *k_from = k + k_offset, *v_from = v + v_offset;
+            to += place_in_tile;
+            guess.wait();
+#pragma unroll
+            for (int i = 0; i < kTileK; i += kRowStep) {
+                copy((to ^ (i % 8 << 4)) + i * C::kRowBytes, k_from, v_from, seen >> i & 1);
+                k_from += wide(k_row) * kRowStep;
+                v_from += wide(v_row) * kRowStep;
+            }
             if (turn == 16) page = find_page(n + 16 * C::kTeams);
             if (++turn < 32) return;
             check_page(page, has_tile(n + C::kTeams));
             next_tiles(n + C::kTeams);
             return;
         }
+        if (guess.open) {
+            guess.wait();
+            page = find_page(n);
+        }
 #pragma unroll 1
         for (int i = 0; i < kTileK; i += kRowStep) {
-            const int32_t mine = key + row + i;
             const int32_t its_page = __shfl_sync(0xffffffffu, page, row + i);
-            check_page(its_page, is_seen(mine));
-            place(its_page, mine);
-            copy(to, row + i, mine, k_at - wide(row) * params.k_row, v_at - wide(row) * params.v_row, k_at >= 0); // k is the thread's row's
+            const bool seen = is_seen(key + i);
+            check_page(its_page, seen);
+            place(its_page, key + i);
+            copy(chunk_address(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * k_row,
+                 v + v_at - wide(row) * v_row, // k is the row's
+                 seen && real && k_at >= 0);
         }
         page = find_page(n + C::kTeams);
     }
@@ -139,11 +158,11 @@ template <class C> struct Loader {
         turn = 0;
     }
 
-    // The pages that the first tiles were placed by, when the kernel in front has ended, are to be what find_page says now.
-    __device__ __forceinline__ bool settle(int32_t n, int32_t now) {
+    // With the pages that the first tiles were placed by, where they were a guess, and `page` looked up again. True where they are others.
+    __device__ __forceinline__ bool settle(int32_t n, int32_t before) const {
         if (!params.whole_tiles) return false; // nothing was placed
-        check_page(now, has_tile(n));
-        return now != page;
+        check_page(page, has_tile(n));
+        return page != before;
     }
 
     __device__ __forceinline__ Loader(const Params &params_, const Fragment &fragment, int32_t n)
@@ -151,6 +170,11 @@ template <class C> struct Loader {
         const int thread = threadIdx.x % C::kTeamThreads;
         row = thread / C::kChunks;
         chunk = thread % C::kChunks;
+        place_in_tile = chunk_address(0, C::kRowBytes, row, chunk);
+        k_row = params.k_row;
+        v_row = params.v_row;
+        asm("" : "+r"(place_in_tile), "+r"(k_row), "+r"(v_row)); // kept
+        real = chunk * 8 < params.head_dim;
         last = min(fragment.last, sa_key_tile_count(&tiles));
         pages = params.block_table ? params.block_table + batch * params.block_table_stride : nullptr;
         page = find_page(n);
@@ -178,17 +202,20 @@ __device__ __forceinline__ const uint16_t *query_row(const Fragment &fragment, c
 // Q into registers, each warp its own, or to shared memory, which a barrier of the block then follows. Rows past the stream's are copies of
 // its last, or zeros: what comes of them is not kept.
 template <class C>
-__device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const Fragment &fragment, const Params &params) {
+__device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const uint16_t *first_row, const Fragment &fragment,
+                                             const Params &params) {
     if constexpr (C::kQueriesInRegisters) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             for (auto &a : rows.q) a[i] = a[2 + i] = 0;
             if (8 * i >= fragment.stream.num_rows) continue;
-            const uint16_t *from = query_row(fragment, params, min(lane / 4 + 8 * i, fragment.stream.num_rows - 1)) + 2 * (lane % 4);
+            const uint16_t *row = i ? query_row(fragment, params, min(lane / 4 + 8, fragment.stream.num_rows - 1)) : first_row;
+            const auto *from = reinterpret_cast<const uint32_t *>(row) + lane % 4;
+            asm("" : "+l"(from)); // one address, from which the others are a constant away
 #pragma unroll
             for (int x = 0; x < C::kHeadDim / 8; x++)
-                if (8 * x < params.head_dim) rows.q[x / 2][2 * (x % 2) + i] = __ldg(reinterpret_cast<const uint32_t *>(from + 8 * x));
+                if (8 * x < params.head_dim) rows.q[x / 2][2 * (x % 2) + i] = __ldg(from + 4 * x);
         }
     } else {
 #pragma unroll 1
@@ -200,19 +227,39 @@ __device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const F
     }
 }
 
-// What the rows see, by each warp for itself; and, by the first, their sinks and the stream's counter.
-template <class C> __device__ __forceinline__ void find_rows(typename C::Smem &smem, const Params &params) {
+// What the first warp asks for: the sinks of the rows, and what the stream's counter holds.
+struct Asked {
+    float s_aux;
+    unsigned long long count;
+};
+
+template <class C> __device__ __forceinline__ Asked ask_rows(const typename C::Smem &smem, const Params &params) {
+    const Fragment &fragment = smem.fragment;
+    Asked asked = {-INFINITY, 0};
+    if (threadIdx.x == 0 && fragment.num_parts > 1) asked.count = __ldcg(counter_of<C>(fragment, params));
+    if (threadIdx.x < fragment.stream.num_rows && params.s_aux)
+        asked.s_aux =
+            static_cast<float>(sa_load(params.s_aux, params.s_aux_dtype, token_head(fragment, params, static_cast<int>(threadIdx.x)).head));
+    return asked;
+}
+
+template <class C> __device__ __forceinline__ void keep_asked(typename C::Smem &smem, const Params &params, const Asked &asked) {
+    const Fragment &fragment = smem.fragment;
+    if (threadIdx.x < fragment.stream.num_rows) smem.s_aux[threadIdx.x] = asked.s_aux;
+    if (threadIdx.x == 0 && fragment.num_parts > 1) open_counter(counter_of<C>(fragment, params), asked.count, params.tag);
+}
+
+// What the rows see, by each warp for itself. Returns where the lane's first row of Q is.
+template <class C> __device__ __forceinline__ const uint16_t *find_rows(typename C::Smem &smem, const Params &params) {
     const Fragment &fragment = smem.fragment;
     const int warp = threadIdx.x / 32, row = threadIdx.x % 32;
-    const bool real = row < fragment.stream.num_rows, counts = threadIdx.x == 0 && fragment.num_parts > 1;
+    const bool real = row < fragment.stream.num_rows;
     const TokenHead at = token_head(fragment, params, row);
-    const unsigned long long found = counts ? __ldcg(counter_of<C>(fragment, params)) : 0;
-    if (real && warp == 0)
-        smem.s_aux[row] = params.s_aux ? static_cast<float>(sa_load(params.s_aux, params.s_aux_dtype, at.head)) : -INFINITY;
     const sa_range keys = sa_row_band(&fragment.stream.band, at.token);
     if (row < kTileQ)
         smem.rows[warp][row] = real ? Row{keys.begin, keys.end, sa_row_sink_end(&fragment.stream.band, at.token)} : Row{0, 0, 0};
-    if (counts) open_counter(counter_of<C>(fragment, params), found, params.tag);
+    __syncwarp();
+    return query_row(fragment, params, min(row / 4, fragment.stream.num_rows - 1));
 }
 
 // ---- a fragment ----
@@ -226,49 +273,56 @@ __device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typ
     const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
     const int32_t first = fragment.first + team;
     int keys = C::kQueryBytes + team * team_bytes<C>(params), stage = 0;
-    const uint32_t q = shared_address(shared);
+    uint32_t q = shared_address(shared);
+    LaneRows lane = lane_rows<C>();
+    asm("" : "+r"(q), "+r"(lane.k), "+r"(lane.v)); // kept, not found again for each tile
     const Row *seen = smem.rows[threadIdx.x / 32];
     Loader<C> loader(params, fragment, first);
     const sa_key_tiles &tiles = loader.tiles;
+    const int32_t page_before = loader.page;
+    const uint16_t *queries = find_rows<C>(smem, params);
     const bool guessed = guess.open;
-    if (guessed) {
-        wait_for_previous_kernel();
-        let_next_kernel_start();
-    }
-    const int32_t length_now = guess.look(params), page_now = loader.find_page(first);
-    if (!params.whole_tiles) loader.page = page_now;
-    if constexpr (!C::kQueriesInRegisters) load_queries<C>(rows, q, fragment, params);
-    const int32_t end = max(loader.last, fragment.first + 1) + team; // as many rounds for each team, and one where there is no tile
+    int32_t length_now = 0;
+    Asked asked = {};
 #pragma unroll 1
-    for (int32_t n = first - ahead; n < end; n += C::kTeams) {
-        if (n == first) { // all stages have been asked for, so there is time
-            if constexpr (C::kQueriesInRegisters) {
-                load_queries<C>(rows, q, fragment, params);
-            } else {
-                cp_async_wait_upto(stages - 1);
-                __syncthreads(); // Q has landed
-            }
-            const bool changed = loader.settle(first, page_now) | guess.settle(params, length_now);
-            if (guessed && __syncthreads_or(changed)) {
-                cp_async_wait<0>();
-                return false;
-            }
-            find_rows<C>(smem, params);
-        }
-        if (n >= first && n < loader.last) {
-            const int32_t tile = sa_key_tile_at(&tiles, n);
-            cp_async_wait_upto(stages - 1);
-            team_sync<C>(team); // the tile has landed
-            float s[2][4];
-            qk_product<C>(s, rows, q, q + keys, params.scale_log2);
-            const bool masked = !sa_key_tile_is_full(&tiles, tile);
-            if (masked) mask_tile(s, seen, tile);
-            softmax_step<C>(s, rows, fabsf(params.scale_log2), num_rows);
-            if (masked && params.band.q_len > 1) hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, tile, first_chunk);
-            pv_product<C>(rows, s, q + keys + C::kTileBytes, first_chunk);
-            team_sync<C>(team); // and nobody reads it any more
-        }
-        if (n + ahead < loader.last) loader.load(q + keys, n + ahead);
+    for (; stage < stages; stage++, keys += 2 * C::kTileBytes) {
+        const int32_t n = first + stage * C::kTeams;
+        if (n < loader.last) loader.load(q + keys, n, guess);
+        cp_async_commit();
+        if (stage > 0) continue;
+        guess.wait();
+        load_queries<C>(rows, q, queries, fragment, params);
+        length_now = guess.look(params);
+        if (params.whole_tiles) loader.page = loader.find_page(first);
+        asked = ask_rows<C>(smem, params);
+    }
+    keys -= team_bytes<C>(params);
+    stage = 0;
+    if constexpr (!C::kQueriesInRegisters) {
+        cp_async_wait_upto(stages - 2); // Q is of the second stage's group
+        __syncthreads();
+    }
+    const bool changed = loader.settle(first, page_before) | guess.settle(params, length_now);
+    if (guessed && __syncthreads_or(changed)) {
+        cp_async_wait<0>();
+        return false;
+    }
+    keep_asked<C>(smem, params, asked);
+#pragma unroll 1
+    for (int32_t n = first; n < loader.last; n += C::kTeams) {
+        const int32_t tile = sa_key_tile_at(&tiles, n);
+        cp_async_wait_upto(stages - 1);
+        team_sync<C>(team); // the tile has landed
+        float s[2][4];
+        qk_product<C>(s, rows, q + lane.v, q + keys + lane.k, params.scale_log2);
+        const bool masked = !sa_key_tile_is_full(&tiles, tile);
+        if (__builtin_expect(masked, false)) mask_tile(s, seen, tile);
+        softmax_step<C>(s, rows, fabsf(params.scale_log2), num_rows);
+        if (__builtin_expect(masked && params.band.q_len > 1, false))
+            hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, tile, first_chunk);
+        pv_product<C>(rows, s, q + keys + lane.v + C::kTileBytes + first_chunk * 16);
+        team_sync<C>(team); // and nobody reads it any more
+        if (n + ahead < loader.last) loader.load(q + keys, n + ahead, guess);
         cp_async_commit();
         stage++;
         keys += 2 * C::kTileBytes;
@@ -357,8 +411,7 @@ template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void de
         __syncwarp();
         if (!take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
             if (!guess.open) return;
-            wait_for_previous_kernel();
-            let_next_kernel_start();
+            guess.wait();
             if (!__syncthreads_or(guess.settle(params, guess.look(params)))) return;
             continue;
         }
@@ -527,9 +580,13 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
 template <class Element, int kHeadDim>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    if constexpr (kHeadDim == 64)
-        if (problem.num_splits == 0 && problem.batch * problem.num_kv_heads * row_tiles_of(problem) <= plan.workers)
+    if constexpr (kHeadDim == 64) {
+        const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem);
+        if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
             return launch<Config<Element, kHeadDim, 8>>(args, plan, context);
+        if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)
+            return launch<Config<Element, kHeadDim, 1>>(args, plan, context);
+    }
     return launch<Config<Element, kHeadDim, 4>>(args, plan, context);
 }
 

@@ -113,6 +113,13 @@ struct Guess {
     int32_t batch, length; // the sequence, negative: none
     bool open;             // the kernel in front has not been waited for
 
+    __device__ __forceinline__ void wait() {
+        if (!open) return;
+        wait_for_previous_kernel();
+        let_next_kernel_start();
+        open = false;
+    }
+
     __device__ __forceinline__ int32_t look(const Params &params) const {
         return batch >= 0 && params.cache_seqlens ? load_relaxed(params.cache_seqlens + batch) : params.band.k_len;
     }
@@ -121,7 +128,6 @@ struct Guess {
     __device__ __forceinline__ bool settle(const Params &params, int32_t now) {
         const bool changed = length != now;
         length = now;
-        open = false;
         check_length(params, now);
         return changed;
     }
@@ -135,9 +141,7 @@ template <int kThreads> __device__ __forceinline__ Guess guess_of(const Params &
     } else if (params.batch <= kThreads) {
         if (static_cast<int32_t>(threadIdx.x) < params.batch) guess.batch = static_cast<int32_t>(threadIdx.x);
     } else {
-        wait_for_previous_kernel();
-        let_next_kernel_start();
-        guess.open = false;
+        guess.wait();
     }
     guess.length = guess.look(params);
     return guess;
