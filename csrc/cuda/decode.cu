@@ -7,12 +7,14 @@
 //     end of a part             teams merge in shared memory -> out; or a partial -> the last block of the stream merges -> out
 //
 // A stream is 16 rows, (token, head) pairs of one kv head of a sequence, against the tiles of 16 keys that they see. Every block finds
-// its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows the lengths. Teams, of one
-// warp up to head_dim 128, take every kTeams-th tile, each with its own softmax and its own cp.async stages: the loop has no block barrier.
-// Partials merge in the order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
+// its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows the lengths. On 9.0 it does
+// so while the kernel in front still runs, and looks again when that has ended. Teams, of one warp up to head_dim 128, take every kTeams-th
+// tile, each with its own softmax and its own cp.async stages: the loop has no block barrier. Partials merge in the order of teams and
+// parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
 //
-// Shared memory: Q from head_dim 256 on, then stages, K and V of one tile a team: 16 KiB at head_dim 64, else 32. Four blocks share an SM
-// at head_dim 64, two elsewhere, where 2 stages fit. Registers: Q, O and S of a warp, 16 + 32 + 8 at head_dim 64.
+// Shared memory: Q from head_dim 256 on, then stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 a block. 16 warps
+// share an SM at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit. Registers: Q, O and S of a warp, 16 + 32 +
+// 8 at head_dim 64.
 
 #include "cuda/attn/decode_merge.cuh"
 #include "cuda/cuda_backend.h"
@@ -61,14 +63,17 @@ template <class C> struct Loader {
     const uint16_t *k, *v;
     int64_t k_at, v_at; // of the lane's tile, negative where it has no page
     int32_t batch, last, page;
-    uint32_t place_in_tile; // of the thread's first chunk
-    int32_t k_row, v_row;
+    int32_t gap, plain, num_plain; // tiles [plain, plain + num_plain) of the stream lie gap further on, and all rows see all of their keys
     int row, chunk, turn;
     bool real; // the chunk lies within head_dim
 
     // & and |, for a predicate without a branch.
     __device__ __forceinline__ bool is_seen(int32_t key) const {
         return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
+    }
+
+    __device__ __forceinline__ bool is_plain(int32_t n) const {
+        return static_cast<uint32_t>(n - plain) < static_cast<uint32_t>(num_plain);
     }
 
     __device__ __forceinline__ int32_t page_index(int32_t key) const { return static_cast<int32_t>(sa_divide(key, params.by_page_size)); }
@@ -107,36 +112,41 @@ template <class C> struct Loader {
 
     // The thread's chunk of K and V of a key, row r of the tile; zeros, and nothing is read, where no row sees it or it has no page.
     __device__ __forceinline__ void copy(uint32_t to, const uint16_t *k_from, const uint16_t *v_from, bool seen) const {
-        cp_async_16(to, k_from, seen);
-        cp_async_16(to + C::kTileBytes, v_from, seen);
+        cp_async_16_once(to, k_from, seen);
+        cp_async_16_once(to + C::kTileBytes, v_from, seen);
     }
 
-    // All but the copies may come before the kernel in front has ended.
-    __device__ __forceinline__ void load(uint32_t to, int32_t n, Guess &guess) {
-        const int32_t tile = sa_key_tile_at(&tiles, n), key = tile * kTileK + row;
+    // In the beginning, all but the copies may come before the kernel in front has ended.
+    template <bool kBegins> __device__ __forceinline__ void load(uint32_t to, int32_t n, Guess &guess) {
         if (__builtin_expect(params.whole_tiles, true)) {
             const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, turn), v_offset = __shfl_sync(0xffffffffu, v_at, turn);
             uint32_t seen = k_offset >= 0 && real ? UINT32_MAX : 0;
-            if (!sa_key_tile_is_full(&tiles, tile))
+            if (__builtin_expect(!is_plain(n), false)) {
+                const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + row;
 #pragma unroll
                 for (int i = 0; i < kTileK; i += kRowStep)
                     if (!is_seen(key + i)) seen &= ~(1u << i);
+            }
             const uint16_t *k_from = k + k_offset, *v_from = v + v_offset;
-            to += place_in_tile;
-            guess.wait();
+            to = chunk_address(to, C::kRowBytes, row, chunk);
+            if constexpr (kBegins) guess.wait();
 #pragma unroll
             for (int i = 0; i < kTileK; i += kRowStep) {
                 copy((to ^ (i % 8 << 4)) + i * C::kRowBytes, k_from, v_from, seen >> i & 1);
-                k_from += wide(k_row) * kRowStep;
-                v_from += wide(v_row) * kRowStep;
+                k_from += wide(params.k_row) * kRowStep;
+                v_from += wide(params.v_row) * kRowStep;
             }
-            if (turn == 16) page = find_page(n + 16 * C::kTeams);
-            if (++turn < 32) return;
-            check_page(page, has_tile(n + C::kTeams));
-            next_tiles(n + C::kTeams);
+            if (__builtin_expect(++turn % 16 != 0, true)) return;
+            if (turn == 16) {
+                page = find_page(n + 17 * C::kTeams);
+            } else {
+                check_page(page, has_tile(n + C::kTeams));
+                next_tiles(n + C::kTeams);
+            }
             return;
         }
-        if (guess.open) {
+        const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + row;
+        if (kBegins && guess.open) {
             guess.wait();
             page = find_page(n);
         }
@@ -146,8 +156,7 @@ template <class C> struct Loader {
             const bool seen = is_seen(key + i);
             check_page(its_page, seen);
             place(its_page, key + i);
-            copy(chunk_address(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * k_row,
-                 v + v_at - wide(row) * v_row, // k is the row's
+            copy(chunk_address(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * params.k_row, v + v_at - wide(row) * params.v_row,
                  seen && real && k_at >= 0);
         }
         page = find_page(n + C::kTeams);
@@ -170,10 +179,9 @@ template <class C> struct Loader {
         const int thread = threadIdx.x % C::kTeamThreads;
         row = thread / C::kChunks;
         chunk = thread % C::kChunks;
-        place_in_tile = chunk_address(0, C::kRowBytes, row, chunk);
-        k_row = params.k_row;
-        v_row = params.v_row;
-        asm("" : "+r"(place_in_tile), "+r"(k_row), "+r"(v_row)); // kept
+        gap = max(tiles.begin - tiles.sink_end, 0);
+        plain = max(tiles.sink_end, tiles.full_begin - gap);
+        num_plain = max(0, tiles.full_end - gap - plain);
         real = chunk * 8 < params.head_dim;
         last = min(fragment.last, sa_key_tile_count(&tiles));
         pages = params.block_table ? params.block_table + batch * params.block_table_stride : nullptr;
@@ -227,26 +235,33 @@ __device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const u
     }
 }
 
-// What the first warp asks for: the sinks of the rows, and what the stream's counter holds.
+// What the first warp asks for: the sinks of the rows, as they lie in memory, and what the stream's counter holds.
 struct Asked {
-    float s_aux;
+    uint32_t s_aux;
     unsigned long long count;
 };
 
 template <class C> __device__ __forceinline__ Asked ask_rows(const typename C::Smem &smem, const Params &params) {
     const Fragment &fragment = smem.fragment;
-    Asked asked = {-INFINITY, 0};
-    if (threadIdx.x == 0 && fragment.num_parts > 1) asked.count = __ldcg(counter_of<C>(fragment, params));
-    if (threadIdx.x < fragment.stream.num_rows && params.s_aux)
-        asked.s_aux =
-            static_cast<float>(sa_load(params.s_aux, params.s_aux_dtype, token_head(fragment, params, static_cast<int>(threadIdx.x)).head));
+    Asked asked = {};
+    const int row = static_cast<int>(threadIdx.x);
+    if (row == 0 && fragment.num_parts > 1) asked.count = __ldcg(counter_of<C>(fragment, params));
+    if (row < fragment.stream.num_rows && params.s_aux) {
+        const int32_t head = token_head(fragment, params, row).head;
+        if (params.s_aux_dtype == SINKATTN_FP32)
+            asked.s_aux = __ldg(static_cast<const uint32_t *>(params.s_aux) + head);
+        else
+            asked.s_aux = __ldg(static_cast<const uint16_t *>(params.s_aux) + head);
+    }
     return asked;
 }
 
-template <class C> __device__ __forceinline__ void keep_asked(typename C::Smem &smem, const Params &params, const Asked &asked) {
-    const Fragment &fragment = smem.fragment;
-    if (threadIdx.x < fragment.stream.num_rows) smem.s_aux[threadIdx.x] = asked.s_aux;
-    if (threadIdx.x == 0 && fragment.num_parts > 1) open_counter(counter_of<C>(fragment, params), asked.count, params.tag);
+__device__ __forceinline__ float s_aux_of(const Params &params, const Asked &asked) {
+    if (!params.s_aux) return -INFINITY;
+    const uint16_t half = static_cast<uint16_t>(asked.s_aux);
+    return params.s_aux_dtype == SINKATTN_FP32   ? __uint_as_float(asked.s_aux)
+           : params.s_aux_dtype == SINKATTN_BF16 ? widen<Bf16>(half)
+                                                 : widen<Fp16>(half);
 }
 
 // What the rows see, by each warp for itself. Returns where the lane's first row of Q is.
@@ -264,8 +279,8 @@ template <class C> __device__ __forceinline__ const uint16_t *find_rows(typename
 
 // ---- a fragment ----
 
-// (pivot, sum, O) of this team's tiles: every kTeams-th of the fragment's. One loop fills the stages and works through them.
-// False where the guess was wrong.
+// (pivot, sum, O) of this team's tiles: every kTeams-th of the fragment's. One loop fills the stages, another works through them: its time
+// is that of a warp's instructions one after the other, so it is kept short and straight. False where the guess was wrong.
 template <class C>
 __device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Guess &guess) {
     const Fragment &fragment = smem.fragment;
@@ -273,9 +288,8 @@ __device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typ
     const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
     const int32_t first = fragment.first + team;
     int keys = C::kQueryBytes + team * team_bytes<C>(params), stage = 0;
-    uint32_t q = shared_address(shared);
-    LaneRows lane = lane_rows<C>();
-    asm("" : "+r"(q), "+r"(lane.k), "+r"(lane.v)); // kept, not found again for each tile
+    const uint32_t q = shared_address(shared);
+    const LaneRows lane = lane_rows<C>();
     const Row *seen = smem.rows[threadIdx.x / 32];
     Loader<C> loader(params, fragment, first);
     const sa_key_tiles &tiles = loader.tiles;
@@ -287,7 +301,7 @@ __device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typ
 #pragma unroll 1
     for (; stage < stages; stage++, keys += 2 * C::kTileBytes) {
         const int32_t n = first + stage * C::kTeams;
-        if (n < loader.last) loader.load(q + keys, n, guess);
+        if (n < loader.last) loader.template load<true>(q + keys, n, guess);
         cp_async_commit();
         if (stage > 0) continue;
         guess.wait();
@@ -307,22 +321,21 @@ __device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typ
         cp_async_wait<0>();
         return false;
     }
-    keep_asked<C>(smem, params, asked);
+    if (threadIdx.x == 0 && fragment.num_parts > 1) open_counter(counter_of<C>(fragment, params), asked.count, params.tag);
 #pragma unroll 1
     for (int32_t n = first; n < loader.last; n += C::kTeams) {
-        const int32_t tile = sa_key_tile_at(&tiles, n);
         cp_async_wait_upto(stages - 1);
         team_sync<C>(team); // the tile has landed
         float s[2][4];
         qk_product<C>(s, rows, q + lane.v, q + keys + lane.k, params.scale_log2);
-        const bool masked = !sa_key_tile_is_full(&tiles, tile);
-        if (__builtin_expect(masked, false)) mask_tile(s, seen, tile);
+        const bool masked = !loader.is_plain(n);
+        if (__builtin_expect(masked, false)) mask_tile(s, seen, sa_key_tile_at(&tiles, n));
         softmax_step<C>(s, rows, fabsf(params.scale_log2), num_rows);
         if (__builtin_expect(masked && params.band.q_len > 1, false))
-            hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, tile, first_chunk);
+            hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
         pv_product<C>(rows, s, q + keys + lane.v + C::kTileBytes + first_chunk * 16);
         team_sync<C>(team); // and nobody reads it any more
-        if (n + ahead < loader.last) loader.load(q + keys, n + ahead, guess);
+        if (n + ahead < loader.last) loader.template load<false>(q + keys, n + ahead, guess);
         cp_async_commit();
         stage++;
         keys += 2 * C::kTileBytes;
@@ -330,6 +343,7 @@ __device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typ
         stage = 0;
         keys -= team_bytes<C>(params);
     }
+    if (threadIdx.x < num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
     return true;
 }
 
@@ -502,6 +516,16 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     sinkattn_status status = check_sizes(args, plan);
     if (!status.code) status = choose_stages<C>(&params.stages, &blocks);
     if (!status.code) status = sa_cuda_error_word(&params.error_word);
+    if (status.code) return status;
+
+    const bool balanced = sa_is_balanced(&problem, &plan);
+    params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
+    const uint32_t num_streams = static_cast<uint32_t>(problem.batch * problem.num_kv_heads * params.row_tiles);
+    const uint32_t workers = static_cast<uint32_t>(plan.workers);
+    const uint32_t resident = static_cast<uint32_t>(C::kThreads > 128 ? 1 : blocks) * workers;
+    params.cut = sa_cut_of(num_streams, C::kStep, workers, resident);
+    const uint32_t grid = balanced ? params.cut.most : static_cast<uint32_t>(plan.num_items);
+    if (C::kHeadDim <= 64 && 2 * grid > static_cast<uint32_t>(blocks) * workers) params.stages = 2; // 128 KiB in flight an SM are enough
     const int shared_bytes = C::kQueryBytes + params.stages * C::kStageBytes;
     if (!status.code)
         status = sa_cuda_status("cudaFuncSetAttribute",
@@ -510,7 +534,6 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     if (!status.code) status = sa_cuda_status("cudaFuncGetAttributes", cudaFuncGetAttributes(&code, decode_kernel<C>));
     if (status.code) return status;
 
-    const bool balanced = sa_is_balanced(&problem, &plan);
     const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };
     params.cache_seqlens = args.cache_seqlens;
     params.block_table = args.block_table;
@@ -519,17 +542,12 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.batch = static_cast<int32_t>(problem.batch);
     params.group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads);
     params.num_rows = static_cast<int32_t>(problem.q_len) * params.group;
-    params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
     params.num_heads = static_cast<uint32_t>(problem.num_kv_heads);
     params.num_splits = balanced ? 0 : static_cast<uint32_t>(plan.num_splits);
     params.by_group = divisor(params.group);
     params.by_heads = divisor(params.num_heads);
     params.by_splits = divisor(params.num_splits);
     params.by_row_tiles = divisor(params.row_tiles);
-    const uint32_t num_streams = static_cast<uint32_t>(problem.batch * problem.num_kv_heads * params.row_tiles);
-    const uint32_t workers = static_cast<uint32_t>(plan.workers),
-                   resident = static_cast<uint32_t>(C::kThreads > 128 ? 1 : blocks) * workers;
-    params.cut = sa_cut_of(num_streams, C::kStep, workers, resident);
     params.num_slots = static_cast<uint32_t>(num_slots(problem, plan));
     params.k = static_cast<const uint16_t *>(args.fwd.k.data);
     params.v = static_cast<const uint16_t *>(args.fwd.v.data);
@@ -566,7 +584,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = balanced ? params.cut.most : static_cast<unsigned>(plan.num_items);
+    config.gridDim = grid;
     config.blockDim = C::kThreads;
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(context.stream);
@@ -575,8 +593,9 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     return sa_cuda_status("sa_decode_cuda_sm80", cudaLaunchKernelEx(&config, decode_kernel<C>, params));
 }
 
-// Blocks of 8 warps where streams are fewer than SMs, whose parts are then half as many. Not with num_splits: the bits of a row may not
-// depend on the batch.
+// Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
+// part each; 1 where streams of one part are more than blocks of 4 find room at once. num_splits always has 4: there the bits of a row do
+// not depend on the batch.
 template <class Element, int kHeadDim>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;

@@ -77,7 +77,7 @@ template <int kThreads> struct Smem {
     bool is_last;
 };
 
-// length: as it stands in cache_seqlens.
+// Of a sequence whose length is this in cache_seqlens, or anything else.
 __device__ __forceinline__ Stream stream_of(const Params &params, int32_t length, int32_t row_tile) {
     Stream stream;
     stream.row_begin = row_tile * kTileQ;
@@ -107,8 +107,8 @@ template <int kThreads> __device__ __forceinline__ Run run_of(const Params &para
     return {first, min(first + each, params.batch), by_warp};
 }
 
-// Where a thread needs one length, it reads it while the kernel in front may still be writing it, and once more when that has ended: a
-// block that finds another then starts again.
+// Lengths and pages are looked up while the kernel in front may still be writing them, and once more when it has ended: a block that finds
+// others then starts again. Of lengths, this is what a thread holds that needs no more than one.
 struct Guess {
     int32_t batch, length; // the sequence, negative: none
     bool open;             // the kernel in front has not been waited for
@@ -124,7 +124,7 @@ struct Guess {
         return batch >= 0 && params.cache_seqlens ? load_relaxed(params.cache_seqlens + batch) : params.band.k_len;
     }
 
-    // With what look() says afterwards. True where it is another.
+    // With what look() says after the wait. True where it is another.
     __device__ __forceinline__ bool settle(const Params &params, int32_t now) {
         const bool changed = length != now;
         length = now;
@@ -134,7 +134,7 @@ struct Guess {
 };
 
 template <int kThreads> __device__ __forceinline__ Guess guess_of(const Params &params, uint32_t number) {
-    Guess guess = {-1, 0, true};
+    Guess guess = {-1, 0, may_start_early()};
     if (params.num_splits) {
         const uint32_t stream = sa_divide(sa_divide(number, params.by_heads), params.by_splits);
         if (threadIdx.x == 0) guess.batch = static_cast<int32_t>(sa_divide(stream, params.by_row_tiles));
