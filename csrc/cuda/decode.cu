@@ -66,6 +66,7 @@ template <class C> struct Loader {
     int32_t gap, plain, num_plain; // tiles [plain, plain + num_plain) of the stream lie gap further on, and all rows see all of their keys
     int row, chunk, turn;
     bool real; // the chunk lies within head_dim
+    bool bad_page = false;
 
     // & and |, for a predicate without a branch.
     __device__ __forceinline__ bool is_seen(int32_t key) const {
@@ -98,9 +99,7 @@ template <class C> struct Loader {
         return static_cast<uint32_t>(its_page) < static_cast<uint32_t>(params.num_pages);
     }
 
-    __device__ __forceinline__ void check_page(int32_t its_page, bool seen) const {
-        if (!is_inside(its_page) && seen) atomicOr(params.error_word, kBadBlockTable);
-    }
+    __device__ __forceinline__ void check_page(int32_t its_page, bool seen) { bad_page |= !is_inside(its_page) & seen; }
 
     // Where key lies in its page.
     __device__ __forceinline__ void place(int32_t its_page, int32_t key) {
@@ -168,7 +167,7 @@ template <class C> struct Loader {
     }
 
     // With the pages that the first tiles were placed by, where they were a guess, and `page` looked up again. True where they are others.
-    __device__ __forceinline__ bool settle(int32_t n, int32_t before) const {
+    __device__ __forceinline__ bool settle(int32_t n, int32_t before) {
         if (!params.whole_tiles) return false; // nothing was placed
         check_page(page, has_tile(n));
         return page != before;
@@ -280,9 +279,14 @@ template <class C> __device__ __forceinline__ const uint16_t *find_rows(typename
 // ---- a fragment ----
 
 // (pivot, sum, O) of this team's tiles: every kTeams-th of the fragment's. One loop fills the stages, another works through them: its time
-// is that of a warp's instructions one after the other, so it is kept short and straight. False where the guess was wrong.
+// is that of a warp's instructions one after the other, so it is kept short and straight. What this thread found wrong is said in the end,
+// when it has cost no time.
+struct Doubts {
+    bool wrong, bad_page; // the guess was; the block table names a page outside the cache
+};
+
 template <class C>
-__device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Guess &guess) {
+__device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Guess &guess) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
     const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
@@ -305,23 +309,19 @@ __device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typ
         cp_async_commit();
         if (stage > 0) continue;
         guess.wait();
-        load_queries<C>(rows, q, queries, fragment, params);
         length_now = guess.look(params);
         if (params.whole_tiles) loader.page = loader.find_page(first);
+        load_queries<C>(rows, q, queries, fragment, params);
         asked = ask_rows<C>(smem, params);
     }
     keys -= team_bytes<C>(params);
     stage = 0;
+    const bool wrong = (loader.settle(first, page_before) | guess.settle(params, length_now)) & guessed;
+    if (threadIdx.x == 0) smem.counted = asked.count;
     if constexpr (!C::kQueriesInRegisters) {
         cp_async_wait_upto(stages - 2); // Q is of the second stage's group
         __syncthreads();
     }
-    const bool changed = loader.settle(first, page_before) | guess.settle(params, length_now);
-    if (guessed && __syncthreads_or(changed)) {
-        cp_async_wait<0>();
-        return false;
-    }
-    if (threadIdx.x == 0 && fragment.num_parts > 1) open_counter(counter_of<C>(fragment, params), asked.count, params.tag);
 #pragma unroll 1
     for (int32_t n = first; n < loader.last; n += C::kTeams) {
         cp_async_wait_upto(stages - 1);
@@ -344,7 +344,7 @@ __device__ __forceinline__ bool attend(Rows<C> &rows, unsigned char *shared, typ
         keys -= team_bytes<C>(params);
     }
     if (threadIdx.x < num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
-    return true;
+    return {wrong, loader.bad_page};
 }
 
 // out and lse of four columns of a row, with the sink.
@@ -373,15 +373,18 @@ template <class C, class Visit> __device__ __forceinline__ void for_each_quad(in
     for (int x = threadIdx.x; x < num_rows * (C::kHeadDim / 4); x += C::kThreads) visit(x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
 }
 
+// False where nothing has been done, since a thread's guess was wrong.
 template <class C>
-__device__ __forceinline__ void finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params) {
+__device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Doubts doubts) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_column = threadIdx.x % C::kTeamThreads / 32 * C::kColumns;
     const int num_rows = fragment.stream.num_rows;
     const uint32_t num_parts = fragment.num_parts;
     const auto partial = [&](int n) { return reinterpret_cast<float *>(shared + C::kQueryBytes + n * team_bytes<C>(params)); };
     leave_partial<C>(partial(team), rows, num_rows, first_column);
-    __syncthreads();
+    if (__syncthreads_or(doubts.wrong)) return false;
+    if (doubts.bad_page) atomicOr(params.error_word, kBadBlockTable);
+    if (threadIdx.x == 0 && num_parts > 1) open_counter(counter_of<C>(fragment, params), smem.counted, params.tag);
     for_each_quad<C>(num_rows, [&](int row, int column) {
         Chunk<C, C::kTeams> teams;
         teams.load(partial(0) + row * C::kPartialRow, C::kTeams, team_bytes<C>(params) / 4, column, nullptr);
@@ -392,18 +395,19 @@ __device__ __forceinline__ void finish(Rows<C> &rows, unsigned char *shared, typ
         else
             store_quad<C>(slot_of(fragment, params, fragment.part) + row * C::kPartialRow, column, quad);
     });
-    if (num_parts == 1) return;
+    if (num_parts == 1) return true;
     __syncthreads();
     float *nothing = reinterpret_cast<float *>(shared); // nobody reads the teams' any more
     for (int x = threadIdx.x; x < C::kHeadDim + 2; x += C::kThreads) nothing[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
     if (threadIdx.x == 0) smem.is_last = arrive(counter_of<C>(fragment, params), params.tag, num_parts);
     __syncthreads();
-    if (!smem.is_last) return;
+    if (!smem.is_last) return true;
     for_each_quad<C>(num_rows, [&](int row, int column) {
         const float *from = slot_of(fragment, params, 0) + row * C::kPartialRow;
         const Quad quad = add_up<C>(from, num_parts, params.slot_floats, column, nothing);
         write_out<C>(quad, smem, params, row, column);
     });
+    return true;
 }
 
 // The parameters come from memory a line of 64 bytes at a time: asks for all lines at once, while the kernel in front ends.
@@ -434,8 +438,8 @@ template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void de
             for (float &x : rows.o[n]) x = 0.0f;
         rows.pivot[0] = rows.pivot[1] = -INFINITY;
         rows.sum[0] = rows.sum[1] = 0.0f;
-        if (!attend<C>(rows, shared, smem, params, guess)) continue;
-        finish<C>(rows, shared, smem, params);
+        const Doubts doubts = attend<C>(rows, shared, smem, params, guess);
+        if (!finish<C>(rows, shared, smem, params, doubts)) continue;
         if (params.num_splits || smem.num_parts <= gridDim.x) return;
         number = next_part(smem, params);
     }

@@ -71,7 +71,10 @@ struct Row {
 template <int kThreads> struct Smem {
     Fragment fragment;
     uint32_t num_parts, next; // of all heads
-    uint2 sums[kThreads / 32];
+    union {
+        uint2 sums[kThreads / 32];
+        unsigned long long counted; // what the stream's counter holds, when its part has been found
+    };
     Row rows[kThreads / 32][kTileQ]; // each warp's own
     float s_aux[kTileQ];
     bool is_last;
@@ -108,7 +111,7 @@ template <int kThreads> __device__ __forceinline__ Run run_of(const Params &para
 }
 
 // Lengths and pages are looked up while the kernel in front may still be writing them, and once more when it has ended: a block that finds
-// others then starts again. Of lengths, this is what a thread holds that needs no more than one.
+// others then starts again, before anything has left it. Of lengths, this is what a thread holds that needs no more than one.
 struct Guess {
     int32_t batch, length; // the sequence, negative: none
     bool open;             // the kernel in front has not been waited for
