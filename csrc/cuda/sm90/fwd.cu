@@ -205,6 +205,76 @@ __device__ __forceinline__ bool write_out(const unsigned char *slot, const sinka
     return false;
 }
 
+// Over the key tiles that the rows see, one or more: O, and the factor that it still needs. scored: called when the first scores are there.
+template <class C, class Scored>
+__device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&factor)[2], Softmax &softmax, Smem<C> &smem,
+                                       Ring<C::kStages> &ring, const sinkattn_fwd_args &args, const Problem &p, const Rows<C> &rows,
+                                       int math_group, uint32_t q, int t, int end, const Scored &scored) {
+    const sa_key_tiles &key_tiles = rows.work.tiles;
+    const bool leader = threadIdx.x % 128 == 0;
+    float s[C::kTileK / 2], total[2];
+    uint32_t weights[C::kTileK / 16][4];
+    barrier_wait(&smem.k_full[ring.place()], ring.phase());
+    qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
+    const bool masked = !sa_key_tile_is_full(&key_tiles, t);
+    wgmma_wait<0>();
+    computed(s);
+    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
+    scored();
+    if (masked) mask_tile<C>(s, p, rows, math_group, t);
+    follow_maxima<C>(s, o, softmax, p, rows, math_group, t);
+    exponentials<C>(s, total, softmax, p.scale_log2);
+    for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
+    bool starting = begins_after<C>(softmax, p, rows, math_group, t);
+    // Asked before the product that lets the stage go.
+    const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
+    barrier_wait(&smem.v_ready[ring.place()], ring.phase());
+    bool hidden = masked && has_hidden(ring.place());
+    pack<C>(weights, s);
+    const auto finish_values = [&] {
+        wgmma_wait<0>();
+        computed(o);
+        if (leader) barrier_arrive(&smem.v_empty[ring.place()]);
+        if (hidden) add_hidden<C>(o, args, p, rows, math_group, t);
+        ring.n++;
+    };
+    // The scores of the next key tile, under the product of this one's weights and values.
+    int next = sa_key_tile_from(&key_tiles, t + 1);
+    if (next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
+    while (next < end) {
+        const auto keys = ring.next();
+        qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
+        pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
+        const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
+        const int after_next = sa_key_tile_from(&key_tiles, next + 1);
+        wgmma_wait<1>();
+        computed(s);
+        if (next_masked) mask_tile<C>(s, p, rows, math_group, next);
+        if (starting) {
+            wgmma_wait<0>();
+            computed(o);
+            follow_maxima<C>(s, o, softmax, p, rows, math_group, next);
+            starting = begins_after<C>(softmax, p, rows, math_group, next);
+        }
+        exponentials<C>(s, total, softmax, p.scale_log2);
+        const bool large = __any_sync(0xffffffffu, total[0] > kLarge<typename C::Element> || total[1] > kLarge<typename C::Element>);
+        barrier_wait(&smem.v_ready[keys.place()], keys.phase());
+        const bool next_hidden = next_masked && has_hidden(keys.place());
+        if (after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
+        finish_values();
+        if (large) outgrow<C>(s, total, o, softmax, p, rows, math_group, next, q, shared_address(smem.keys[keys.place()]));
+        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[keys.place()]);
+        for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
+        t = next;
+        hidden = next_hidden;
+        next = after_next;
+        pack<C>(weights, s);
+    }
+    pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
+    finish_softmax<C>(factor, softmax, args, p, rows, math_group);
+    finish_values();
+}
+
 template <class C>
 __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
     const int math_group = warp_uniform(threadIdx.x / 128) - 1;
@@ -225,72 +295,9 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
         const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
         float o[C::kHeadDim / 2] = {}, factor[2];
         Softmax softmax = start_softmax<C>(p, rows, math_group);
-        const sa_key_tiles &key_tiles = rows.work.tiles;
-        const int end = key_tiles.end;
-        int t = sa_key_tile_from(&key_tiles, 0);
+        const int end = rows.work.tiles.end, t = sa_key_tile_from(&rows.work.tiles, 0);
         if (t < end) {
-            float s[C::kTileK / 2], total[2];
-            uint32_t weights[C::kTileK / 16][4];
-            barrier_wait(&smem.k_full[ring.place()], ring.phase());
-            qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
-            const bool masked = !sa_key_tile_is_full(&key_tiles, t);
-            wgmma_wait<0>();
-            computed(s);
-            if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
-            end_copy();
-            if (masked) mask_tile<C>(s, p, rows, math_group, t);
-            follow_maxima<C>(s, o, softmax, p, rows, math_group, t);
-            exponentials<C>(s, total, softmax, p.scale_log2);
-            for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
-            bool starting = begins_after<C>(softmax, p, rows, math_group, t);
-            // Asked before the product that lets the stage go.
-            const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
-            barrier_wait(&smem.v_ready[ring.place()], ring.phase());
-            bool hidden = masked && has_hidden(ring.place());
-            pack<C>(weights, s);
-            const auto finish_values = [&] {
-                wgmma_wait<0>();
-                computed(o);
-                if (leader) barrier_arrive(&smem.v_empty[ring.place()]);
-                if (hidden) add_hidden<C>(o, args, p, rows, math_group, t);
-                ring.n++;
-            };
-            // The scores of the next key tile, under the product of this one's weights and values.
-            int next = sa_key_tile_from(&key_tiles, t + 1);
-            if (next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
-            while (next < end) {
-                const auto keys = ring.next();
-                qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
-                pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
-                const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
-                const int after_next = sa_key_tile_from(&key_tiles, next + 1);
-                wgmma_wait<1>();
-                computed(s);
-                if (next_masked) mask_tile<C>(s, p, rows, math_group, next);
-                if (starting) {
-                    wgmma_wait<0>();
-                    computed(o);
-                    follow_maxima<C>(s, o, softmax, p, rows, math_group, next);
-                    starting = begins_after<C>(softmax, p, rows, math_group, next);
-                }
-                exponentials<C>(s, total, softmax, p.scale_log2);
-                const bool large =
-                    __any_sync(0xffffffffu, total[0] > kLarge<typename C::Element> || total[1] > kLarge<typename C::Element>);
-                barrier_wait(&smem.v_ready[keys.place()], keys.phase());
-                const bool next_hidden = next_masked && has_hidden(keys.place());
-                if (after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
-                finish_values();
-                if (large) outgrow<C>(s, total, o, softmax, p, rows, math_group, next, q, shared_address(smem.keys[keys.place()]));
-                if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[keys.place()]);
-                for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
-                t = next;
-                hidden = next_hidden;
-                next = after_next;
-                pack<C>(weights, s);
-            }
-            pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
-            finish_softmax<C>(factor, softmax, args, p, rows, math_group);
-            finish_values();
+            attend<C>(o, factor, softmax, smem, ring, args, p, rows, math_group, q, t, end, end_copy);
         } else {
             finish_softmax<C>(factor, softmax, args, p, rows, math_group);
             end_copy();
