@@ -32,7 +32,7 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     static constexpr int kStages = 2, kSums = 2; // of rows; of dQ on its way out
     static constexpr int kTileFloats = kRows * kHeadDim;
-    static constexpr int kLoaderRegisters = 24, kMathRegisters = 240;
+    static constexpr int kLoaderRegisters = kHeadDim == 64 ? 24 : 40, kMathRegisters = kHeadDim == 64 ? 240 : 232;
     static_assert(kKeys == 128, "two math groups of 64 keys");
     static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
 };
@@ -130,19 +130,36 @@ template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const
     return x;
 }
 
+constexpr int kTableThreads = 1024;
+
+// Long sequences come first, so that no block is left with one at the end. More sequences than threads stay in their order.
+__device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (&places)[kTableThreads]) {
+    __shared__ int64_t lengths[kTableThreads];
+    const int b = threadIdx.x, batch = static_cast<int>(sa_min(args.problem.batch, kTableThreads));
+    if (b < batch) lengths[b] = rows_before(args, b + 1) - rows_before(args, b);
+    __syncthreads();
+    int place = 0;
+    for (int x = 0; x < batch && b < batch; x++) place += lengths[x] > lengths[b] || (lengths[x] == lengths[b] && x < b);
+    places[b] = place;
+    __syncthreads();
+}
+
 template <class C>
-__global__ __launch_bounds__(1024) void table_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers,
-                                                     unsigned *error_word) {
+__global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers,
+                                                              unsigned *error_word) {
     check_lengths(args.fwd, error_word);
     const sinkattn_problem &problem = args.fwd.problem;
     for (int64_t i = threadIdx.x; i < p.num_slots; i += blockDim.x) buffers.turns[i] = 0;
     for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
+    __shared__ int places[kTableThreads];
+    const bool sorts = problem.packed && problem.batch <= kTableThreads;
+    if (sorts) find_places(args.fwd, places);
     if (threadIdx.x >= 32) return;
     if (threadIdx.x == 0) *buffers.counter = 0;
     const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
     const auto sum = [](int64_t a, int64_t b) { return a + b; };
     const auto last = [](int64_t x) { return __shfl_sync(0xffffffffu, x, 31); };
-    int64_t q_end = 0, k_end = 0, tiles = 0, slots = 0, items = 0, carries = 0;
+    int64_t q_end = 0, k_end = 0;
     for (int64_t base = 0; base <= p.num_entries; base += 32) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
@@ -161,6 +178,14 @@ __global__ __launch_bounds__(1024) void table_kernel(const __grid_constant__ sin
         }
         entry.has_sink = args.fwd.s_aux && b < problem.batch;
         if (b > p.num_entries - 1) entry.sequence = {};
+        if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
+    }
+    __syncwarp();
+    int64_t tiles = 0, slots = 0, items = 0, carries = 0;
+    for (int64_t base = 0; base <= p.num_entries; base += 32) {
+        const int64_t b = base + threadIdx.x;
+        Entry entry = {};
+        if (b <= p.num_entries) entry = buffers.entries[b];
         const bool is_tail = b >= problem.batch; // its rows see no keys, its keys are seen by none
         sa_sequence seen = entry.sequence;
         if (is_tail) seen.k_len = 0;
@@ -198,7 +223,7 @@ __device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_
 // ---- rows ----
 
 template <class C>
-__global__ __launch_bounds__(128) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers) {
+__global__ __launch_bounds__(128, 7) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers) {
     constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
     __shared__ float deltas[C::kRows], terms[C::kRows];
     const int64_t heads = args.fwd.problem.num_kv_heads, n = blockIdx.x;
@@ -217,21 +242,27 @@ __global__ __launch_bounds__(128) void rows_kernel(const __grid_constant__ sinka
         return sa_offset(&tensor, sequence.batch, sequence.q_begin + first + row / p.group, kv_head * p.group + row % p.group);
     };
     const int column = threadIdx.x % kLanes * 8;
-    uint4 out[kSteps] = {}, dout[kSteps] = {};
+    constexpr int kBatch = kSteps / 2; // loads of a thread at a time
 #pragma unroll
-    for (int i = 0; i < kSteps; i++) {
-        const int row = i * kStep + threadIdx.x / kLanes;
-        if (!is_real(row) || column >= args.fwd.problem.head_dim) continue;
-        out[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out, row) + column);
-        dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout, row) + column);
-        if (blind) *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq, row) + column) = uint4{0, 0, 0, 0};
-    }
+    for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
+        uint4 out[kBatch] = {}, dout[kBatch] = {};
 #pragma unroll
-    for (int i = 0; i < kSteps; i++) {
-        float delta = dot<typename C::Element>(out[i], dout[i]);
+        for (int i = 0; i < kBatch; i++) {
+            const int row = (first_step + i) * kStep + threadIdx.x / kLanes;
+            if (!is_real(row) || column >= args.fwd.problem.head_dim) continue;
+            out[i] =
+                *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out, row) + column);
+            dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout, row) + column);
+            if (blind)
+                *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq, row) + column) = uint4{0, 0, 0, 0};
+        }
 #pragma unroll
-        for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
-        if (threadIdx.x % kLanes == 0) deltas[i * kStep + threadIdx.x / kLanes] = delta;
+        for (int i = 0; i < kBatch; i++) {
+            float delta = dot<typename C::Element>(out[i], dout[i]);
+#pragma unroll
+            for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
+            if (threadIdx.x % kLanes == 0) deltas[(first_step + i) * kStep + threadIdx.x / kLanes] = delta;
+        }
     }
     __syncthreads();
     const int row = threadIdx.x;
@@ -1012,7 +1043,7 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
                             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Smem<C>))));
     if (status.code) return status;
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    table_kernel<C><<<1, 1024, 0, stream>>>(args, p, buffers, error_word);
+    table_kernel<C><<<1, kTableThreads, 0, stream>>>(args, p, buffers, error_word);
     rows_kernel<C><<<static_cast<unsigned>(sizes.tiles), 128, 0, stream>>>(args, p, buffers);
     kernel<<<static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream>>>(args, maps, p, buffers);
     if (args.ds_aux) sink_kernel<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, p, buffers);
