@@ -17,7 +17,7 @@
 // 0 * NaN is not 0: in tiles that need a mask, what is not finite in Q and dO becomes 0, and NaN comes back by way of lse and g - delta; in
 // K it becomes 0 in every tile, and NaN comes back by way of V.
 
-#include "cuda/attn/bwd_workspace.cuh"
+#include "cuda/attn/bwd_work.cuh"
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -37,31 +37,6 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
 };
 
-// One sequence, in the order of work; what begins before it, a kv head.
-struct Entry {
-    sa_sequence sequence;
-    int64_t first_tile, first_slot, first_item, first_carry;
-    bool has_sink;
-};
-
-struct Problem {
-    int64_t num_entries, num_slots, num_carries;
-    bool is_local;     // a window, of whose tiles each item's fit the slots
-    int group, tokens; // heads and tokens of a tile of rows
-    int period;        // columns of a tile that are 8 * period apart are of the same head
-    float scale, scale_log2;
-    int64_t num_tiles, num_blocks; // of a kv head, at most; a key block once a round
-    uint32_t shared_begin;         // address of the kernel's shared memory, which the device begins with some of its own
-};
-
-struct Buffers {
-    Entry *entries; // num_entries, and where the last ends
-    unsigned long long *counter, *turns, *carry_turns;
-    float *stats; // RowStats of each tile
-    float *slots, *carries;
-    float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_blocks]; NULL where it is not wanted
-};
-
 struct Maps {
     CUtensorMap q, k, v, dout;
 };
@@ -77,15 +52,9 @@ struct Item {
     int finish_end;                       // tiles before it have no later key block
     bool exists, descending;
     int num_rounds, nth_round; // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
-    int64_t carry, nth_block;  // of the kv head's terms of ds_aux
+    int64_t carry, nth_block;  // places among what is carried over, and among the kv head's terms of ds_aux
     unsigned long long carry_turn;
 };
-
-// lse in log2 units, 0 where there is nothing to normalise; g - delta; p_sink, there and read with ds_aux alone.
-template <class C> struct alignas(16) RowStats {
-    float lse[C::kRows], bias[C::kRows], p_sink[C::kRows];
-};
-template <class C> __host__ __device__ constexpr int stats_length(bool has_p_sink) { return (has_p_sink ? 3 : 2) * C::kRows; }
 
 template <class C> struct Smem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalves * C::kKeyHalf];
@@ -102,205 +71,10 @@ template <class C> struct Smem {
     uint64_t dq_full[C::kSums], dq_empty[C::kSums], finish_full;
 };
 
-__device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }
-
-// Tiles of rows before the first row that sees a key.
-__device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, const sa_band &band, int tokens) {
-    const int64_t row = sa_first_seeing_row(&band);
-    return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
-}
-
-// A tile's slot is free when the tile so many places before is finished, by an item before: a sequence of more tiles comes in rounds, later
-// tiles first, but for a window, where that holds anyway. Rounds are the same in a pack, as dK and dV are summed over them.
-constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 20 << 20;
-template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
-template <class C> constexpr int64_t kRoundTiles = kRoundBytes / (4 * C::kTileFloats);
-
-template <class C> __device__ __forceinline__ int64_t num_rounds_of(int64_t tiles, const Problem &p) {
-    return p.is_local || tiles <= kMostTiles<C> ? 1 : sa_ceil_div(tiles, kRoundTiles<C>);
-}
-
-// ---- table ----
-
-template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const T before = __shfl_up_sync(0xffffffffu, x, distance);
-        if (static_cast<int>(threadIdx.x % 32) >= distance) x = join(x, before);
-    }
-    return x;
-}
-
-constexpr int kTableThreads = 1024;
-
-// Long sequences come first, so that no block is left with one at the end. More sequences than threads stay in their order.
-__device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (&places)[kTableThreads]) {
-    __shared__ int64_t lengths[kTableThreads];
-    const int b = threadIdx.x, batch = static_cast<int>(sa_min(args.problem.batch, kTableThreads));
-    if (b < batch) lengths[b] = rows_before(args, b + 1) - rows_before(args, b);
-    __syncthreads();
-    int place = 0;
-    for (int x = 0; x < batch && b < batch; x++) place += lengths[x] > lengths[b] || (lengths[x] == lengths[b] && x < b);
-    places[b] = place;
-    __syncthreads();
-}
-
-template <class C>
-__global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers,
-                                                              unsigned *error_word) {
-    check_lengths(args.fwd, error_word);
-    const sinkattn_problem &problem = args.fwd.problem;
-    for (int64_t i = threadIdx.x; i < p.num_slots; i += blockDim.x) buffers.turns[i] = 0;
-    for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
-    __shared__ int places[kTableThreads];
-    const bool sorts = problem.packed && problem.batch <= kTableThreads;
-    if (sorts) find_places(args.fwd, places);
-    if (threadIdx.x >= 32) return;
-    if (threadIdx.x == 0) *buffers.counter = 0;
-    const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
-    const auto sum = [](int64_t a, int64_t b) { return a + b; };
-    const auto last = [](int64_t x) { return __shfl_sync(0xffffffffu, x, 31); };
-    int64_t q_end = 0, k_end = 0;
-    for (int64_t base = 0; base <= p.num_entries; base += 32) {
-        const int64_t b = base + threadIdx.x;
-        Entry entry = {};
-        if (problem.packed) { // offsets that decrease are raised: sequences are disjoint, whatever the offsets hold
-            const int64_t x = sa_min(b + 1, problem.batch), q = b < problem.batch ? args.fwd.cu_seqlens_q[x] : problem.q_len,
-                          k = b < problem.batch ? args.fwd.cu_seqlens_k[x] : problem.k_len;
-            const int64_t q_top = sa_max(q_end, warp_scan(sa_clamp(q, 0, problem.q_len), most)),
-                          k_top = sa_max(k_end, warp_scan(sa_clamp(k, 0, problem.k_len), most));
-            int64_t q_before = __shfl_up_sync(0xffffffffu, q_top, 1), k_before = __shfl_up_sync(0xffffffffu, k_top, 1);
-            if (threadIdx.x == 0) q_before = q_end, k_before = k_end;
-            entry.sequence = {0, q_before, q_top - q_before, k_before, k_top - k_before};
-            q_end = last(q_top);
-            k_end = last(k_top);
-        } else if (b < problem.batch) {
-            entry.sequence = sa_sequence_at(&args.fwd, b);
-        }
-        entry.has_sink = args.fwd.s_aux && b < problem.batch;
-        if (b > p.num_entries - 1) entry.sequence = {};
-        if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
-    }
-    __syncwarp();
-    int64_t tiles = 0, slots = 0, items = 0, carries = 0;
-    for (int64_t base = 0; base <= p.num_entries; base += 32) {
-        const int64_t b = base + threadIdx.x;
-        Entry entry = {};
-        if (b <= p.num_entries) entry = buffers.entries[b];
-        const bool is_tail = b >= problem.batch; // its rows see no keys, its keys are seen by none
-        sa_sequence seen = entry.sequence;
-        if (is_tail) seen.k_len = 0;
-        const sa_band band = sa_band_of(&problem.mask, seen.q_len, seen.k_len);
-        const int64_t own_tiles = num_tiles_of(seen, p.tokens), own_slots = own_tiles - num_blind_tiles(seen, band, p.tokens),
-                      own_blocks = sa_ceil_div(entry.sequence.k_len, C::kKeys), own_rounds = is_tail ? 1 : num_rounds_of<C>(own_tiles, p),
-                      own_items = own_blocks * own_rounds, own_carries = own_rounds > 1 ? own_blocks : 0;
-        const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), slots_to = slots + warp_scan(own_slots, sum),
-                      items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
-        entry.first_tile = tiles_to - own_tiles;
-        entry.first_slot = slots_to - own_slots;
-        entry.first_item = items_to - own_items;
-        entry.first_carry = carries_to - own_carries;
-        if (b <= p.num_entries) buffers.entries[b] = entry;
-        tiles = last(tiles_to);
-        slots = last(slots_to);
-        items = last(items_to);
-        carries = last(carries_to);
-    }
-}
-
-// The last entry whose `first` is at most n, a kv head; num_entries past the end.
-__device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_entries, int64_t Entry::*first, int64_t n) {
-    int64_t low = 0, high = num_entries + 1;
-    while (high - low > 1) {
-        const int64_t middle = (low + high) / 2;
-        if (entries[middle].*first <= n)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-// ---- rows ----
-
-template <class C>
-__global__ __launch_bounds__(128, 7) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers) {
-    constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
-    __shared__ float deltas[C::kRows], terms[C::kRows];
-    const int64_t heads = args.fwd.problem.num_kv_heads, n = blockIdx.x;
-    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_tile, n / heads);
-    if (e >= p.num_entries) return;
-    const Entry &entry = buffers.entries[e];
-    const sa_sequence sequence = entry.sequence;
-    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
-    const int64_t tiles = num_tiles_of(sequence, p.tokens), local = n - heads * entry.first_tile, kv_head = local / tiles,
-                  t = local % tiles;
-    const int64_t first = t * p.tokens;
-    const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
-    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens);
-    const auto is_real = [&](int row) { return row < p.tokens * p.group && first + row / p.group < sequence.q_len; };
-    const auto offset = [&](const sinkattn_tensor &tensor, int row) {
-        return sa_offset(&tensor, sequence.batch, sequence.q_begin + first + row / p.group, kv_head * p.group + row % p.group);
-    };
-    const int column = threadIdx.x % kLanes * 8;
-    constexpr int kBatch = kSteps / 2; // loads of a thread at a time
-#pragma unroll
-    for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
-        uint4 out[kBatch] = {}, dout[kBatch] = {};
-#pragma unroll
-        for (int i = 0; i < kBatch; i++) {
-            const int row = (first_step + i) * kStep + threadIdx.x / kLanes;
-            if (!is_real(row) || column >= args.fwd.problem.head_dim) continue;
-            out[i] =
-                *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out, row) + column);
-            dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout, row) + column);
-            if (blind)
-                *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq, row) + column) = uint4{0, 0, 0, 0};
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; i++) {
-            float delta = dot<typename C::Element>(out[i], dout[i]);
-#pragma unroll
-            for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
-            if (threadIdx.x % kLanes == 0) deltas[(first_step + i) * kStep + threadIdx.x / kLanes] = delta;
-        }
-    }
-    __syncthreads();
-    const int row = threadIdx.x;
-    float lse = 0.0f, bias = 0.0f, p_sink = 0.0f, term = 0.0f;
-    if (row < C::kRows && is_real(row)) {
-        const int64_t head = kv_head * p.group + row % p.group,
-                      at = sa_row_index(&args.fwd.problem, &sequence, head, first + row / p.group);
-        const float found = static_cast<const float *>(args.fwd.lse)[at], g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
-        const bool is_dead = found == -INFINITY;
-        lse = is_dead ? 0.0f : found * kLog2e;
-        bias = g - deltas[row];
-        if (buffers.row_terms && entry.has_sink) {
-            p_sink = static_cast<float>(sa_exp_minus(sa_s_aux(&args.fwd, head), found));
-            // p_sink (g - sum_j P dP), of which - p_sink sum_j dS is added where dS is; 1 - p_sink is sum_j P.
-            term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
-        }
-    }
-    float *stats = buffers.stats + n * stats_length<C>(buffers.row_terms);
-    if (row < C::kRows) {
-        stats[row] = lse;
-        stats[C::kRows + row] = bias;
-    }
-    if (!buffers.row_terms) return;
-    if (row < C::kRows) {
-        stats[2 * C::kRows + row] = p_sink;
-        terms[row] = term;
-    }
-    __syncthreads();
-    if (row >= p.group) return;
-    float sum = 0.0f;
-    for (int x = row; x < p.tokens * p.group; x += p.group) sum += terms[x];
-    buffers.row_terms[(kv_head * p.group + row) * p.num_tiles + entry.first_tile + t] = sum;
-}
-
 // ---- keys ----
 
 template <class C>
-__device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &args, const Problem &p, const Buffers &buffers) {
+__device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers) {
     const int64_t heads = args.fwd.problem.num_kv_heads, n = static_cast<int64_t>(atomicAdd(buffers.counter, 1ull));
     const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n / heads);
     item.exists = e < p.num_entries;
@@ -363,7 +137,7 @@ struct Place {
 };
 
 // How many key blocks before this one see the tile: of sinks, and from that of the first row's first key on.
-template <class C> __device__ __forceinline__ int find_turn(const Item &item, const Problem &p, int t) {
+template <class C> __device__ __forceinline__ int find_turn(const Item &item, const BwdProblem &p, int t) {
     const int first = t * p.tokens, last = min(first + p.tokens, item.q_len) - 1;
     const int begin = sa_row_band(&item.band, first).begin, end = sa_row_band(&item.band, last).end;
     const int sinks = (min(min(item.num_sink, end), begin) + C::kKeys - 1) / C::kKeys, block = item.key / C::kKeys;
@@ -380,8 +154,8 @@ __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, u
 }
 
 template <class C>
-__device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p,
-                                           const Buffers &buffers) {
+__device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p,
+                                           const BwdBuffers &buffers) {
     const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
     Ring<C::kStages> ring;
     for (Ring<2> items;; items.n++) {
@@ -412,7 +186,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
     }
 }
 
-template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const Problem &p, const Buffers &buffers) {
+template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers) {
     Ring<C::kSums> ring;
     for (Ring<2> items;; items.n++) {
         const Item &item = smem.items[items.place()];
@@ -558,7 +332,7 @@ struct Seen {
 
 __device__ __forceinline__ bool sees(const ThreadKeys &keys, int r, int token) { return token >= keys.begin[r] && token < keys.end[r]; }
 
-__device__ __forceinline__ Seen find_seen(const ThreadKeys &keys, const Problem &p, int t) {
+__device__ __forceinline__ Seen find_seen(const ThreadKeys &keys, const BwdProblem &p, int t) {
     const auto bits_before = [&](int token) {
         const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4),
                   count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
@@ -649,7 +423,7 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
 // The tile's last part: `before` is what was added until now, and dq leaves.
 template <class C>
 __device__ __forceinline__ void finish_tile(float (&dq)[32], const float *before, const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                            const Problem &p, const Item &item, int t, int math_group) {
+                                            const BwdProblem &p, const Item &item, int t, int math_group) {
     const int first = t * p.tokens;
     auto *to = static_cast<uint16_t *>(args.dq.data) +
                sa_offset(&args.dq, item.sequence.batch, item.sequence.q_begin + first, item.kv_head * p.group);
@@ -671,11 +445,97 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], const float *before
     }
 }
 
+// Of each head of the item: what its rows and these keys add to ds_aux.
+template <class C, TermsOf kTerms>
+__device__ __forceinline__ void write_terms(const Terms<C, kTerms> &terms, Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers,
+                                            const Item &item) {
+    auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp 8 * period columns
+    const int columns = 8 * p.period;
+    bar_sync<C::kMathThreads>(1); // the last dS has been read
+    for (int i = 0; i < (kTerms == kTermsOf8 ? 2 : 2 * p.period); i++) {
+        float sum = terms.sums[i];
+        for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+        if (threadIdx.x % 32 < 4) sums[(threadIdx.x / 32 - 4) * columns + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2] = sum;
+    }
+    bar_sync<C::kMathThreads>(1);
+    const int head = threadIdx.x - 128;
+    if (head >= p.group) return;
+    float sum = 0.0f;
+    for (int warp = 0; warp < C::kMathWarps; warp++)
+        for (int column = head; column < columns; column += p.group) sum += sums[warp * columns + column];
+    buffers.key_terms[(item.kv_head * p.group + head) * p.num_blocks + item.nth_block] = -sum;
+}
+
+// What is not finite in dO, in the tiles where it was left out, for the keys that its rows see.
+template <class C>
+__device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
+                                           const BwdProblem &p, const Item &item, const ThreadKeys &keys) {
+#pragma unroll 1
+    for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
+        const int t = n / C::kRows, row = n % C::kRows;
+        const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
+        if ((t >= item.full_begin && t < item.full_end) || token >= item.q_len) continue;
+        const int64_t head = item.kv_head * p.group + row % p.group;
+        add_unfinite<typename C::Element>(dv,
+                                          static_cast<const uint16_t *>(args.dout.data) +
+                                              sa_offset(&args.dout, item.sequence.batch, item.sequence.q_begin + token, head),
+                                          args.fwd.problem.head_dim, [&](int r) { return sees(keys, r, static_cast<int>(token)); });
+    }
+}
+
+// dK and dV so far, of the rounds before and of this one; left for the next.
+template <class C>
+__device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdBuffers &buffers,
+                                          const Item &item) {
+    unsigned long long *turns = buffers.carry_turns + item.carry;
+    wait_for_turn(turns, item.carry_turn);
+    auto *at = reinterpret_cast<float4 *>(buffers.carries + item.carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
+    const auto add = [&](float (&d)[C::kHeadDim / 2]) {
+#pragma unroll
+        for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
+            if (item.nth_round > 0) {
+                const float4 sum = __ldcg(at);
+                d[i] += sum.x;
+                d[i + 1] += sum.y;
+                d[i + 2] += sum.z;
+                d[i + 3] += sum.w;
+            }
+            if (item.nth_round < item.num_rounds - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
+        }
+    };
+    add(dk);
+    add(dv);
+    bar_sync<C::kMathThreads>(1);
+    if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
+}
+
+template <class C>
+__device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Smem<C> &smem,
+                                           const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, const ThreadKeys &keys,
+                                           int math_group) {
+    const sa_sequence &sequence = item.sequence;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int own = 64 * math_group + thread_row(r);
+        const int64_t key = item.key + own;
+        const bool real = key < sequence.k_len;
+        const bool has_rows = keys.begin[r] < keys.end[r];
+        const float poison = smem.poisoned[own] && has_rows ? NAN : 0.0f;
+        auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
+        if (real) {
+            to_dk += sa_offset(&args.dk, sequence.batch, sequence.k_begin + key, item.kv_head);
+            to_dv += sa_offset(&args.dv, sequence.batch, sequence.k_begin + key, item.kv_head);
+        }
+        write_row<typename C::Element>(to_dk, dk, r, p.scale + poison, 0, args.fwd.problem.head_dim, real);
+        write_row<typename C::Element>(to_dv, dv, r, 1.0f + poison, 0, args.fwd.problem.head_dim, real);
+    }
+}
+
 template <class C, TermsOf kTerms> struct Math {
     Smem<C> &smem;
     const sinkattn_bwd_args &args;
-    const Problem &p;
-    const Buffers &buffers;
+    const BwdProblem &p;
+    const BwdBuffers &buffers;
     const int math_group;
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
@@ -795,98 +655,20 @@ template <class C, TermsOf kTerms> struct Math {
             clean_keys<C>(smem);
             if (item.begin < item.end) meet_tiles(dk, dv, item, keys);
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.kv_empty);
-            if (smem.hides) add_hidden(dv, item, keys);
-            if (item.num_rounds > 1) add_carry(dk, dv, item);
-            if (item.nth_round == item.num_rounds - 1) write_keys(dk, dv, item, keys);
-            if constexpr (kTerms != kNoTerms) write_terms(item);
+            if (smem.hides) add_hidden<C>(dv, smem, args, p, item, keys);
+            if (item.num_rounds > 1) add_carry<C>(dk, dv, buffers, item);
+            if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, smem, args, p, item, keys, math_group);
+            if constexpr (kTerms != kNoTerms) write_terms(terms, smem, p, buffers, item);
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.item_empty[items.place()]);
-        }
-    }
-
-    // Of each head of the item: what its rows and these keys add to ds_aux.
-    __device__ __forceinline__ void write_terms(const Item &item) {
-        auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp 8 * period columns
-        const int columns = 8 * p.period;
-        bar_sync<C::kMathThreads>(1); // the last dS has been read
-        for (int i = 0; i < (kTerms == kTermsOf8 ? 2 : 2 * p.period); i++) {
-            float sum = terms.sums[i];
-            for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-            if (threadIdx.x % 32 < 4) sums[(threadIdx.x / 32 - 4) * columns + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2] = sum;
-        }
-        bar_sync<C::kMathThreads>(1);
-        const int head = threadIdx.x - 128;
-        if (head >= p.group) return;
-        float sum = 0.0f;
-        for (int warp = 0; warp < C::kMathWarps; warp++)
-            for (int column = head; column < columns; column += p.group) sum += sums[warp * columns + column];
-        buffers.key_terms[(item.kv_head * p.group + head) * p.num_blocks + item.nth_block] = -sum;
-    }
-
-    // What is not finite in dO, in the tiles where it was left out, for the keys that its rows see.
-    __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Item &item, const ThreadKeys &keys) {
-#pragma unroll 1
-        for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
-            const int t = n / C::kRows, row = n % C::kRows;
-            const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
-            if ((t >= item.full_begin && t < item.full_end) || token >= item.q_len) continue;
-            const int64_t head = item.kv_head * p.group + row % p.group;
-            add_unfinite<typename C::Element>(dv,
-                                              static_cast<const uint16_t *>(args.dout.data) +
-                                                  sa_offset(&args.dout, item.sequence.batch, item.sequence.q_begin + token, head),
-                                              args.fwd.problem.head_dim, [&](int r) { return sees(keys, r, static_cast<int>(token)); });
-        }
-    }
-
-    // dK and dV so far, of the rounds before and of this one; left for the next.
-    __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item) {
-        unsigned long long *turns = buffers.carry_turns + item.carry;
-        wait_for_turn(turns, item.carry_turn);
-        auto *at = reinterpret_cast<float4 *>(buffers.carries + item.carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
-        const auto add = [&](float (&d)[C::kHeadDim / 2]) {
-#pragma unroll
-            for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
-                if (item.nth_round > 0) {
-                    const float4 sum = __ldcg(at);
-                    d[i] += sum.x;
-                    d[i + 1] += sum.y;
-                    d[i + 2] += sum.z;
-                    d[i + 3] += sum.w;
-                }
-                if (item.nth_round < item.num_rounds - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
-            }
-        };
-        add(dk);
-        add(dv);
-        bar_sync<C::kMathThreads>(1);
-        if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
-    }
-
-    __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
-                                               const ThreadKeys &keys) {
-        const sa_sequence &sequence = item.sequence;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int own = 64 * math_group + thread_row(r);
-            const int64_t key = item.key + own;
-            const bool real = key < sequence.k_len;
-            const bool has_rows = keys.begin[r] < keys.end[r];
-            const float poison = smem.poisoned[own] && has_rows ? NAN : 0.0f;
-            auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
-            if (real) {
-                to_dk += sa_offset(&args.dk, sequence.batch, sequence.k_begin + key, item.kv_head);
-                to_dv += sa_offset(&args.dv, sequence.batch, sequence.k_begin + key, item.kv_head);
-            }
-            write_row<typename C::Element>(to_dk, dk, r, p.scale + poison, 0, args.fwd.problem.head_dim, real);
-            write_row<typename C::Element>(to_dv, dv, r, 1.0f + poison, 0, args.fwd.problem.head_dim, real);
         }
     }
 };
 
 template <class C, TermsOf kTerms>
 __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_constant__ sinkattn_bwd_args args,
-                                                             const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
-                                                             const __grid_constant__ Buffers buffers) {
+                                                             const __grid_constant__ Maps maps, const __grid_constant__ BwdProblem p,
+                                                             const __grid_constant__ BwdBuffers buffers) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
@@ -930,24 +712,6 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 #else
     __trap();
 #endif
-}
-
-// ---- sink ----
-
-// ds_aux: a block owns a head, and adds its terms in an order that sizes alone decide.
-__global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers) {
-    __shared__ double sums[kSinkThreads / 32];
-    const int64_t head = blockIdx.x;
-    const Entry &end = buffers.entries[p.num_entries];
-    double sum = 0.0;
-    for (int64_t i = threadIdx.x; i < end.first_tile; i += kSinkThreads) sum += buffers.row_terms[head * p.num_tiles + i];
-    for (int64_t i = threadIdx.x; i < end.first_item; i += kSinkThreads) sum += buffers.key_terms[head * p.num_blocks + i];
-    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int warp = 1; warp < kSinkThreads / 32; warp++) sum += sums[warp];
-    sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
 }
 
 // ---- host ----
@@ -997,7 +761,7 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     const Sizes sizes = sizes_of<C>(problem);
     if (sizes.tiles > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds less than 2^31", static_cast<long long>(sizes.tiles));
-    Problem p;
+    BwdProblem p;
     p.num_entries = sizes.entries;
     p.num_slots = sizes.slots;
     p.num_carries = sizes.carries;
@@ -1012,15 +776,15 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     p.num_blocks = sizes.blocks;
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
-    const Buffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
-                             turns,
-                             turns + 1,
-                             reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
-                             reinterpret_cast<float *>(base + sizes.stats_at),
-                             reinterpret_cast<float *>(base + sizes.slots_at),
-                             reinterpret_cast<float *>(base + sizes.carries_at),
-                             args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
-                             reinterpret_cast<float *>(base + sizes.key_terms_at)};
+    const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
+                                turns,
+                                turns + 1,
+                                reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
+                                reinterpret_cast<float *>(base + sizes.stats_at),
+                                reinterpret_cast<float *>(base + sizes.slots_at),
+                                reinterpret_cast<float *>(base + sizes.carries_at),
+                                args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
+                                reinterpret_cast<float *>(base + sizes.key_terms_at)};
     Encode encode = nullptr;
     unsigned *error_word;
     Maps maps;
