@@ -62,6 +62,21 @@ __device__ __forceinline__ int computed_here(int x) {
     return x;
 }
 
+// The same barrier: whether any thread brings true.
+template <int kThreads> __device__ __forceinline__ bool bar_any(int id, bool x) {
+    uint32_t any;
+    asm volatile("{\n"
+                 ".reg .pred own, all;\n"
+                 "setp.ne.u32 own, %1, 0;\n"
+                 "bar.red.or.pred all, %2, %3, own;\n"
+                 "selp.u32 %0, 1, 0, all;\n"
+                 "}"
+                 : "=r"(any)
+                 : "r"(static_cast<uint32_t>(x)), "r"(id), "n"(kThreads)
+                 : "memory");
+    return any;
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -8,7 +8,7 @@
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
 //         math groups   S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dQ = dS^T K,  dK += dS Q       64 keys a group
 //         adder warp    dQ of the tile, added in fp32 to what the keys before left of it
-//     sink    ds_aux of a head from its rows' terms
+//     sink    ds_aux of a head from the terms of its tiles of rows and of the key blocks
 //
 // A tile of rows is tokens x the heads of a group. Its dQ is the sum over key blocks, in ascending order: each waits for its turn at the
 // tile's slot of a ring of fp32 tiles; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
@@ -17,7 +17,7 @@
 // 0 * NaN is not 0: in tiles that need a mask, what is not finite in Q and dO becomes 0, and NaN comes back by way of lse and g - delta; in
 // K it becomes 0 in every tile, and NaN comes back by way of V.
 
-#include "cuda/attn/bwd_workspace.cuh"
+#include "cuda/attn/bwd_work.cuh"
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -30,32 +30,11 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
-    static constexpr int kStages = 2, kSums = 2;                 // of rows; of dQ on its way out
-    static constexpr int kTileFloats = kRows * kHeadDim + kRows; // dQ and the rows' sums of P dP
-    static constexpr int kLoaderRegisters = 24, kMathRegisters = 240;
+    static constexpr int kStages = 2, kSums = 2; // of rows; of dQ on its way out
+    static constexpr int kTileFloats = kRows * kHeadDim;
+    static constexpr int kLoaderRegisters = kHeadDim == 64 ? 24 : 40, kMathRegisters = kHeadDim == 64 ? 240 : 232;
     static_assert(kKeys == 128, "two math groups of 64 keys");
     static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
-};
-
-// One sequence, in the order of work; what begins before it, a kv head.
-struct Entry {
-    sa_sequence sequence;
-    int64_t first_tile, first_slot, first_item, first_carry;
-    bool has_sink;
-};
-
-struct Problem {
-    int64_t num_entries, num_slots, num_carries;
-    bool is_local;     // a window, of whose tiles each item's fit the slots
-    int group, tokens; // heads and tokens of a tile of rows
-    float scale, scale_log2;
-};
-
-struct Buffers {
-    Entry *entries; // num_entries, and where the last ends
-    unsigned long long *counter, *turns, *carry_turns;
-    float *stats; // of each tile kRows lse in log2 units, 0 where there is nothing to normalise, and kRows g - delta
-    float *slots, *carries, *terms;
 };
 
 struct Maps {
@@ -73,12 +52,8 @@ struct Item {
     int finish_end;                       // tiles before it have no later key block
     bool exists, descending;
     int num_rounds, nth_round; // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
-    int64_t carry;
+    int64_t carry, nth_block;  // places among what is carried over, and among the kv head's terms of ds_aux
     unsigned long long carry_turn;
-};
-
-template <class C> struct alignas(16) RowStats {
-    float lse[C::kRows], bias[C::kRows];
 };
 
 template <class C> struct Smem {
@@ -87,7 +62,6 @@ template <class C> struct Smem {
     alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
     alignas(128) float dq[C::kSums][C::kTileFloats];
     RowStats<C> stats[C::kStages];
-    float sums[C::kMathWarps][C::kRows];
     int64_t dq_offset[C::kRows]; // of a tile's rows from its first
     int token[C::kRows];
     Item items[2];
@@ -97,161 +71,10 @@ template <class C> struct Smem {
     uint64_t dq_full[C::kSums], dq_empty[C::kSums], finish_full;
 };
 
-__device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }
-
-// Tiles of rows before the first row that sees a key.
-__device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, const sa_band &band, int tokens) {
-    const int64_t row = sa_first_seeing_row(&band);
-    return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
-}
-
-// A tile's slot is free when the tile so many places before is finished, by an item before: a sequence of more tiles comes in rounds, later
-// tiles first, but for a window, where that holds anyway. Rounds are the same in a pack, as dK and dV are summed over them.
-constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 20 << 20;
-template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
-template <class C> constexpr int64_t kRoundTiles = kRoundBytes / (4 * C::kTileFloats);
-
-template <class C> __device__ __forceinline__ int64_t num_rounds_of(int64_t tiles, const Problem &p) {
-    return p.is_local || tiles <= kMostTiles<C> ? 1 : sa_ceil_div(tiles, kRoundTiles<C>);
-}
-
-// ---- table ----
-
-template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const T before = __shfl_up_sync(0xffffffffu, x, distance);
-        if (static_cast<int>(threadIdx.x % 32) >= distance) x = join(x, before);
-    }
-    return x;
-}
-
-template <class C>
-__global__ __launch_bounds__(1024) void table_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers,
-                                                     unsigned *error_word) {
-    check_lengths(args.fwd, error_word);
-    const sinkattn_problem &problem = args.fwd.problem;
-    for (int64_t i = threadIdx.x; i < p.num_slots; i += blockDim.x) buffers.turns[i] = 0;
-    for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
-    if (threadIdx.x >= 32) return;
-    if (threadIdx.x == 0) *buffers.counter = 0;
-    const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
-    const auto sum = [](int64_t a, int64_t b) { return a + b; };
-    const auto last = [](int64_t x) { return __shfl_sync(0xffffffffu, x, 31); };
-    int64_t q_end = 0, k_end = 0, tiles = 0, slots = 0, items = 0, carries = 0;
-    for (int64_t base = 0; base <= p.num_entries; base += 32) {
-        const int64_t b = base + threadIdx.x;
-        Entry entry = {};
-        if (problem.packed) { // offsets that decrease are raised: sequences are disjoint, whatever the offsets hold
-            const int64_t x = sa_min(b + 1, problem.batch), q = b < problem.batch ? args.fwd.cu_seqlens_q[x] : problem.q_len,
-                          k = b < problem.batch ? args.fwd.cu_seqlens_k[x] : problem.k_len;
-            const int64_t q_top = sa_max(q_end, warp_scan(sa_clamp(q, 0, problem.q_len), most)),
-                          k_top = sa_max(k_end, warp_scan(sa_clamp(k, 0, problem.k_len), most));
-            int64_t q_before = __shfl_up_sync(0xffffffffu, q_top, 1), k_before = __shfl_up_sync(0xffffffffu, k_top, 1);
-            if (threadIdx.x == 0) q_before = q_end, k_before = k_end;
-            entry.sequence = {0, q_before, q_top - q_before, k_before, k_top - k_before};
-            q_end = last(q_top);
-            k_end = last(k_top);
-        } else if (b < problem.batch) {
-            entry.sequence = sa_sequence_at(&args.fwd, b);
-        }
-        entry.has_sink = args.fwd.s_aux && b < problem.batch;
-        if (b > p.num_entries - 1) entry.sequence = {};
-        const bool is_tail = b >= problem.batch; // its rows see no keys, its keys are seen by none
-        sa_sequence seen = entry.sequence;
-        if (is_tail) seen.k_len = 0;
-        const sa_band band = sa_band_of(&problem.mask, seen.q_len, seen.k_len);
-        const int64_t own_tiles = num_tiles_of(seen, p.tokens), own_slots = own_tiles - num_blind_tiles(seen, band, p.tokens),
-                      own_blocks = sa_ceil_div(entry.sequence.k_len, C::kKeys), own_rounds = is_tail ? 1 : num_rounds_of<C>(own_tiles, p),
-                      own_items = own_blocks * own_rounds, own_carries = own_rounds > 1 ? own_blocks : 0;
-        const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), slots_to = slots + warp_scan(own_slots, sum),
-                      items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
-        entry.first_tile = tiles_to - own_tiles;
-        entry.first_slot = slots_to - own_slots;
-        entry.first_item = items_to - own_items;
-        entry.first_carry = carries_to - own_carries;
-        if (b <= p.num_entries) buffers.entries[b] = entry;
-        tiles = last(tiles_to);
-        slots = last(slots_to);
-        items = last(items_to);
-        carries = last(carries_to);
-    }
-}
-
-// The last entry whose `first` is at most n, a kv head; num_entries past the end.
-__device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_entries, int64_t Entry::*first, int64_t n) {
-    int64_t low = 0, high = num_entries + 1;
-    while (high - low > 1) {
-        const int64_t middle = (low + high) / 2;
-        if (entries[middle].*first <= n)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-// ---- rows ----
-
-template <class C>
-__global__ __launch_bounds__(128) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, Problem p, Buffers buffers) {
-    constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
-    __shared__ float deltas[C::kRows];
-    const int64_t heads = args.fwd.problem.num_kv_heads, n = blockIdx.x;
-    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_tile, n / heads);
-    if (e >= p.num_entries) return;
-    const Entry &entry = buffers.entries[e];
-    const sa_sequence sequence = entry.sequence;
-    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
-    const int64_t tiles = num_tiles_of(sequence, p.tokens), local = n - heads * entry.first_tile, kv_head = local / tiles,
-                  t = local % tiles;
-    const int64_t first = t * p.tokens;
-    const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
-    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens);
-    const auto is_real = [&](int row) { return row < p.tokens * p.group && first + row / p.group < sequence.q_len; };
-    const auto offset = [&](const sinkattn_tensor &tensor, int row) {
-        return sa_offset(&tensor, sequence.batch, sequence.q_begin + first + row / p.group, kv_head * p.group + row % p.group);
-    };
-    const int column = threadIdx.x % kLanes * 8;
-    uint4 out[kSteps] = {}, dout[kSteps] = {};
-#pragma unroll
-    for (int i = 0; i < kSteps; i++) {
-        const int row = i * kStep + threadIdx.x / kLanes;
-        if (!is_real(row) || column >= args.fwd.problem.head_dim) continue;
-        out[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out, row) + column);
-        dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout, row) + column);
-        if (blind) *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq, row) + column) = uint4{0, 0, 0, 0};
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; i++) {
-        float delta = dot<typename C::Element>(out[i], dout[i]);
-#pragma unroll
-        for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
-        if (threadIdx.x % kLanes == 0) deltas[i * kStep + threadIdx.x / kLanes] = delta;
-    }
-    __syncthreads();
-    const int row = threadIdx.x;
-    if (row >= C::kRows) return;
-    float lse = 0.0f, bias = 0.0f;
-    if (is_real(row)) {
-        const int64_t head = kv_head * p.group + row % p.group,
-                      at = sa_row_index(&args.fwd.problem, &sequence, head, first + row / p.group);
-        const float found = static_cast<const float *>(args.fwd.lse)[at], g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
-        lse = found == -INFINITY ? 0.0f : found * kLog2e;
-        bias = g - deltas[row];
-        if (buffers.terms) { // the factor p_sink of rows that see keys
-            const float p_sink = entry.has_sink ? static_cast<float>(sa_exp_minus(sa_s_aux(&args.fwd, head), found)) : 0.0f;
-            buffers.terms[at] = !blind ? p_sink : entry.has_sink ? p_sink * g : 0.0f;
-        }
-    }
-    float *stats = buffers.stats + n * 2 * C::kRows;
-    stats[row] = lse;
-    stats[C::kRows + row] = bias;
-}
-
 // ---- keys ----
 
 template <class C>
-__device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &args, const Problem &p, const Buffers &buffers) {
+__device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers) {
     const int64_t heads = args.fwd.problem.num_kv_heads, n = static_cast<int64_t>(atomicAdd(buffers.counter, 1ull));
     const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n / heads);
     item.exists = e < p.num_entries;
@@ -267,6 +90,7 @@ __device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &a
     item.num_rounds = static_cast<int>(rounds);
     item.nth_round = static_cast<int>(nth_round);
     item.carry = entry.first_carry + block;
+    item.nth_block = entry.first_item + nth_round * blocks + block;
     item.carry_turn = static_cast<unsigned long long>(item.kv_head * rounds + nth_round);
     item.key = static_cast<int>(block * C::kKeys);
     item.begin = item.end = item.finish_end = item.full_begin = item.full_end = 0;
@@ -313,7 +137,7 @@ struct Place {
 };
 
 // How many key blocks before this one see the tile: of sinks, and from that of the first row's first key on.
-template <class C> __device__ __forceinline__ int find_turn(const Item &item, const Problem &p, int t) {
+template <class C> __device__ __forceinline__ int find_turn(const Item &item, const BwdProblem &p, int t) {
     const int first = t * p.tokens, last = min(first + p.tokens, item.q_len) - 1;
     const int begin = sa_row_band(&item.band, first).begin, end = sa_row_band(&item.band, last).end;
     const int sinks = (min(min(item.num_sink, end), begin) + C::kKeys - 1) / C::kKeys, block = item.key / C::kKeys;
@@ -330,8 +154,9 @@ __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, u
 }
 
 template <class C>
-__device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p,
-                                           const Buffers &buffers) {
+__device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p,
+                                           const BwdBuffers &buffers) {
+    const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
     Ring<C::kStages> ring;
     for (Ring<2> items;; items.n++) {
         Item &item = smem.items[items.place()];
@@ -350,18 +175,18 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
         for (int t = item.end - 1; t >= item.begin; t--, ring.n++) {
             uint64_t *full = &smem.rows_full[ring.place()];
             barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
-            barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + sizeof(RowStats<C>));
+            barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
             const int row = static_cast<int>(item.sequence.q_begin) + t * p.tokens;
             for (int half = 0; half < C::kHalves; half++) {
                 tensor_load(smem.queries[ring.place()] + half * C::kRowHalf, &maps.q, full, 64 * half, head * p.group, row, batch);
                 tensor_load(smem.douts[ring.place()] + half * C::kRowHalf, &maps.dout, full, 64 * half, head * p.group, row, batch);
             }
-            bulk_load(&smem.stats[ring.place()], buffers.stats + (item.first_stats + t) * 2 * C::kRows, sizeof(RowStats<C>), full);
+            bulk_load(&smem.stats[ring.place()], buffers.stats + (item.first_stats + t) * (stats_bytes / 4), stats_bytes, full);
         }
     }
 }
 
-template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const Problem &p, const Buffers &buffers) {
+template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers) {
     Ring<C::kSums> ring;
     for (Ring<2> items;; items.n++) {
         const Item &item = smem.items[items.place()];
@@ -443,6 +268,16 @@ template <class C> __device__ __forceinline__ void clean_keys(Smem<C> &smem) {
     bar_sync<C::kMathThreads>(1);
 }
 
+// A row of Q or dO that is not finite makes a column of S or dP that is not, whatever the keys: one of the thread's two tells.
+template <class C> __device__ __forceinline__ bool any_unfinite(const float (&s)[C::kRows / 2], const float (&dp)[C::kRows / 2]) {
+    float zero = 0.0f;
+#pragma unroll
+    for (int n = 0; n < C::kRows / 8; n++)
+#pragma unroll
+        for (int i = 4 * n; i < 4 * n + 2; i++) zero = fmaf(s[i], 0.0f, fmaf(dp[i], 0.0f, zero));
+    return bar_any<C::kMathThreads>(1, zero != 0.0f);
+}
+
 // dS gets what was in dO from g - delta, dV at the end of the item.
 template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage) {
     zero_rows<C, C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
@@ -488,21 +323,22 @@ template <class C> __device__ __forceinline__ void pack(uint32_t (&packed)[C::kR
     for (int i = 0; i < C::kRows / 2; i += 2) packed[i / 8][i / 2 % 4] = pack_halves<typename C::Element>(x[i], x[i + 1]);
 }
 
+// Which of a thread's columns of a tile its two keys see: a bit each, columns 8 n and 8 n + 1 after its first at 2 n and 2 n + 1.
 struct Seen {
-    int begin[2];
-    unsigned length[2];
+    uint32_t bits[2];
 
-    __device__ __forceinline__ bool operator()(int r, int column) const { return static_cast<unsigned>(column - begin[r]) < length[r]; }
+    __device__ __forceinline__ bool operator()(int r, int column) const { return bits[r] >> (column / 4 + column % 2) & 1; }
 };
 
-// Of tile t, from the thread's first column.
-__device__ __forceinline__ Seen find_seen(const ThreadKeys &keys, const Problem &p, int t) {
-    Seen seen;
-    for (int r = 0; r < 2; r++) {
-        seen.begin[r] = (keys.begin[r] - t * p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4);
-        seen.length[r] = static_cast<unsigned>((keys.end[r] - keys.begin[r]) * p.group);
-    }
-    return seen;
+__device__ __forceinline__ bool sees(const ThreadKeys &keys, int r, int token) { return token >= keys.begin[r] && token < keys.end[r]; }
+
+__device__ __forceinline__ Seen find_seen(const ThreadKeys &keys, const BwdProblem &p, int t) {
+    const auto bits_before = [&](int token) {
+        const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4),
+                  count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
+        return count < 32 ? (1u << count) - 1 : ~0u;
+    };
+    return {{bits_before(keys.end[0]) & ~bits_before(keys.begin[0]), bits_before(keys.end[1]) & ~bits_before(keys.begin[1])}};
 }
 
 template <class C, bool kMasked>
@@ -519,47 +355,44 @@ __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const Row
     }
 }
 
-// dp becomes dS; sums: P dP of the thread's columns.
-template <class C, bool kMasked, bool kTerms>
-__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], float (&sums)[C::kRows / 4],
+enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
+
+// Sums of p_sink dS over a thread's columns, apart for columns of different heads: those 8 * period apart are of the same. Where heads
+// repeat with 8 columns that is two sums; for any other group they lie in local memory.
+template <class C, TermsOf kTerms> struct Terms {
+    float sums[kTerms == kTermsOfAny ? C::kRows / 4 : 2];
+};
+// dp becomes dS.
+template <class C, bool kMasked, TermsOf kTerms>
+__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], Terms<C, kTerms> &terms, int period,
                                         const RowStats<C> &stats, const Seen &seen) {
     const int column = 2 * (threadIdx.x % 4);
+    float of_tile[2] = {0.0f, 0.0f};
+    int place = 0;
 #pragma unroll
     for (int n = 0; n < C::kRows / 8; n++) {
         const float2 bias = *reinterpret_cast<const float2 *>(&stats.bias[8 * n + column]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const bool is_seen = !kMasked || seen(i / 2, 8 * n + i % 2);
             float &x = dp[4 * n + i];
-            if (kTerms) {
-                const float product = is_seen ? x : 0.0f;
-                sums[2 * n + i % 2] = i < 2 ? p[4 * n + i] * product : fmaf(p[4 * n + i], product, sums[2 * n + i % 2]);
-            }
-            x = is_seen ? p[4 * n + i] * (x + (i % 2 ? bias.y : bias.x)) : 0.0f;
+            x = !kMasked || seen(i / 2, 8 * n + i % 2) ? p[4 * n + i] * (x + (i % 2 ? bias.y : bias.x)) : 0.0f;
+        }
+        if (kTerms == kNoTerms) continue;
+        const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
+        const float even = dp[4 * n] + dp[4 * n + 2], odd = dp[4 * n + 1] + dp[4 * n + 3];
+        if (kTerms == kTermsOf8) {
+            of_tile[0] = fmaf(p_sink.x, even, of_tile[0]);
+            of_tile[1] = fmaf(p_sink.y, odd, of_tile[1]);
+        } else {
+            float2 &sums = reinterpret_cast<float2 *>(terms.sums)[place];
+            sums = {fmaf(p_sink.x, even, sums.x), fmaf(p_sink.y, odd, sums.y)};
+            if (++place == period) place = 0;
         }
     }
-}
-
-// Lanes `kDistance` apart add each other's sums, and each keeps one half of them: the one from *first on.
-template <int kDistance, int kHalf, int kLength> __device__ __forceinline__ void fold(float (&sums)[kLength], int &first) {
-    const bool upper = threadIdx.x & kDistance;
-#pragma unroll
-    for (int i = 0; i < kHalf; i++) {
-        const float got = __shfl_xor_sync(0xffffffffu, upper ? sums[i] : sums[i + kHalf], kDistance);
-        sums[i] = (upper ? sums[i + kHalf] : sums[i]) + got;
+    if (kTerms == kTermsOf8) {
+        terms.sums[0] += of_tile[0];
+        terms.sums[1] += of_tile[1];
     }
-    first += upper ? kHalf : 0;
-}
-
-// Sums over the 8 lanes that hold the same columns.
-template <class C> __device__ __forceinline__ void write_sums(float (&sums)[C::kRows / 4], float *to) {
-    int first = 0;
-    fold<16, C::kRows / 8>(sums, first);
-    fold<8, C::kRows / 16>(sums, first);
-    fold<4, C::kRows / 32>(sums, first);
-    float2 *pairs = reinterpret_cast<float2 *>(to + first / 2 * 8 + 2 * (threadIdx.x % 4));
-#pragma unroll
-    for (int i = 0; i < C::kRows / 32; i += 2) pairs[2 * i] = {sums[i], sums[i + 1]};
 }
 
 template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_group) {
@@ -590,7 +423,7 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
 // The tile's last part: `before` is what was added until now, and dq leaves.
 template <class C>
 __device__ __forceinline__ void finish_tile(float (&dq)[32], const float *before, const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                            const Problem &p, const Item &item, int t, int math_group) {
+                                            const BwdProblem &p, const Item &item, int t, int math_group) {
     const int first = t * p.tokens;
     auto *to = static_cast<uint16_t *>(args.dq.data) +
                sa_offset(&args.dq, item.sequence.batch, item.sequence.q_begin + first, item.kv_head * p.group);
@@ -612,93 +445,156 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], const float *before
     }
 }
 
-// A thread's row's term of ds_aux, p_sink (g - sum of P dP): its factors are read ahead.
-struct Term {
-    float *at = nullptr;
-    float p_sink, g;
-
-    template <class C>
-    __device__ __forceinline__ Term(const Smem<C> &smem, const sinkattn_bwd_args &args, const Problem &p, const Buffers &buffers,
-                                    const Item &item, int t, int row) {
-        if (row >= C::kRows || t * p.tokens + smem.token[row] >= item.q_len) return;
-        const int64_t head = item.kv_head * p.group + row - smem.token[row] * p.group,
-                      index = sa_row_index(&args.fwd.problem, &item.sequence, head, t * p.tokens + smem.token[row]);
-        at = buffers.terms + index;
-        p_sink = *at; // until now
-        g = args.dlse ? static_cast<const float *>(args.dlse)[index] : 0.0f;
+// Of each head of the item: what its rows and these keys add to ds_aux.
+template <class C, TermsOf kTerms>
+__device__ __forceinline__ void write_terms(const Terms<C, kTerms> &terms, Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers,
+                                            const Item &item) {
+    auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp 8 * period columns
+    const int columns = 8 * p.period;
+    bar_sync<C::kMathThreads>(1); // the last dS has been read
+    for (int i = 0; i < (kTerms == kTermsOf8 ? 2 : 2 * p.period); i++) {
+        float sum = terms.sums[i];
+        for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+        if (threadIdx.x % 32 < 4) sums[(threadIdx.x / 32 - 4) * columns + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2] = sum;
     }
-};
+    bar_sync<C::kMathThreads>(1);
+    const int head = threadIdx.x - 128;
+    if (head >= p.group) return;
+    float sum = 0.0f;
+    for (int warp = 0; warp < C::kMathWarps; warp++)
+        for (int column = head; column < columns; column += p.group) sum += sums[warp * columns + column];
+    buffers.key_terms[(item.kv_head * p.group + head) * p.num_blocks + item.nth_block] = -sum;
+}
 
-template <class C, bool kTerms> struct Math {
+// What is not finite in dO, in the tiles where it was left out, for the keys that its rows see.
+template <class C>
+__device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
+                                           const BwdProblem &p, const Item &item, const ThreadKeys &keys) {
+#pragma unroll 1
+    for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
+        const int t = n / C::kRows, row = n % C::kRows;
+        const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
+        if ((t >= item.full_begin && t < item.full_end) || token >= item.q_len) continue;
+        const int64_t head = item.kv_head * p.group + row % p.group;
+        add_unfinite<typename C::Element>(dv,
+                                          static_cast<const uint16_t *>(args.dout.data) +
+                                              sa_offset(&args.dout, item.sequence.batch, item.sequence.q_begin + token, head),
+                                          args.fwd.problem.head_dim, [&](int r) { return sees(keys, r, static_cast<int>(token)); });
+    }
+}
+
+// dK and dV so far, of the rounds before and of this one; left for the next.
+template <class C>
+__device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdBuffers &buffers,
+                                          const Item &item) {
+    unsigned long long *turns = buffers.carry_turns + item.carry;
+    wait_for_turn(turns, item.carry_turn);
+    auto *at = reinterpret_cast<float4 *>(buffers.carries + item.carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
+    const auto add = [&](float (&d)[C::kHeadDim / 2]) {
+#pragma unroll
+        for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
+            if (item.nth_round > 0) {
+                const float4 sum = __ldcg(at);
+                d[i] += sum.x;
+                d[i + 1] += sum.y;
+                d[i + 2] += sum.z;
+                d[i + 3] += sum.w;
+            }
+            if (item.nth_round < item.num_rounds - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
+        }
+    };
+    add(dk);
+    add(dv);
+    bar_sync<C::kMathThreads>(1);
+    if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
+}
+
+template <class C>
+__device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Smem<C> &smem,
+                                           const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, const ThreadKeys &keys,
+                                           int math_group) {
+    const sa_sequence &sequence = item.sequence;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int own = 64 * math_group + thread_row(r);
+        const int64_t key = item.key + own;
+        const bool real = key < sequence.k_len;
+        const bool has_rows = keys.begin[r] < keys.end[r];
+        const float poison = smem.poisoned[own] && has_rows ? NAN : 0.0f;
+        auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
+        if (real) {
+            to_dk += sa_offset(&args.dk, sequence.batch, sequence.k_begin + key, item.kv_head);
+            to_dv += sa_offset(&args.dv, sequence.batch, sequence.k_begin + key, item.kv_head);
+        }
+        write_row<typename C::Element>(to_dk, dk, r, p.scale + poison, 0, args.fwd.problem.head_dim, real);
+        write_row<typename C::Element>(to_dv, dv, r, 1.0f + poison, 0, args.fwd.problem.head_dim, real);
+    }
+}
+
+template <class C, TermsOf kTerms> struct Math {
     Smem<C> &smem;
     const sinkattn_bwd_args &args;
-    const Problem &p;
-    const Buffers &buffers;
+    const BwdProblem &p;
+    const BwdBuffers &buffers;
     const int math_group;
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
     uint32_t finished; // tiles
+    Terms<C, kTerms> terms;
 
+    // In a way that the compiler knows to be the same in all lanes.
+    __device__ __forceinline__ uint32_t address(const void *at) const {
+        return p.shared_begin +
+               static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
+    }
+
+    // S and dP of the tile that the ring holds.
+    __device__ __forceinline__ void begin_scores(float (&s)[C::kRows / 2]) {
+        const uint32_t stage = warp_uniform(ring.place());
+        barrier_wait(&smem.rows_full[stage], ring.phase());
+        product_abt<C>(s, address(smem.keys) + 64 * math_group * kRowBytes, address(smem.queries[stage]));
+    }
+    __device__ __forceinline__ void begin_dp(float (&dp)[C::kRows / 2]) {
+        const uint32_t stage = warp_uniform(ring.place());
+        product_abt<C>(dp, address(smem.values) + 64 * math_group * kRowBytes, address(smem.douts[stage]));
+    }
+
+    // P and dS from S and dP, which have been begun.
     template <bool kMasked>
-    __device__ __forceinline__ void step(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
-                                         const ThreadKeys &keys, int t) {
-        const uint32_t stage = __shfl_sync(0xffffffffu, ring.place(), 0); // known to be the same in a warp
-        const bool lane0 = threadIdx.x % 32 == 0;
-        const uint32_t own = 64 * math_group * kRowBytes;
-        float s[C::kRows / 2], dp[C::kRows / 2], sums[C::kRows / 4];
-        product_abt<C>(s, shared_address(smem.keys) + own, shared_address(smem.queries[stage]));
-        product_abt<C>(dp, shared_address(smem.values) + own, shared_address(smem.douts[stage]));
+    __device__ __forceinline__ void find_operands(float (&s)[C::kRows / 2], float (&dp)[C::kRows / 2],
+                                                  uint32_t (&weights)[C::kRows / 16][4], uint32_t (&ds)[C::kRows / 16][4],
+                                                  const ThreadKeys &keys, int t) {
+        const RowStats<C> &stats = smem.stats[ring.place()];
         Seen seen;
         if (kMasked) {
-            clean_rows<C>(smem, stage); // before P, dV and dK; what S and dP read of such rows makes no difference
             seen = find_seen(keys, p, t);
+            wgmma_wait<0>();
+            computed(s);
+            computed(dp);
+            if (any_unfinite<C>(s, dp)) clean_rows<C>(smem, ring.place());
         }
         wgmma_wait<1>();
         computed(s);
-        find_weights<C, kMasked>(s, smem.stats[stage], seen, p.scale_log2);
-        uint32_t weights[C::kRows / 16][4], ds[C::kRows / 16][4];
+        find_weights<C, kMasked>(s, stats, seen, p.scale_log2);
         pack<C>(weights, s);
         wgmma_wait<0>();
         computed(dp);
-        find_ds<C, kMasked, kTerms>(dp, s, sums, smem.stats[stage], seen);
+        find_ds<C, kMasked>(dp, s, terms, p.period, stats, seen);
         pack<C>(ds, dp);
-        product_pb<C>(dv, weights, shared_address(smem.douts[stage]));
-        const Ring<C::kSums> last = {dq_ring.n - 1};
-        if (dq_ring.n > 0) barrier_wait(&smem.dq_full[last.place()], last.phase()); // nobody reads the last dS
-        write_ds<C>(smem, ds, math_group);
-        if (kTerms) write_sums<C>(sums, smem.sums[threadIdx.x / 32 - 4]);
-        async_fence();
-        bar_sync<C::kMathThreads>(1);
-        float dq[32], *to = smem.dq[dq_ring.place()];
-        dq_product<C>(dq, shared_address(smem.ds[C::kRows == 64 ? 0 : math_group]),
-                      shared_address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
-        product_pb<C>(dk, ds, shared_address(smem.queries[stage]));
-        float *to_sums = to + C::kRows * C::kHeadDim;
-        const int row = threadIdx.x - 128;
-        float sum = 0.0f;
-        if (kTerms && row < C::kRows) {
-#pragma unroll
-            for (int w = 0; w < C::kMathWarps; w++) sum += smem.sums[w][row];
-        }
+    }
+
+    // The group's part of dQ goes to the adder, or out.
+    template <int kPending> __device__ __forceinline__ void pass_on(float (&dq)[32], const Item &item, int t) {
+        float *to = smem.dq[dq_ring.place()];
         if (t < item.finish_end) {
-            if constexpr (kTerms) {
-                const Term term(smem, args, p, buffers, item, t, row);
-                barrier_wait(&smem.finish_full, finished++ & 1);
-                if (term.at) *term.at = term.p_sink * (term.g - (smem.finish_alone ? sum : sum + to_sums[row]));
-            } else {
-                barrier_wait(&smem.finish_full, finished++ & 1);
-            }
-            wgmma_wait<0>();
+            barrier_wait(&smem.finish_full, finished++ & 1);
+            wgmma_wait<kPending>();
             computed(dq);
-            computed(dv);
-            computed(dk);
             finish_tile<C>(dq, to, smem, args, p, item, t, math_group);
         } else {
             barrier_wait(&smem.dq_empty[dq_ring.place()], dq_ring.phase() ^ 1);
-            if (kTerms && row < C::kRows) to_sums[row] = sum;
-            wgmma_wait<1>();
+            wgmma_wait<kPending>();
             computed(dq);
-            computed(dv);
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 reinterpret_cast<float4 *>(to)[(math_group * 8 + i) * 128 + threadIdx.x % 128] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
@@ -706,12 +602,43 @@ template <class C, bool kTerms> struct Math {
             async_fence();
         }
         __syncwarp();
-        if (lane0) barrier_arrive(&smem.dq_full[dq_ring.place()]);
-        wgmma_wait<0>();
-        computed(dk);
-        if (lane0) barrier_arrive(&smem.rows_empty[stage]);
-        ring.n++;
+        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.dq_full[dq_ring.place()]);
         dq_ring.n++;
+    }
+
+    // All tiles of an item. While dQ of one is passed on, S of the next is computed.
+    __device__ __forceinline__ void meet_tiles(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
+                                               const ThreadKeys &keys) {
+        float s[C::kRows / 2], dp[C::kRows / 2], dq[32];
+        begin_scores(s);
+        begin_dp(dp);
+        for (int t = item.end - 1;; t--) {
+            uint32_t weights[C::kRows / 16][4], ds[C::kRows / 16][4];
+            if (t >= item.full_begin && t < item.full_end)
+                find_operands<false>(s, dp, weights, ds, keys, t);
+            else
+                find_operands<true>(s, dp, weights, ds, keys, t);
+            const uint32_t stage = warp_uniform(ring.place());
+            product_pb<C>(dv, weights, address(smem.douts[stage]));
+            product_pb<C>(dk, ds, address(smem.queries[stage]));
+            const Ring<C::kSums> last = {dq_ring.n - 1};
+            if (dq_ring.n > 0) barrier_wait(&smem.dq_full[last.place()], last.phase()); // nobody reads the last dS
+            write_ds<C>(smem, ds, math_group);
+            async_fence();
+            bar_sync<C::kMathThreads>(1);
+            dq_product<C>(dq, address(smem.ds[C::kRows == 64 ? 0 : math_group]),
+                          address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
+            wgmma_wait<1>();
+            computed(dv);
+            computed(dk);
+            if (threadIdx.x % 32 == 0) barrier_arrive(&smem.rows_empty[stage]);
+            ring.n++;
+            if (t == item.begin) break;
+            begin_scores(s);
+            pass_on<1>(dq, item, t);
+            begin_dp(dp);
+        }
+        pass_on<0>(dq, item, item.begin);
     }
 
     __device__ __forceinline__ void run() {
@@ -723,94 +650,30 @@ template <class C, bool kTerms> struct Math {
             float dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
 #pragma unroll
             for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
+            terms = {};
             barrier_wait(&smem.kv_full, items.n & 1);
             clean_keys<C>(smem);
-            for (int t = item.end - 1; t >= item.begin; t--) {
-                barrier_wait(&smem.rows_full[ring.place()], ring.phase());
-                if (t >= item.full_begin && t < item.full_end)
-                    step<false>(dk, dv, item, keys, t);
-                else
-                    step<true>(dk, dv, item, keys, t);
-            }
+            if (item.begin < item.end) meet_tiles(dk, dv, item, keys);
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.kv_empty);
-            if (smem.hides) add_hidden(dv, item, keys);
-            if (item.num_rounds > 1) add_carry(dk, dv, item);
-            if (item.nth_round == item.num_rounds - 1) write_keys(dk, dv, item, keys);
+            if (smem.hides) add_hidden<C>(dv, smem, args, p, item, keys);
+            if (item.num_rounds > 1) add_carry<C>(dk, dv, buffers, item);
+            if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, smem, args, p, item, keys, math_group);
+            if constexpr (kTerms != kNoTerms) write_terms(terms, smem, p, buffers, item);
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.item_empty[items.place()]);
         }
     }
-
-    // What is not finite in dO, in the tiles where it was left out, for the keys that its rows see.
-    __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Item &item, const ThreadKeys &keys) {
-#pragma unroll 1
-        for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
-            const int t = n / C::kRows, row = n % C::kRows;
-            const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
-            if ((t >= item.full_begin && t < item.full_end) || token >= item.q_len) continue;
-            const Seen seen = find_seen(keys, p, t);
-            const int64_t head = item.kv_head * p.group + row % p.group;
-            add_unfinite<typename C::Element>(dv,
-                                              static_cast<const uint16_t *>(args.dout.data) +
-                                                  sa_offset(&args.dout, item.sequence.batch, item.sequence.q_begin + token, head),
-                                              args.fwd.problem.head_dim,
-                                              [&](int i) { return seen(i, row - 2 * static_cast<int>(threadIdx.x % 4)); });
-        }
-    }
-
-    // dK and dV so far, of the rounds before and of this one; left for the next.
-    __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item) {
-        unsigned long long *turns = buffers.carry_turns + item.carry;
-        wait_for_turn(turns, item.carry_turn);
-        auto *at = reinterpret_cast<float4 *>(buffers.carries + item.carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
-        const auto add = [&](float (&d)[C::kHeadDim / 2]) {
-#pragma unroll
-            for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
-                if (item.nth_round > 0) {
-                    const float4 sum = __ldcg(at);
-                    d[i] += sum.x;
-                    d[i + 1] += sum.y;
-                    d[i + 2] += sum.z;
-                    d[i + 3] += sum.w;
-                }
-                if (item.nth_round < item.num_rounds - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
-            }
-        };
-        add(dk);
-        add(dv);
-        bar_sync<C::kMathThreads>(1);
-        if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
-    }
-
-    __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
-                                               const ThreadKeys &keys) {
-        const sa_sequence &sequence = item.sequence;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int own = 64 * math_group + thread_row(r);
-            const int64_t key = item.key + own;
-            const bool real = key < sequence.k_len;
-            const bool has_rows = keys.begin[r] < keys.end[r];
-            const float poison = smem.poisoned[own] && has_rows ? NAN : 0.0f;
-            auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
-            if (real) {
-                to_dk += sa_offset(&args.dk, sequence.batch, sequence.k_begin + key, item.kv_head);
-                to_dv += sa_offset(&args.dv, sequence.batch, sequence.k_begin + key, item.kv_head);
-            }
-            write_row<typename C::Element>(to_dk, dk, r, p.scale + poison, 0, args.fwd.problem.head_dim, real);
-            write_row<typename C::Element>(to_dv, dv, r, 1.0f + poison, 0, args.fwd.problem.head_dim, real);
-        }
-    }
 };
 
-template <class C, bool kTerms>
+template <class C, TermsOf kTerms>
 __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_constant__ sinkattn_bwd_args args,
-                                                             const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
-                                                             const __grid_constant__ Buffers buffers) {
+                                                             const __grid_constant__ Maps maps, const __grid_constant__ BwdProblem p,
+                                                             const __grid_constant__ BwdBuffers buffers) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
+        if (shared_address(shared) != p.shared_begin) __trap();
         for (int i = 0; i < 2; i++) {
             barrier_init(&smem.item_full[i], 1);
             barrier_init(&smem.item_empty[i], C::kMathWarps + 1);
@@ -843,8 +706,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
         if (threadIdx.x == 32) add_tiles<C>(smem, p, buffers);
     } else {
         registers_up<C::kMathRegisters>();
-        const int math_group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128 - 1, 0); // known to be the same in a warp
-        Math<C, kTerms>{smem, args, p, buffers, math_group, {}, {}, 0}.run();
+        const int math_group = warp_uniform(threadIdx.x / 128 - 1);
+        Math<C, kTerms>{smem, args, p, buffers, math_group, {}, {}, 0, {}}.run();
     }
 #else
     __trap();
@@ -854,7 +717,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 // ---- host ----
 
 struct Sizes {
-    int64_t entries, tiles, slots, carries, entries_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, terms_at, bytes;
+    int64_t entries, tiles, blocks, slots, carries, entries_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at,
+        key_terms_at, bytes;
     bool is_local;
 };
 
@@ -872,6 +736,8 @@ template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
     sizes.carries = !has_rounds      ? 0
                     : problem.packed ? problem.k_len / C::kKeys + longest / kMostTiles<C> + 1
                                      : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
+    sizes.blocks = (problem.packed ? problem.k_len / C::kKeys + sizes.entries : problem.batch * sa_ceil_div(problem.k_len, C::kKeys)) *
+                   (has_rounds ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
     int64_t at = 0;
     const auto take = [&](int64_t bytes) {
         const int64_t from = at;
@@ -881,10 +747,11 @@ template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
     sizes.entries_at = take((sizes.entries + 1) * static_cast<int64_t>(sizeof(Entry)));
     sizes.turns_at = take((sizes.slots + 1) * 8);
     sizes.carry_turns_at = take(sizes.carries * 8);
-    sizes.stats_at = take(sizes.tiles * static_cast<int64_t>(sizeof(RowStats<C>)));
+    sizes.stats_at = take(sizes.tiles * stats_length<C>(problem.s_aux_dtype) * 4);
     sizes.slots_at = take(sizes.slots * tile_bytes);
     sizes.carries_at = take(sizes.carries * 2 * C::kKeys * C::kHeadDim * 4);
-    sizes.terms_at = take(problem.s_aux_dtype ? num_stats(problem) * 4 : 0);
+    sizes.row_terms_at = take(problem.s_aux_dtype ? group * sizes.tiles * 4 : 0);
+    sizes.key_terms_at = take(problem.s_aux_dtype ? problem.num_q_heads * sizes.blocks * 4 : 0);
     sizes.bytes = at + 127;
     return sizes;
 }
@@ -894,25 +761,30 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     const Sizes sizes = sizes_of<C>(problem);
     if (sizes.tiles > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds less than 2^31", static_cast<long long>(sizes.tiles));
-    Problem p;
+    BwdProblem p;
     p.num_entries = sizes.entries;
     p.num_slots = sizes.slots;
     p.num_carries = sizes.carries;
     p.is_local = sizes.is_local;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = C::kRows / p.group;
+    for (p.period = 1; p.period < C::kRows / 8 && 8 * p.period % p.group; p.period++) {
+    }
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
+    p.num_tiles = sizes.tiles / problem.num_kv_heads;
+    p.num_blocks = sizes.blocks;
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
-    const Buffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
-                             turns,
-                             turns + 1,
-                             reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
-                             reinterpret_cast<float *>(base + sizes.stats_at),
-                             reinterpret_cast<float *>(base + sizes.slots_at),
-                             reinterpret_cast<float *>(base + sizes.carries_at),
-                             args.ds_aux ? reinterpret_cast<float *>(base + sizes.terms_at) : nullptr};
+    const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
+                                turns,
+                                turns + 1,
+                                reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
+                                reinterpret_cast<float *>(base + sizes.stats_at),
+                                reinterpret_cast<float *>(base + sizes.slots_at),
+                                reinterpret_cast<float *>(base + sizes.carries_at),
+                                args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
+                                reinterpret_cast<float *>(base + sizes.key_terms_at)};
     Encode encode = nullptr;
     unsigned *error_word;
     Maps maps;
@@ -923,18 +795,22 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
         status = encode_map(encode, &maps.dout, problem, args.dout, problem.q_len, problem.num_q_heads, p.tokens, p.group, "dout");
     if (!status.code) status = encode_map(encode, &maps.k, problem, args.fwd.k, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "k");
     if (!status.code) status = encode_map(encode, &maps.v, problem, args.fwd.v, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "v");
+    int device = 0, reserved = 0;
+    if (!status.code) status = sa_cuda_status("cudaGetDevice", cudaGetDevice(&device));
+    if (!status.code)
+        status =
+            sa_cuda_status("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
     if (status.code) return status;
-    const auto kernel = args.ds_aux ? bwd_kernel<C, true> : bwd_kernel<C, false>;
+    p.shared_begin = sa_ceil_div(reserved, 1024) * 1024;
+    const auto kernel = !args.ds_aux ? bwd_kernel<C, kNoTerms> : p.period == 1 ? bwd_kernel<C, kTermsOf8> : bwd_kernel<C, kTermsOfAny>;
     status = sa_cuda_status("cudaFuncSetAttribute",
                             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Smem<C>))));
     if (status.code) return status;
     const auto stream = static_cast<cudaStream_t>(context.stream);
-    table_kernel<C><<<1, 1024, 0, stream>>>(args, p, buffers, error_word);
+    table_kernel<C><<<1, kTableThreads, 0, stream>>>(args, p, buffers, error_word);
     rows_kernel<C><<<static_cast<unsigned>(sizes.tiles), 128, 0, stream>>>(args, p, buffers);
     kernel<<<static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream>>>(args, maps, p, buffers);
-    if (args.ds_aux)
-        add_sink_terms<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(
-            args, buffers.terms, problem.packed ? 1 : problem.batch, problem.q_len);
+    if (args.ds_aux) sink_kernel<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, p, buffers);
     return sa_cuda_status("sa_bwd_cuda_sm90", cudaGetLastError());
 }
 

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the general backward of sm_90 prepares for its blocks, and does after them: where each sequence's tiles of rows and key blocks
+// begin, lse and g - delta of every row, and ds_aux from the terms that tiles and key blocks leave.
+//
+// A kernel's Config says kHeadDim, kRows and kKeys of a tile, kTileFloats of its dQ.
+#pragma once
+
+#include "cuda/attn/bwd_workspace.cuh"
+#include "cuda/device/ptx_sm80.cuh"
+
+namespace sa {
+
+// One sequence, in the order of work; what begins before it, a kv head.
+struct Entry {
+    sa_sequence sequence;
+    int64_t first_tile, first_slot, first_item, first_carry;
+    bool has_sink;
+};
+
+struct BwdProblem {
+    int64_t num_entries, num_slots, num_carries;
+    bool is_local;     // a window, of whose tiles each item's fit the slots
+    int group, tokens; // heads and tokens of a tile of rows
+    int period;        // columns of a tile that are 8 * period apart are of the same head
+    float scale, scale_log2;
+    int64_t num_tiles, num_blocks; // of a kv head, at most; a key block once a round
+    uint32_t shared_begin;         // address of the kernel's shared memory, which the device begins with some of its own
+};
+
+struct BwdBuffers {
+    Entry *entries; // num_entries, and where the last ends
+    unsigned long long *counter, *turns, *carry_turns;
+    float *stats; // RowStats of each tile
+    float *slots, *carries;
+    float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_blocks]; NULL where it is not wanted
+};
+
+// lse in log2 units, 0 where there is nothing to normalise; g - delta; p_sink, there and read with ds_aux alone.
+template <class C> struct alignas(16) RowStats {
+    float lse[C::kRows], bias[C::kRows], p_sink[C::kRows];
+};
+template <class C> __host__ __device__ constexpr int stats_length(bool has_p_sink) { return (has_p_sink ? 3 : 2) * C::kRows; }
+
+__device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }
+
+// Tiles of rows before the first row that sees a key.
+__device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, const sa_band &band, int tokens) {
+    const int64_t row = sa_first_seeing_row(&band);
+    return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
+}
+
+// A tile's slot is free when the tile so many places before is finished, by an item before: a sequence of more tiles comes in rounds, later
+// tiles first, but for a window, where that holds anyway. Rounds are the same in a pack, as dK and dV are summed over them.
+constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 20 << 20;
+template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
+template <class C> constexpr int64_t kRoundTiles = kRoundBytes / (4 * C::kTileFloats);
+
+template <class C> __device__ __forceinline__ int64_t num_rounds_of(int64_t tiles, const BwdProblem &p) {
+    return p.is_local || tiles <= kMostTiles<C> ? 1 : sa_ceil_div(tiles, kRoundTiles<C>);
+}
+
+// ---- table ----
+
+template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const T before = __shfl_up_sync(0xffffffffu, x, distance);
+        if (static_cast<int>(threadIdx.x % 32) >= distance) x = join(x, before);
+    }
+    return x;
+}
+
+constexpr int kTableThreads = 1024;
+
+// Long sequences come first, so that no block is left with one at the end. More sequences than threads stay in their order.
+__device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (&places)[kTableThreads]) {
+    __shared__ int64_t lengths[kTableThreads];
+    const int b = threadIdx.x, batch = static_cast<int>(sa_min(args.problem.batch, kTableThreads));
+    if (b < batch) lengths[b] = rows_before(args, b + 1) - rows_before(args, b);
+    __syncthreads();
+    int place = 0;
+    for (int x = 0; x < batch && b < batch; x++) place += lengths[x] > lengths[b] || (lengths[x] == lengths[b] && x < b);
+    places[b] = place;
+    __syncthreads();
+}
+
+template <class C>
+__global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,
+                                                              BwdBuffers buffers, unsigned *error_word) {
+    check_lengths(args.fwd, error_word);
+    const sinkattn_problem &problem = args.fwd.problem;
+    for (int64_t i = threadIdx.x; i < p.num_slots; i += blockDim.x) buffers.turns[i] = 0;
+    for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
+    __shared__ int places[kTableThreads];
+    const bool sorts = problem.packed && problem.batch <= kTableThreads;
+    if (sorts) find_places(args.fwd, places);
+    if (threadIdx.x >= 32) return;
+    if (threadIdx.x == 0) *buffers.counter = 0;
+    const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
+    const auto sum = [](int64_t a, int64_t b) { return a + b; };
+    const auto last = [](int64_t x) { return __shfl_sync(0xffffffffu, x, 31); };
+    int64_t q_end = 0, k_end = 0;
+    for (int64_t base = 0; base <= p.num_entries; base += 32) {
+        const int64_t b = base + threadIdx.x;
+        Entry entry = {};
+        if (problem.packed) { // offsets that decrease are raised: sequences are disjoint, whatever the offsets hold
+            const int64_t x = sa_min(b + 1, problem.batch), q = b < problem.batch ? args.fwd.cu_seqlens_q[x] : problem.q_len,
+                          k = b < problem.batch ? args.fwd.cu_seqlens_k[x] : problem.k_len;
+            const int64_t q_top = sa_max(q_end, warp_scan(sa_clamp(q, 0, problem.q_len), most)),
+                          k_top = sa_max(k_end, warp_scan(sa_clamp(k, 0, problem.k_len), most));
+            int64_t q_before = __shfl_up_sync(0xffffffffu, q_top, 1), k_before = __shfl_up_sync(0xffffffffu, k_top, 1);
+            if (threadIdx.x == 0) q_before = q_end, k_before = k_end;
+            entry.sequence = {0, q_before, q_top - q_before, k_before, k_top - k_before};
+            q_end = last(q_top);
+            k_end = last(k_top);
+        } else if (b < problem.batch) {
+            entry.sequence = sa_sequence_at(&args.fwd, b);
+        }
+        entry.has_sink = args.fwd.s_aux && b < problem.batch;
+        if (b > p.num_entries - 1) entry.sequence = {};
+        if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
+    }
+    __syncwarp();
+    int64_t tiles = 0, slots = 0, items = 0, carries = 0;
+    for (int64_t base = 0; base <= p.num_entries; base += 32) {
+        const int64_t b = base + threadIdx.x;
+        Entry entry = {};
+        if (b <= p.num_entries) entry = buffers.entries[b];
+        const bool is_tail = b >= problem.batch; // its rows see no keys, its keys are seen by none
+        sa_sequence seen = entry.sequence;
+        if (is_tail) seen.k_len = 0;
+        const sa_band band = sa_band_of(&problem.mask, seen.q_len, seen.k_len);
+        const int64_t own_tiles = num_tiles_of(seen, p.tokens), own_slots = own_tiles - num_blind_tiles(seen, band, p.tokens),
+                      own_blocks = sa_ceil_div(entry.sequence.k_len, C::kKeys), own_rounds = is_tail ? 1 : num_rounds_of<C>(own_tiles, p),
+                      own_items = own_blocks * own_rounds, own_carries = own_rounds > 1 ? own_blocks : 0;
+        const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), slots_to = slots + warp_scan(own_slots, sum),
+                      items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
+        entry.first_tile = tiles_to - own_tiles;
+        entry.first_slot = slots_to - own_slots;
+        entry.first_item = items_to - own_items;
+        entry.first_carry = carries_to - own_carries;
+        if (b <= p.num_entries) buffers.entries[b] = entry;
+        tiles = last(tiles_to);
+        slots = last(slots_to);
+        items = last(items_to);
+        carries = last(carries_to);
+    }
+}
+
+// The last entry whose `first` is at most n, a kv head; num_entries past the end.
+__device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_entries, int64_t Entry::*first, int64_t n) {
+    int64_t low = 0, high = num_entries + 1;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (entries[middle].*first <= n)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// ---- rows ----
+
+template <class C>
+__global__ __launch_bounds__(128, 7) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
+    constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
+    __shared__ float deltas[C::kRows], terms[C::kRows];
+    const int64_t heads = args.fwd.problem.num_kv_heads, n = blockIdx.x;
+    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_tile, n / heads);
+    if (e >= p.num_entries) return;
+    const Entry &entry = buffers.entries[e];
+    const sa_sequence sequence = entry.sequence;
+    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
+    const int64_t tiles = num_tiles_of(sequence, p.tokens), local = n - heads * entry.first_tile, kv_head = local / tiles,
+                  t = local % tiles;
+    const int64_t first = t * p.tokens;
+    const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
+    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens);
+    const auto is_real = [&](int row) { return row < p.tokens * p.group && first + row / p.group < sequence.q_len; };
+    const auto offset = [&](const sinkattn_tensor &tensor, int row) {
+        return sa_offset(&tensor, sequence.batch, sequence.q_begin + first + row / p.group, kv_head * p.group + row % p.group);
+    };
+    const int column = threadIdx.x % kLanes * 8;
+    constexpr int kBatch = kSteps / 2; // loads of a thread at a time
+#pragma unroll
+    for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
+        uint4 out[kBatch] = {}, dout[kBatch] = {};
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) {
+            const int row = (first_step + i) * kStep + threadIdx.x / kLanes;
+            if (!is_real(row) || column >= args.fwd.problem.head_dim) continue;
+            out[i] =
+                *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out, row) + column);
+            dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout, row) + column);
+            if (blind)
+                *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq, row) + column) = uint4{0, 0, 0, 0};
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) {
+            float delta = dot<typename C::Element>(out[i], dout[i]);
+#pragma unroll
+            for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
+            if (threadIdx.x % kLanes == 0) deltas[(first_step + i) * kStep + threadIdx.x / kLanes] = delta;
+        }
+    }
+    __syncthreads();
+    const int row = threadIdx.x;
+    float lse = 0.0f, bias = 0.0f, p_sink = 0.0f, term = 0.0f;
+    if (row < C::kRows && is_real(row)) {
+        const int64_t head = kv_head * p.group + row % p.group,
+                      at = sa_row_index(&args.fwd.problem, &sequence, head, first + row / p.group);
+        const float found = static_cast<const float *>(args.fwd.lse)[at], g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
+        const bool is_dead = found == -INFINITY;
+        lse = is_dead ? 0.0f : found * kLog2e;
+        bias = g - deltas[row];
+        if (buffers.row_terms && entry.has_sink) {
+            p_sink = static_cast<float>(sa_exp_minus(sa_s_aux(&args.fwd, head), found));
+            // p_sink (g - sum_j P dP), of which - p_sink sum_j dS is added where dS is; 1 - p_sink is sum_j P.
+            term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
+        }
+    }
+    float *stats = buffers.stats + n * stats_length<C>(buffers.row_terms);
+    if (row < C::kRows) {
+        stats[row] = lse;
+        stats[C::kRows + row] = bias;
+    }
+    if (!buffers.row_terms) return;
+    if (row < C::kRows) {
+        stats[2 * C::kRows + row] = p_sink;
+        terms[row] = term;
+    }
+    __syncthreads();
+    if (row >= p.group) return;
+    float sum = 0.0f;
+    for (int x = row; x < p.tokens * p.group; x += p.group) sum += terms[x];
+    buffers.row_terms[(kv_head * p.group + row) * p.num_tiles + entry.first_tile + t] = sum;
+}
+
+// ---- sink ----
+
+// ds_aux: a block owns a head, and adds its terms in an order that sizes alone decide.
+static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,
+                                                                   BwdBuffers buffers) {
+    __shared__ double sums[kSinkThreads / 32];
+    const int64_t head = blockIdx.x;
+    const Entry &end = buffers.entries[p.num_entries];
+    double sum = 0.0;
+    for (int64_t i = threadIdx.x; i < end.first_tile; i += kSinkThreads) sum += buffers.row_terms[head * p.num_tiles + i];
+    for (int64_t i = threadIdx.x; i < end.first_item; i += kSinkThreads) sum += buffers.key_terms[head * p.num_blocks + i];
+    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int warp = 1; warp < kSinkThreads / 32; warp++) sum += sums[warp];
+    sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
+}
+
+} // namespace sa
