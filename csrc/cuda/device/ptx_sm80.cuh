@@ -56,12 +56,6 @@ template <int kThreads> __device__ __forceinline__ void bar_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// What depends on it is computed where it stands, and takes no registers throughout a loop.
-__device__ __forceinline__ int computed_here(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
 // The same barrier: whether any thread brings true.
 template <int kThreads> __device__ __forceinline__ bool bar_any(int id, bool x) {
     uint32_t any;
@@ -75,6 +69,12 @@ template <int kThreads> __device__ __forceinline__ bool bar_any(int id, bool x) 
                  : "r"(static_cast<uint32_t>(x)), "r"(id), "n"(kThreads)
                  : "memory");
     return any;
+}
+
+// What depends on it is computed where it stands, and takes no registers throughout a loop.
+__device__ __forceinline__ int computed_here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
