@@ -347,8 +347,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     unsigned *error_word;
     sinkattn_status status = sa_cuda_error_word(&error_word);
     if (status.code) return status;
-    status = sa_cuda_status("cudaFuncSetAttribute",
-                            cudaFuncSetAttribute(fwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
+    status = allow_shared<fwd_kernel<C>>(C::kSharedBytes);
     if (status.code) return status;
     const float scale_log2 = static_cast<float>(sa_softmax_scale(&args.problem)) * kLog2e;
     fwd_kernel<C><<<static_cast<unsigned>(num_blocks), C::kThreads, C::kSharedBytes, static_cast<cudaStream_t>(context.stream)>>>(

@@ -925,8 +925,7 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     if (!status.code) status = encode_map(encode, &maps.v, problem, args.fwd.v, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "v");
     if (status.code) return status;
     const auto kernel = args.ds_aux ? bwd_kernel<C, true> : bwd_kernel<C, false>;
-    status = sa_cuda_status("cudaFuncSetAttribute",
-                            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Smem<C>))));
+    status = args.ds_aux ? allow_shared<bwd_kernel<C, true>>(sizeof(Smem<C>)) : allow_shared<bwd_kernel<C, false>>(sizeof(Smem<C>));
     if (status.code) return status;
     const auto stream = static_cast<cudaStream_t>(context.stream);
     table_kernel<C><<<1, 1024, 0, stream>>>(args, p, buffers, error_word);
