@@ -3,7 +3,7 @@
 #   make         libsinkattn.a: the C core, the CPU backend and, where nvcc is found, the CUDA half
 #   make demo    fine-tune a small gpt-oss on real text       make test    the C suite, then pytest
 #   make lint    every style check                            make clean   remove what was built
-#   make test-c | test-sanitize | test-gpu | check-spills | fuzz FUZZ_SECONDS=60
+#   make test-c | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
 #
 # demo, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
 # installed. NVCC= leaves the CUDA half out. Builds that differ in flags go to BUILD folders of their own.
@@ -64,7 +64,7 @@ $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib ext test test-c test-sanitize test-py test-gpu check-spills fuzz demo lint format clean FORCE
+.PHONY: lib ext test test-c test-sanitize test-py test-gpu test-gpu-sanitize check-spills fuzz demo lint format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -175,6 +175,13 @@ test-gpu: $(call installed,test)
 	$(MAKE) ext
 	$(PY) -m pytest tests/test_gpu.py tests/test_gpu_decode.py
 	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest tests/test_gpu.py
+
+# Memory of its own for every tensor, so that what is out of bounds is seen.
+test-gpu-sanitize: $(call installed,test)
+	$(MAKE) ext
+	for tool in memcheck racecheck initcheck synccheck; do \
+	    PYTORCH_NO_CUDA_MEMORY_CACHING=1 SINKATTN_GPU_CASES=20 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	        $(PY) -m pytest tests/test_gpu.py tests/test_gpu_decode.py -k 'random or head_dim or edges or hostile' || exit; done
 
 demo: $(call installed,demo)
 	$(MAKE) ext

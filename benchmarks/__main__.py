@@ -4,9 +4,17 @@
 import argparse
 import sys
 
-from . import cpu, decode, plot, prefill
+from . import cpu, crossover, decode, launches, plot, prefill, trace
 
-STUDIES = {"cpu": cpu, "prefill": prefill, "decode": decode, "plot": plot}
+STUDIES = {
+    "cpu": cpu,
+    "prefill": prefill,
+    "decode": decode,
+    "crossover": crossover,
+    "trace": trace,
+    "launches": launches,
+    "plot": plot,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -122,7 +122,8 @@ def _plan(case: DecodeCase, num_splits: int) -> dict[str, object]:
     )  # fmt: skip
 
 
-def _sinkattn(case: DecodeCase, cache: Cache, num_splits: int = 0) -> Call:
+def prepare(case: DecodeCase, cache: Cache, num_splits: int = 0) -> Call:
+    """sinkattn's decode into tensors made beforehand."""
     workspace_bytes = _plan(case, num_splits)["workspace_bytes"]
     assert isinstance(workspace_bytes, int)
     scratch = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
@@ -156,8 +157,8 @@ def _xqa(case: DecodeCase, cache: Cache) -> Call:
 
 
 PEERS: dict[str, Callable[[DecodeCase, Cache], Call]] = {
-    "sinkattn": _sinkattn,
-    "sinkattn-unsplit": lambda case, cache: _sinkattn(case, cache, num_splits=1),
+    "sinkattn": prepare,
+    "sinkattn-unsplit": lambda case, cache: prepare(case, cache, num_splits=1),
     "xqa": _xqa,
 }
 
@@ -191,18 +192,18 @@ def replay_ms(graph: torch.cuda.CUDAGraph, rounds: int, prepare: Callable[[], ob
     return median(times)
 
 
-def warm_ms(call: Call, rounds: int) -> float:
-    """Of one node in a graph of NODES, median over replays."""
+def warm_ms(call: Call, rounds: int, nodes: int = NODES) -> float:
+    """Of one node in a graph of `nodes`, median over replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # captured where it was warmed up
         call()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(NODES):
+        for _ in range(nodes):
             call()
     graph.replay()
-    return replay_ms(graph, rounds) / NODES
+    return replay_ms(graph, rounds) / nodes
 
 
 def cold_ms(call: Call, rounds: int) -> float:
@@ -216,11 +217,11 @@ def cold_ms(call: Call, rounds: int) -> float:
 
 def measure(case: DecodeCase, peers: dict[str, Callable[[DecodeCase, Cache], Call]], commit: str) -> list[DecodeRow]:
     cache, rows = Cache.of(case), []
-    for impl, prepare in peers.items():
+    for impl, build in peers.items():
         warm = cold = gbps = None
         note = ""
         try:
-            call = prepare(case, cache)
+            call = build(case, cache)
             cosine = cosine_to_fp64(case, cache, call())
             if not cosine >= COSINE:
                 raise RuntimeError(f"{case.id}: {impl} is off from fp64, cosine {cosine}")

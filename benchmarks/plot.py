@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TFLOP/s and time against length, as SVG under docs/, from the kept results of the GPU; needs no GPU."""
+"""TFLOP/s and time against length, and the decode studies, as SVG under docs/, from what is kept; needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from . import gpu, harness, prefill, report
+from . import crossover, gpu, harness, prefill, report, trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +22,14 @@ def run(options: argparse.Namespace) -> None:
             if report.swept(rows, direction):
                 drawn.append(options.output / f"{prefill.SUITE}-{direction}-{path.parent.name}.svg")
                 report.plot_sweeps(drawn[-1], rows, direction)
+    for path in sorted(options.results.glob(f"*/{crossover.SUITE}.json")):
+        machine, crossover_rows = harness.load(path, crossover.CrossoverRow)
+        drawn.append(options.output / f"{crossover.SUITE}-{path.parent.name}.svg")
+        crossover.plot(drawn[-1], crossover_rows, int(str(machine["sms"])))
+    for path in sorted(options.results.glob(f"*/{trace.SUITE}.json")):
+        _, trace_rows = harness.load(path, trace.TraceRow)
+        drawn.append(options.output / f"{trace.SUITE}-{path.parent.name}.svg")
+        trace.plot(drawn[-1], trace_rows)
     if not drawn:
         raise SystemExit(
             f"{options.results} holds no times of growing length; `python -m benchmarks prefill` keeps some."

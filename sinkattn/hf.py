@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sinkattn.cache import Dropped
 from sinkattn.ops import flash_attn_func, flash_attn_varlen_func
 
 NAME = "sinkattn"
@@ -144,7 +145,8 @@ def attention_mask(
 
     A static cache hands over its whole buffer as keys; only the width of this mask tells how much of it is filled.
 
-    Raises NotImplementedError for a mask_function it does not compute, ValueError for a mask too short.
+    Raises NotImplementedError for a mask_function it does not compute and for padding beside a StreamingCache,
+    ValueError for a mask too short.
     """
     if mask_function is not None and not torch.compiler.is_compiling():  # a graph cannot look into a closure
         unknown = sorted(_mask_parts(mask_function) - _KNOWN_MASKS)
@@ -160,6 +162,11 @@ def attention_mask(
         raise ValueError(
             f"sinkattn: attention_mask covers {attention_mask.shape[1]} tokens; with what is cached there are"
             f" {kv_offset + in_use}"
+        )
+    if isinstance(kv_offset, Dropped) and not attention_mask.all():
+        raise NotImplementedError(
+            "sinkattn: attention_mask has padding, whose sequences have other first tokens; a StreamingCache takes"
+            " sequences of one length"
         )
     return attention_mask[:, kv_offset : kv_offset + in_use]
 

@@ -30,6 +30,7 @@ from .reference import Result, ReturnLse, Window
 
 _fwd = torch.ops.sinkattn.flash_attn_fwd.default
 _decode = torch.ops.sinkattn.flash_decode.default
+_append = torch.ops.sinkattn.append_kv.default
 _merge_attn_states = torch.ops.sinkattn.merge_attn_states.default
 _apply_sink = torch.ops.sinkattn.apply_sink.default
 
@@ -167,62 +168,6 @@ def flash_attn_varlen_func(
     return _with_lse(out, lse, raw_s_aux, return_lse)
 
 
-def _check_append(slots: Tensor, pages: Tensor | None, capacity: int, num_pages: int) -> None:
-    """Before anything is written."""
-    if slots.numel() == 0:
-        return
-    first, last = (int(end) for end in slots.aminmax())
-    if first < 0 or last >= capacity:
-        raise ValueError(f"sinkattn: new keys would go to slots {first} to {last} of a cache that holds {capacity}")
-    if pages is not None:
-        lowest, highest = (int(end) for end in pages.aminmax())
-        if lowest < 0 or highest >= num_pages:
-            raise ValueError(
-                f"sinkattn: block_table maps new keys to pages {lowest} to {highest};"
-                f" they must be from 0 to {num_pages - 1}"
-            )
-
-
-@torch.library.custom_op("sinkattn::append_kv", mutates_args=("k_cache", "v_cache"))
-def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None
-) -> Tensor:
-    """Writes k, v [batch, new, num_kv_heads, head_dim] behind the keys in use; the keys in use afterwards, [batch].
-
-    An op, so that a compiled graph checks lengths as eager code does.
-    """
-    if k_cache.device.type != "cpu":
-        place = f"the CPU, not on {k_cache.device}"
-        raise NotImplementedError(f"sinkattn: k and v are appended on {place}; write them into the cache first")
-    batch, new = k.shape[0], k.shape[1]
-    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if tensor.shape != (batch, new, *cache.shape[2:]):
-            rule = f"[batch, new] + {list(cache.shape[2:])}, as k and the cache are"
-            raise ValueError(f"sinkattn: {name} has shape {list(tensor.shape)}; it must be {rule}")
-    if cache_seqlens.shape != (batch,):
-        raise ValueError(f"sinkattn: cache_seqlens has shape {list(cache_seqlens.shape)}; it must be [{batch}]")
-    slots = cache_seqlens.long()[:, None] + torch.arange(new, device=k.device)  # [batch, new]
-    if block_table is None:
-        _check_append(slots, None, k_cache.shape[1], 0)
-        where = (torch.arange(batch, device=k.device)[:, None], slots)
-    else:
-        page_size = k_cache.shape[1]
-        _check_append(slots, None, block_table.shape[1] * page_size, 0)
-        pages = block_table.long().gather(1, slots // page_size)
-        _check_append(slots, pages, block_table.shape[1] * page_size, k_cache.shape[0])
-        where = (pages, slots % page_size)
-    k_cache.index_put_(where, k)
-    v_cache.index_put_(where, v)
-    return cache_seqlens + new
-
-
-@_append.register_fake
-def _(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None
-) -> Tensor:
-    return torch.empty_like(cache_seqlens)
-
-
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -257,11 +202,14 @@ def flash_attn_with_kvcache(
     [num_pages, page_size, num_kv_heads, head_dim]. cache_seqlens (int32 [batch], or one number) are the keys in use,
     the whole capacity if left out; the rows of q stand at their end, and more than one row needs causal=True. k and v
     [batch, new, num_kv_heads, head_dim] are first written into the cache, in place, behind the keys in use, and count
-    as in use from then on. num_splits is the parts that a sequence's keys are cut into, 0 the planner's choice;
-    invariant=True gives the bits of flash_attn_func's row, whatever the batch, on the CPU alone; on CUDA a positive
-    num_splits gives bits that do not depend on the batch. head_dim may be up to 512. return_softmax_lse is
-    flash-attention's name for return_lse. Lengths and pages outside the cache raise ValueError on the CPU; on CUDA
-    they are clamped, keys of such pages read as 0, and check_errors() raises.
+    as in use in this call; cache_seqlens stays as it is, for the caller to count on. num_splits is the parts that a
+    sequence's keys are cut into, 0 the planner's choice; invariant=True gives the bits of flash_attn_func's row,
+    whatever the batch, on CUDA up to head_dim 256 and in some multiple of the time; there a positive num_splits gives
+    bits that do not depend on the batch either.
+    head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
+    the cache raise ValueError on the CPU, before anything is written; on CUDA, where no length is read on the host,
+    they are clamped, keys of such pages are read as 0 and new ones without a slot not written, and check_errors()
+    raises. Where new keys ask for gradients, NotImplementedError.
     """
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes)

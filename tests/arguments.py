@@ -59,6 +59,13 @@ def decode_args(paged: bool = False) -> Arguments:
     return (q, k.view(4, 4, 2, 8), v.view(4, 4, 2, 8), s_aux, lens, table, 0.4, -1, 0, 2, False)
 
 
+def append_args(paged: bool = False) -> Arguments:
+    """k_cache, v_cache, k, v, cache_seqlens, block_table: three new keys for each of two sequences."""
+    _, k_cache, v_cache, _, lens, table, *_ = decode_args(paged)
+    k, v = torch.randn(2, 2, 3, 2, 8, generator=torch.Generator().manual_seed(6))
+    return (k_cache, v_cache, k, v, lens - torch.tensor([0, 7], dtype=torch.int32), table)
+
+
 def out_args(arguments: Arguments, scratch_bytes: int = 1 << 20) -> Arguments:
     q = arguments[0]
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks refuse wrong kernels, count work by the mask, and say why a peer is absent."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import sinkattn
-from benchmarks import cases, gpu, harness, peers, prefill, report
+from benchmarks import cases, crossover, gpu, harness, launches, peers, prefill, report, trace
 from benchmarks.__main__ import main
 
 CASE = cases.Case(length=96, head_dim=16, dtype="fp32", window=8)
@@ -263,3 +264,110 @@ def test_an_unknown_study_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["gpu"])
     assert "invalid choice: 'gpu'" in capsys.readouterr().err
+
+
+# ---- studies of decoding ----
+
+
+def crossover_rows() -> list[crossover.CrossoverRow]:
+    """At 512 keys unsplit is as fast from the start, at 1024 from 8 sequences on, at 2048 never."""
+    slow = {512: (1.0, 1.01, 1.0, 1.0), 1024: (3.0, 1.0, 1.5, 1.01), 2048: (9.0, 5.0, 3.0, 1.1)}
+    return [
+        crossover.CrossoverRow(crossover.SUITE, batch, length, impl, splits, 10 * times, "abc", "2.0")
+        for length, all_times in slow.items()
+        for batch, ratio in zip((1, 2, 4, 8), all_times, strict=True)
+        for impl, splits, times in (("unsplit", 1, ratio), ("closed", 4, 1.2), ("found", 0, 1.0))
+    ]
+
+
+def test_the_batch_from_which_splitting_stops_paying() -> None:
+    rows = crossover_rows()
+    assert [crossover.crossover(rows, length) for length in (512, 1024, 2048)] == [1, 8, None]
+    shown = {str(column.header): list(column.cells) for column in crossover.table(rows, 132).columns}
+    assert shown["unsplit as fast"] == ["b1", "b8", "-"]
+    assert shown["b2, P 8"] == ["10.0 1.01 1.20", "10.0 1.00 1.20", "10.0 5.00 1.20"]
+
+
+def test_closed_forms_are_the_planner_s() -> None:
+    device = {"backend": "cuda", "arch": 90, "workers": 132, "shared_bytes": 232448}
+    sizes = {"dtype": "bf16", "num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64, "q_len": 1, "k_len": 65536}
+    if not any(row["backend"] == "cuda" for row in sinkattn.variants()):
+        pytest.skip("built without nvcc: no CUDA rows to plan for")
+    for batch in (1, 3, 16, 17, 64):
+        reason = sinkattn.plan("decode", device, batch=batch, window_size_right=0, **sizes)["reason"]
+        b_star, parts = re.search(r"B\* = (\d+), P = (\d+)", reason).groups()  # type: ignore[union-attr]
+        assert (int(b_star), max(1, int(parts))) == (crossover.fill_batch(132), crossover.fill_parts(batch, 132))
+
+
+def test_crossover_cells_fit_the_memory() -> None:
+    found = crossover.cells()
+    assert (1, 65536) in found
+    assert (256, 4096) in found
+    assert (256, 8192) not in found
+    assert all(length % 64 == 0 for _, length in found)
+
+
+def test_a_server_s_trace() -> None:
+    steps = trace.lengths_of(300)
+    assert steps == trace.lengths_of(300)
+    assert all(len(lengths) == trace.SLOTS and max(lengths) <= trace.CAPACITY for lengths in steps)
+    starts = [b for a, b in ((x[slot], y[slot]) for x, y in itertools.pairwise(steps) for slot in range(64))
+              if b and b != a + 1]  # fmt: skip
+    share = sum(n <= trace.PROMPTS["short"][1] for n in starts) / len(starts)
+    assert 0.5 < share < 0.9
+    busy = [sum(n > 0 for n in lengths) for lengths in steps]
+    assert max(busy) > 2 * min(busy) > 0
+
+
+def test_a_server_s_policies() -> None:
+    assert [trace.choose(n, 132) for n in (0, 1, 2, 3, 8, 16, 60)] == [16, 16, 8, 4, 2, 1, 1]
+    times = {n: [float(n + step) for step in range(101)] for n in (0, *trace.SPLITS)}
+    rows = trace.summarise(times, [[5, *[0] * 63]] * 50 + [[5] * 64] * 51, 132, "abc")
+    found = {row.impl: row for row in rows}
+    assert next(iter(found)) == "unsplit"
+    assert found["unsplit"].mean_us == 51
+    assert found["split-8"].p99_us == 107
+    assert found["by-lengths"].percentiles[trace.PERCENTILES.index(100)] == 100
+    assert found["by-batch"].mean_us == pytest.approx((50 * 16 + 51 * 1 + sum(range(101))) / 101, rel=1e-3)
+    assert "split-32" in [str(x) for x in trace.table(rows).columns[0].cells]
+
+
+def test_studies_of_decoding_are_drawn_without_a_gpu(tmp_path: Path) -> None:
+    machine, folder = {"gpu": "NVIDIA H200", "sms": 132}, tmp_path / "nvidia-h200"
+    rows = crossover_rows()
+    times = {n: [10.0 + n] * 20 for n in (0, *trace.SPLITS)}
+    steps = trace.summarise(times, [[5] * 64] * 20, 132, "abc")
+    for suite, kind, some in ((crossover.SUITE, crossover.CrossoverRow, rows), (trace.SUITE, trace.TraceRow, steps)):
+        harness.save(folder / f"{suite}.json", some, machine)
+        assert harness.load(folder / f"{suite}.json", kind) == (machine, some)
+    main(["plot", "--results", str(tmp_path), "--output", str(tmp_path)])
+    for suite in (crossover.SUITE, trace.SUITE):
+        assert b"</svg>" in (tmp_path / f"{suite}-nvidia-h200.svg").read_bytes()
+
+
+@pytest.mark.parametrize("study", ["crossover", "trace", "launches"])
+def test_studies_of_decoding_need_a_gpu(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=f"benchmarks {study} needs a CUDA device"):
+        main([study])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; runs there")
+def test_studies_of_decoding_measure(tmp_path: Path) -> None:
+    path, options = tmp_path / "rows.json", ["--json", str(tmp_path / "rows.json"), "--commit", "none"]
+    main(["crossover", "--batches", "1", "4", "--lengths", "512", "2048", *options])
+    _, crossed = harness.load(path, crossover.CrossoverRow)
+    assert len(crossed) == 12
+    assert all(row.us > 0 for row in crossed)
+    main(["trace", "--steps", "20", "--layers", "1", *options])
+    _, traced = harness.load(path, trace.TraceRow)
+    assert [row.impl for row in traced][-2:] == ["by-batch", "by-lengths"]
+    main(["launches", *options])
+    _, launched = harness.load(path, launches.LaunchRow)
+    found = {(row.case, row.call): row for row in launched}
+    for case in launches.CASES:
+        out = found[case.id, "flash_decode_out"]
+        assert (out.kernels, out.copies, out.syncs, out.allocations) == (1, 0, 0, 0)
+        both = found[case.id, "flash_attn_with_kvcache, k and v"]
+        assert (both.kernels, both.copies, both.syncs) == (2, 0, 0)
+        assert found[case.id, "graph of append and decode"].kernels == 2

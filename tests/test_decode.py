@@ -79,7 +79,7 @@ def test_appending_past_the_capacity_raises() -> None:
     cache = torch.zeros(2, 1, 8, 1, 64)
     one = torch.zeros(1, 1, 1, 64)
     full = torch.tensor([8], dtype=torch.int32)
-    with pytest.raises(ValueError, match="holds 8"):
+    with pytest.raises(ValueError, match="1 new keys in a cache that holds 8"):
         sinkattn.flash_attn_with_kvcache(one, *cache, one, one, cache_seqlens=full, causal=True)
 
 

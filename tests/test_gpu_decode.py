@@ -33,8 +33,9 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
 )
 RANDOM_CASES = int(os.environ.get("SINKATTN_GPU_CASES", "500"))
-SERVED = [name for name in CASES if "invariant" not in name]
+SERVED = [name for name in CASES if not ("invariant" in name and "d512" in name)]
 decode_op, decode_out_op = torch.ops.sinkattn.flash_decode, torch.ops.sinkattn.flash_decode_out
+append_op = torch.ops.sinkattn.append_kv
 
 
 def cache_on_device(case: Case, t: Inputs) -> Inputs:
@@ -68,7 +69,9 @@ def test_random_configurations_against_fp64(seed: int) -> None:
             continue
         found += 1
         dtype = case.dtype if case.dtype in ("bf16", "fp16") else "bf16"
-        assert_right_on_device(dataclasses.replace(case, dtype=dtype, invariant=False))
+        assert_right_on_device(
+            dataclasses.replace(case, dtype=dtype, invariant=case.invariant and case.head_dim <= 256)
+        )
 
 
 MASKS = {
@@ -232,6 +235,263 @@ def test_hostile_lengths_and_tables_are_contained_and_reported(seed: int) -> Non
     assert_same(decode_op(*arguments(t)), good)
 
 
+# ---- the cache that grows ----
+
+
+def make_append(
+    lens: list[int], new: int, page_size: int = 0, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
+) -> list[Tensor | None]:
+    """k_cache, v_cache, k, v, cache_seqlens, block_table on the CPU: three kv heads, a capacity of 64."""
+    generator = torch.Generator().manual_seed(7)
+    batch, capacity = len(lens), 64
+    pages = (batch * capacity // page_size + 2, page_size) if page_size else (batch, capacity)
+    caches = torch.randn(2, *pages, 3, head_dim, generator=generator).to(dtype)
+    k, v = torch.randn(2, batch, new, 3, head_dim, generator=generator).to(dtype)
+    table = None
+    if page_size:
+        table = torch.randperm(pages[0], generator=generator)[: batch * capacity // page_size].int().view(batch, -1)
+    return [caches[0], caches[1], k, v, torch.tensor(lens, dtype=torch.int32), table]
+
+
+def to_device(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if x is None else x.cuda() for x in tensors]
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+@pytest.mark.parametrize("new", [0, 1, 5, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [8, 64, 512])
+def test_appending_is_the_cpu_s(head_dim: int, dtype: torch.dtype, new: int, page_size: int) -> None:
+    ours = make_append([0, 17, 64 - new, 3], new, page_size, dtype, head_dim)
+    theirs = to_device(ours)
+    want, got = append_op(*ours), append_op(*theirs)
+    assert torch.equal(got.cpu(), want)
+    assert_same((theirs[0].cpu(), theirs[1].cpu()), (ours[0], ours[1]))
+    sinkattn.check_errors()
+
+
+@pytest.mark.parametrize("turned", [lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+                                    lambda x: torch.cat([x, x], -1)[..., 64:],
+                                    lambda x: torch.cat([x, x[..., :3]], -1)[..., :64]])  # fmt: skip
+def test_appending_with_any_strides(turned: Callable[[Tensor], Tensor]) -> None:
+    ours = make_append([5, 17, 60], 4)
+    theirs = [x if x is None or x.dim() == 1 else turned(x) for x in to_device(ours)]
+    append_op(*ours)
+    append_op(*theirs)
+    assert_same((theirs[0].cpu(), theirs[1].cpu()), (ours[0], ours[1]))
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_appending_and_attending_in_one_call(q_len: int, page_size: int) -> None:
+    lens = [1500, 33, 700, 2045]
+    t = make_cache(lens, page_size, capacity=2048, q_len=q_len)
+    k, v = torch.randn(2, 4, q_len, 8, 64, device="cuda", dtype=torch.bfloat16)
+    options = {"cache_seqlens": t["cache_seqlens"], "block_table": t["block_table"], "s_aux": t["s_aux"]}
+    got = sinkattn.flash_attn_with_kvcache(t["q"], t["k"], t["v"], k, v, causal=True, return_lse=True, **options)
+    options["cache_seqlens"] = t["cache_seqlens"] + q_len
+    want = sinkattn.flash_attn_with_kvcache(t["q"], t["k"], t["v"], causal=True, return_lse=True, **options)
+    assert_same(got, want)
+    for b, start in enumerate(lens):
+        for slot in range(start, start + q_len):
+            at = (b, slot) if t["block_table"] is None else (int(t["block_table"][b, slot // 64]), slot % 64)
+            assert torch.equal(t["k"][at], k[b, slot - start])
+            assert torch.equal(t["v"][at], v[b, slot - start])
+    assert got[0].isfinite().all()  # what is past the new keys is NaN
+    sinkattn.check_errors()
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_hostile_lengths_and_tables_write_no_other_slot(page_size: int, seed: int) -> None:
+    generator, room = torch.Generator().manual_seed(seed), 4096
+    reported = set()
+    for _ in range(100):
+        ours = make_append([0] * 4, 3, page_size)
+        lens, table = ours[4], ours[5]
+        lens.copy_(torch.randint(-4, 70, lens.shape, generator=generator))
+        wild = torch.randint(-(2**31), 2**31, lens.shape, generator=generator).int()
+        lens.copy_(torch.where(torch.rand(lens.shape, generator=generator) < 0.3, wild, lens))
+        if page_size:
+            bad = torch.rand(table.shape, generator=generator) < 0.3
+            table.masked_fill_(bad, (-1, -(2**31), 2**31 - 1, ours[0].shape[0])[int(lens[0]) % 4])
+        around = torch.full((2, ours[0].numel() + 2 * room), -7.0, dtype=torch.bfloat16, device="cuda")
+        theirs = to_device(ours)
+        for i in range(2):
+            inner = around[i, room:-room].view(ours[0].shape)
+            theirs[i] = inner.copy_(ours[i])
+        after = append_op(*theirs)
+        wanted, bits = (ours[0].clone(), ours[1].clone()), 0
+        for b, used in enumerate(lens.tolist()):
+            begin = min(max(used, 0), 64)
+            end = min(begin + 3, 64)
+            bits |= begin != used or end != used + 3
+            for slot in range(begin, end):
+                page = int(table[b, slot // page_size]) if page_size else b
+                if not 0 <= page < ours[0].shape[0]:
+                    bits |= 2
+                    continue
+                for cache, rows in zip(wanted, ours[2:4], strict=True):
+                    cache[page, slot % page_size if page_size else slot] = rows[b, slot - begin]
+            assert int(after[b]) == end
+        assert_same((theirs[0].cpu(), theirs[1].cpu()), wanted)
+        assert (around[:, :room] == -7).all()
+        assert (around[:, -room:] == -7).all()
+        words = {1: ["cache_seqlens"], 2: ["block_table"], 3: ["cache_seqlens", "block_table"]}.get(bits, [])
+        reported.add(bits)
+        if words:
+            with pytest.raises(ValueError, match=".*".join(words)) as error:
+                sinkattn.check_errors()
+            assert ("block_table" in str(error.value)) == (bits > 1)
+        sinkattn.check_errors()
+    assert len(reported) > 1
+
+
+def test_appending_past_2_31_elements() -> None:
+    pages = 2**31 // (64 * 8 * 64) + 10
+    cache = torch.zeros(pages, 64, 8, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
+    table = torch.tensor([[pages - 1, 0, pages - 2]], dtype=torch.int32, device="cuda")
+    append_op(cache, cache, k, k, torch.tensor([62], dtype=torch.int32, device="cuda"), table)
+    assert_same((cache[-1, 62:], cache[0, :1]), (k[0, :2], k[0, 2:]))
+    cache[-1, 62:], cache[0, :1] = 0, 0
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_a_captured_graph_appends_where_lengths_say(page_size: int) -> None:
+    t = make_cache([5] * 4, page_size, capacity=512)
+    t["k"].zero_(), t["v"].zero_()
+    k, v = torch.randn(2, 4, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    lens, table = t["cache_seqlens"], t["block_table"]
+
+    def step() -> object:
+        return sinkattn.flash_attn_with_kvcache(
+            t["q"], t["k"], t["v"], k, v, cache_seqlens=lens, block_table=table, s_aux=t["s_aux"]
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+        lens.add_(1)
+    lens.copy_(torch.tensor([0, 100, 400, 5]))
+    for _ in range(20):
+        k.normal_(), v.normal_()
+        before = t["k"].clone(), t["v"].clone(), lens.clone()
+        graph.replay()
+        assert torch.equal(lens, before[2] + 1)
+        append_op(*before[:2], k, v, before[2], table)
+        assert_same((t["k"], t["v"]), before[:2])
+        want = sinkattn.flash_attn_with_kvcache(
+            t["q"], t["k"], t["v"], cache_seqlens=lens, block_table=table, s_aux=t["s_aux"]
+        )
+        assert torch.equal(out, want)
+
+
+def test_appending_is_one_launch_without_a_sync() -> None:
+    arguments_ = to_device(make_append([5, 17, 60], 1, 16))
+    append_op(*arguments_)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            append_op(*arguments_)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_gpu) == 1, on_gpu
+    assert "append_kernel" in on_gpu[0]
+
+
+# ---- the prefill's bits ----
+
+INVARIANT_MASKS = {"all": (-1, 0), "window": (127, 0), "wide": (1000, 0), "sinks": (127, 4), "prefix": (200, 600)}
+
+
+def invariant(t: dict[str, Tensor | None], left: int, num_sink_tokens: int) -> tuple[Tensor, ...]:
+    return decode_op(*t.values(), None, left, num_sink_tokens, 0, True)
+
+
+@pytest.mark.parametrize("mask", INVARIANT_MASKS)
+@pytest.mark.parametrize("page_size", [0, 1, 64])
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_invariant_is_the_row_of_a_prefill(head_dim: int, q_len: int, page_size: int, mask: str) -> None:
+    left, num_sink_tokens = INVARIANT_MASKS[mask]
+    lens = [1500, 700, 33, 2048, 5]
+    options = {"kv_heads": 2, "head_dim": head_dim, "q_len": q_len}
+    dense = make_cache(lens, **options)
+    got = invariant(make_cache(lens, page_size, **options), left, num_sink_tokens)
+    q, k, v, s_aux = (dense[name] for name in ("q", "k", "v", "s_aux"))
+    for b, length in enumerate(lens):
+        rows = torch.randn(1, length, *q.shape[2:], device="cuda", dtype=q.dtype)  # of a prefill, ours its last ones
+        rows[:, length - q_len :] = q[b]
+        out, lse = sinkattn.flash_attn_func(
+            rows, k[b : b + 1, :length], v[b : b + 1, :length], causal=True, window_size=(left, 0), s_aux=s_aux,
+            num_sink_tokens=num_sink_tokens, return_lse=True,
+        )  # fmt: skip
+        assert torch.equal(got[0][b], out[0, length - q_len :])
+        assert torch.equal(got[1][b], lse[0, :, length - q_len :])
+    sinkattn.check_errors()
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_invariant_depends_on_nothing_else(page_size: int) -> None:
+    t = make_cache(LENS, page_size)
+    out, lse = invariant(t, -1, 0)
+    for b in range(len(LENS)):
+        alone = {name: x[b : b + 1] if name in ("q", "cache_seqlens", "block_table") and x is not None else x
+                 for name, x in t.items()}  # fmt: skip
+        if not page_size:
+            alone |= {"k": t["k"][b : b + 1], "v": t["v"][b : b + 1]}
+        assert_same(invariant(alone, -1, 0), (out[b : b + 1], lse[b : b + 1]))
+    if not page_size:  # a slice of a larger cache, read where it lies, and heads ahead of slots
+        wide = {name: torch.cat((x, x), 1)[:, : x.shape[1]] if name in ("k", "v") else x for name, x in t.items()}
+        assert_same(invariant(wide, -1, 0), (out, lse))
+        turned = {name: x.transpose(1, 2).contiguous().transpose(1, 2) if name in ("k", "v", "q") else x
+                  for name, x in t.items()}  # fmt: skip
+        assert_same(invariant(turned, -1, 0), (out, lse))
+        mixed = wide | {"v": t["v"].transpose(1, 3).contiguous().transpose(1, 3)}
+        assert_same(invariant(mixed, -1, 0), (out, lse))
+        shared = t | {name: t[name][4:5].expand_as(t[name]) for name in ("k", "v")}
+        copied = t | {name: shared[name].contiguous() for name in ("k", "v")}
+        assert_same(invariant(shared, -1, 0), invariant(copied, -1, 0))
+
+
+def test_invariant_lengths_change_between_replays() -> None:
+    t = make_cache([2048] * 4, 64)
+    torch.nan_to_num_(t["k"]), torch.nan_to_num_(t["v"])
+    results = []
+
+    def step() -> None:
+        results[:] = invariant(t, -1, 0)
+
+    graph = captured(step)
+    for lens in ([2048, 1, 0, 77], [0, 0, 0, 0], [300, 2000, 17, 1024]):
+        t["cache_seqlens"].copy_(torch.tensor(lens, dtype=torch.int32))
+        graph.replay()
+        assert_same(tuple(results), invariant(t, -1, 0))
+
+
+def test_invariant_contains_what_is_hostile() -> None:
+    t = make_cache(LENS, 64)
+    table, lens = t["block_table"], t["cache_seqlens"]
+    want = invariant(t, 127, 4)
+    table[4, 1:29] = -1  # which no row sees
+    assert_same(invariant(t, 127, 4), want)
+    sinkattn.check_errors()
+    table[4, 31] = 2**31 - 1
+    invariant(t, 127, 4)
+    with pytest.raises(ValueError, match="block_table named a page outside"):
+        sinkattn.check_errors()
+    lens[0], lens[1], lens[2] = -5, 2**31 - 1, 5000
+    invariant(t, -1, 0)
+    with pytest.raises(ValueError, match="cache_seqlens was negative"):
+        sinkattn.check_errors()
+
+
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 def test_an_infinite_value_that_all_rows_see(value: float, num_splits: int) -> None:
@@ -380,8 +640,8 @@ def test_the_plan_says_what_it_does() -> None:
 
 
 def test_what_is_not_compiled_raises() -> None:
-    t = make_cache([64])
-    with pytest.raises(NotImplementedError, match="no decode kernel serves bf16, head_dim 64, invariant"):
+    t = make_cache([64], head_dim=512)
+    with pytest.raises(NotImplementedError, match="no decode kernel serves bf16, head_dim 512, invariant"):
         decode_op(*t.values(), None, -1, 0, 0, True)
     floats = {name: x.float() if name in ("q", "k", "v") and x is not None else x for name, x in t.items()}
     with pytest.raises(NotImplementedError, match="no decode kernel serves fp32"):

@@ -62,6 +62,12 @@ def decode(
     return OPS.flash_decode(rows(3, q_len, 4, 64), cache, cache, None, lens, table, None, left, 0, splits, invariant)
 
 
+def append(lens: Tensor, table: Tensor | None = None) -> object:
+    """Two new keys a sequence."""
+    cache = rows(3, 32, 2, 64) if table is None else rows(12, 8, 2, 64)
+    return OPS.append_kv(cache, cache.clone(), rows(3, 2, 2, 64), rows(3, 2, 2, 64), lens, table)
+
+
 def hostile_caches() -> Iterator[tuple[str, Call]]:
     table = torch.arange(12, dtype=torch.int32).view(3, 4)
     for place in range(3):
@@ -78,6 +84,12 @@ def hostile_caches() -> Iterator[tuple[str, Call]]:
             yield name, partial(decode, None, bad)
             yield f"{name} in 3 splits", partial(decode, None, bad, splits=3)
             yield f"{name} invariant", partial(decode, None, bad, invariant=True)
+            yield f"append with {name}", partial(append, ints(8 * place[1], 8 * place[1], 8 * place[1]), bad)
+    for place in range(3):
+        for value in (31, 2**20, *INT32):
+            lens = ints(*(value if i == place else 0 for i in range(3)))
+            yield f"append with cache_seqlens[{place}]={value}", partial(append, lens)
+            yield f"paged append with cache_seqlens[{place}]={value}", partial(append, lens, table)
 
 
 def dense(q: object = None, k: object = None, v: object = None, **options: object) -> object:

@@ -13,6 +13,7 @@ from arguments import (
     DENSE_ARGS,
     FORWARDS,
     Arguments,
+    append_args,
     backward_args,
     cache,
     decode_args,
@@ -42,6 +43,8 @@ OPCHECKS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "decode": ("flash_decode", decode_args),
     "decode-paged": ("flash_decode", lambda: decode_args(paged=True)),
     "decode-out": ("flash_decode_out", lambda: out_args(decode_args())),
+    "append": ("append_kv", append_args),
+    "append-paged": ("append_kv", lambda: append_args(paged=True)),
     "merge": ("merge_attn_states", partials),
     "apply-sink": ("apply_sink", lambda: (*partials()[:2], torch.randn(4, dtype=torch.float64, requires_grad=True))),
 }
@@ -62,7 +65,8 @@ def test_fake_outputs_are_as_real_ones(name: str) -> None:
     real = getattr(ops, op)(*arguments)
     with FakeTensorMode() as mode:
         fake = getattr(ops, op)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
-    for a, b in zip(real or (), fake or (), strict=True):
+    real, fake = ((x,) if isinstance(x, Tensor) else x or () for x in (real, fake))
+    for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
@@ -452,17 +456,87 @@ def test_appending_to_the_cache(layout: str, lens: int | list[int]) -> None:
     assert not torch.equal(results[0][2], k_cache)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+def test_appending_writes_the_new_slots_and_no_other(layout: str, dtype: torch.dtype) -> None:
+    *tensors, lens, table = append_args(layout == "paged")
+    k_cache, v_cache, k, v = (x.to(dtype) for x in tensors)
+    wanted = (k_cache.clone(), v_cache.clone())
+    for b, start in enumerate(lens.tolist()):
+        for i in range(k.shape[1]):
+            slot = start + i
+            at = (b, slot) if table is None else (int(table[b, slot // 4]), slot % 4)
+            for cache_, rows in zip(wanted, (k, v), strict=True):
+                cache_[at] = rows[b, i]
+    versions = (k_cache._version, v_cache._version)
+    after = ops.append_kv(k_cache, v_cache, k, v, lens, table)
+    assert torch.equal(after, lens + 3)
+    assert torch.equal(k_cache, wanted[0])
+    assert torch.equal(v_cache, wanted[1])
+    assert (k_cache._version, v_cache._version) > versions
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+def test_appending_with_any_strides(layout: str) -> None:
+    k_cache, v_cache, k, v, lens, _ = append_args()
+    wanted, rest = (k_cache.clone(), v_cache.clone()), (lens, None)
+    ops.append_kv(*wanted, k, v, *rest)
+    written = [STRIDES[layout](x) for x in (k_cache, v_cache)]
+    ops.append_kv(*written, *(STRIDES[layout](x) for x in (k, v)), *rest)
+    assert all(torch.equal(a, b) for a, b in zip(written, wanted, strict=True))
+
+
+def test_appending_nothing() -> None:
+    k_cache, v_cache, k, v, lens, _ = append_args()
+    before = k_cache.clone()
+    assert torch.equal(ops.append_kv(k_cache, v_cache, k[:, :0], v[:, :0], lens, None), lens)
+    assert ops.append_kv(k_cache[:0], v_cache[:0], k[:0], v[:0], lens[:0], None).shape == (0,)
+    assert torch.equal(k_cache, before)
+
+
+def test_what_is_appended_has_no_gradient() -> None:
+    k_cache, v_cache, k, v, lens, _ = append_args()
+    with pytest.raises(NotImplementedError, match="keys and values in a cache have no gradients"):
+        ops.append_kv(k_cache, v_cache, k.requires_grad_(), v, lens, None)
+    with torch.no_grad():
+        ops.append_kv(k_cache, v_cache, k, v, lens, None)
+
+
+BAD_APPENDS: dict[str, tuple[int, Callable[[Tensor], Tensor], str]] = {
+    "dtype": (2, lambda k: k.half(), "k is Half, it must be Float"),
+    "v-dtype": (1, lambda v_cache: v_cache.half(), "v_cache is Half, it must be Float"),
+    "batch": (2, lambda k: k[:1], "k_cache has batch 2, k has 1"),
+    "heads": (2, lambda k: k[:, :, :1], r"k has shape \[2, 3, 1, 8\], it must be \[2, 3, 2, 8\]"),
+    "length": (3, lambda v: v[:, :2], r"v has shape \[2, 2, 2, 8\], it must be \[2, 3, 2, 8\]"),
+    "rank": (2, lambda k: k[0], "k has 3 dimensions"),
+    "device": (2, lambda k: k.to("meta"), "k is on meta, k_cache is on cpu"),
+    "lengths": (4, lambda lens: lens.long(), "cache_seqlens is Long, it must be Int"),
+    "overlap": (0, lambda k_cache: k_cache[:1].expand(2, -1, -1, -1), "its rows must not overlap"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_APPENDS)
+def test_appending_wrong_tensors_is_refused(name: str) -> None:
+    position, change, message = BAD_APPENDS[name]
+    arguments = list(append_args())
+    arguments[position] = change(arguments[position])
+    if name == "batch":
+        arguments[3], arguments[4] = arguments[3][:1], arguments[4][:1]
+    with pytest.raises(ValueError, match=message):
+        ops.append_kv(*arguments)
+
+
 def test_appending_outside_the_cache_writes_nothing() -> None:
     q, k_cache, v_cache, _, _ = cache()
     new = torch.randn(2, 2, 2, 8)
     before = k_cache.clone()
     for lens in (7, -1):
-        with pytest.raises(ValueError, match="of a cache that holds 8"):
+        with pytest.raises(ValueError, match=f"cache_seqlens.0. is {lens}; .* 2 new keys in a cache that holds 8"):
             sinkattn.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lens, causal=True)
     k_pages, v_pages, table = paged(k_cache, v_cache)
     for page in (-1, 4):
         table[0, 0] = page
-        with pytest.raises(ValueError, match=r"they must be from 0 to 3"):
+        with pytest.raises(ValueError, match=r"block_table.0..0. is .*; it must be a page from 0 to 3"):
             sinkattn.flash_attn_with_kvcache(
                 q, k_pages, v_pages, new, new, cache_seqlens=0, block_table=table, causal=True
             )

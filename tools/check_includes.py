@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 80
 LONGER = {
     "csrc/cpu/cpu_rows.h": (570, MAX_FUNCTION_LINES),
     "csrc/cuda/sm90/bwd.cu": (990, 165),
-    "csrc/cuda/sm90/bwd_window.cu": (880, 95),
+    "csrc/cuda/sm90/bwd_window.cu": (680, 95),
 }
 
 # Folder of csrc -> folders whose headers it may include; the longest matching folder of a file counts.

@@ -37,6 +37,15 @@ sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn
     return status.code == SINKATTN_OK ? launch(args, &args->fwd.problem, plan, context) : status;
 }
 
+sinkattn_status sinkattn_append(const sinkattn_append_args *args, sinkattn_backend backend, const sinkattn_context *context) {
+    const sinkattn_status status = sa_validate_append(args);
+    if (status.code != SINKATTN_OK) return status;
+    if (!context) return sa_status(SINKATTN_INVALID, "context is NULL; it must be given");
+    if (backend == SINKATTN_CPU) return sa_append_cpu(args);
+    if (backend == SINKATTN_CUDA) return sa_append_cuda(args, context);
+    return sa_status(SINKATTN_INVALID, "backend is %d; it must be cpu (0) or cuda (1)", (int)backend);
+}
+
 #ifndef SA_WITH_CUDA
 static sinkattn_status without_cuda(int32_t ordinal) {
     return sa_status(SINKATTN_UNSUPPORTED,
@@ -49,6 +58,12 @@ sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device) {
 }
 
 sinkattn_status sinkattn_check_errors(int32_t ordinal) { return without_cuda(ordinal); }
+
+sinkattn_status sa_append_cuda(const sinkattn_append_args *args, const sinkattn_context *context) {
+    (void)args;
+    (void)context;
+    return sa_status(SINKATTN_UNSUPPORTED, "backend is cuda; this build must be made with nvcc to have the CUDA backend");
+}
 #endif
 
 const char *sinkattn_build_info(void) {

@@ -21,13 +21,19 @@ sinkattn_status sa_validate_mask(const sinkattn_mask *mask);
 sinkattn_status sa_validate_fwd(const sinkattn_fwd_args *args);
 sinkattn_status sa_validate_bwd(const sinkattn_bwd_args *args);
 sinkattn_status sa_validate_decode(const sinkattn_decode_args *args);
+sinkattn_status sa_validate_append(const sinkattn_append_args *args);
 
 /* Lengths in host memory, whole: read by the CPU backend before it starts, so that it raises where a GPU kernel clamps. */
 sinkattn_status sa_validate_cu_seqlens(const sinkattn_fwd_args *args);
 sinkattn_status sa_validate_cache(const sinkattn_decode_args *args);
+sinkattn_status sa_validate_room(const sinkattn_append_args *args);
 
 /* plan.c: that a plan was made for this problem, and runs on this machine. */
 sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
+/* cpu_append.c, append.cu */
+sinkattn_status sa_append_cpu(const sinkattn_append_args *args);
+sinkattn_status sa_append_cuda(const sinkattn_append_args *args, const sinkattn_context *context);
 
 /* cpu_dispatch.c: the highest sinkattn_cpu_level of this CPU, whatever the environment says. */
 int32_t sa_cpu_level(void);
@@ -49,6 +55,7 @@ const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinka
 const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_local_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 
 /* A CUDA decode whose parts the kernel cuts by the lengths it finds, rather than each sequence into plan.num_splits. */

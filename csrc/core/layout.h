@@ -51,6 +51,16 @@ SA_HD int64_t sa_cache_len(const sinkattn_decode_args *args, int64_t b) {
     return args->cache_seqlens ? sa_clamp(args->cache_seqlens[b], 0, capacity) : capacity;
 }
 
+/* Slots of sequence b that new keys go to, as many as there is room for: lengths are int32. */
+SA_HD sa_range sa_new_slots(const sinkattn_append_args *args, int64_t b) {
+    const sinkattn_problem *problem = &args->cache.fwd.problem;
+    const int64_t room = sa_min(problem->k_len, INT32_MAX);
+    sa_range slots;
+    slots.begin = (sa_position_t)sa_clamp(args->cache.cache_seqlens[b], 0, room);
+    slots.end = (sa_position_t)sa_min(slots.begin + problem->q_len, room);
+    return slots;
+}
+
 /* Offset of a cached key of sequence b, -1 where its page is unmapped. */
 SA_HD int64_t sa_cache_offset(const sinkattn_decode_args *args, const sinkattn_tensor *cache, int64_t b, int64_t key, int64_t head) {
     if (!args->block_table) return sa_offset(cache, b, key, head);

@@ -62,6 +62,11 @@ const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_vari
     return has_elements(p) ? NULL : "there are no rows or no keys";
 }
 
+const char *sa_refusal_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)info;
+    return p->invariant ? NULL : "it is the forward, for invariant alone";
+}
+
 const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
     return p->invariant ? "its parts depend on the batch" : NULL;

@@ -361,6 +361,13 @@ sinkattn_status sa_validate_bwd(const sinkattn_bwd_args *args) {
     return check_range(&fwd->problem);
 }
 
+static sinkattn_status check_table_null(const sinkattn_decode_args *args) {
+    const sinkattn_problem *p = &args->fwd.problem;
+    if (p->page_size != 0 && !args->block_table && p->batch != 0 && p->k_len != 0) return null_error("block_table", "for a paged cache");
+    if (p->page_size == 0 && args->block_table) return surplus_error("block_table", "when page_size is 0");
+    return sa_ok();
+}
+
 static sinkattn_status check_block_table(const sinkattn_decode_args *args) {
     const sinkattn_problem *p = &args->fwd.problem;
     if (p->page_size == 0) return sa_ok();
@@ -379,8 +386,7 @@ sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     const operands all = fwd_operands(&args->fwd, true);
     SA_TRY(check_operands_null(&all));
     SA_TRY(check_fwd_null(&args->fwd));
-    if (p->page_size != 0 && !args->block_table && p->batch != 0 && p->k_len != 0) return null_error("block_table", "for a paged cache");
-    if (p->page_size == 0 && args->block_table) return surplus_error("block_table", "when page_size is 0");
+    SA_TRY(check_table_null(args));
     SA_TRY(check_op(p, SINKATTN_DECODE));
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));
@@ -389,6 +395,30 @@ sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     SA_TRY(check_fwd_alignment(&args->fwd));
     SA_TRY(check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
     SA_TRY(check_aligned("block_table", args->block_table, sizeof(int32_t)));
+    return check_range(p);
+}
+
+sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
+    if (!args) return null_error("args", "always");
+    const sinkattn_decode_args *cache = &args->cache;
+    const sinkattn_problem *p = &cache->fwd.problem;
+    operands all = {.problem = p};
+    add_rows_of_k(&all, "k_cache", &cache->fwd.k, true);
+    add_rows_of_k(&all, "v_cache", &cache->fwd.v, true);
+    all.list[all.count++] = (operand){"k", &args->k, p->batch, p->q_len, p->num_kv_heads, false};
+    all.list[all.count++] = (operand){"v", &args->v, p->batch, p->q_len, p->num_kv_heads, false};
+    SA_TRY(check_operands_null(&all));
+    if (p->batch != 0 && !cache->cache_seqlens) return null_error("cache.cache_seqlens", "to say where new keys go");
+    if (p->batch != 0 && !args->cache_seqlens) return null_error("cache_seqlens", "for the keys in use afterwards");
+    SA_TRY(check_table_null(cache));
+    SA_TRY(check_op(p, SINKATTN_DECODE));
+    SA_TRY(check_dtype(p));
+    SA_TRY(check_shape(p));
+    SA_TRY(check_layout(&all));
+    SA_TRY(check_block_table(cache));
+    SA_TRY(check_aligned("cache.cache_seqlens", cache->cache_seqlens, sizeof(int32_t)));
+    SA_TRY(check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
+    SA_TRY(check_aligned("block_table", cache->block_table, sizeof(int32_t)));
     return check_range(p);
 }
 
@@ -439,6 +469,21 @@ sinkattn_status sa_validate_cache(const sinkattn_decode_args *args) {
         const sa_range keys = sa_rows_band(&band, (sa_range){0, p->q_len}, &prefix.end);
         SA_TRY(check_pages_mapped(args, b, prefix));
         SA_TRY(check_pages_mapped(args, b, keys));
+    }
+    return sa_ok();
+}
+
+sinkattn_status sa_validate_room(const sinkattn_append_args *args) {
+    const sinkattn_problem *p = &args->cache.fwd.problem;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const int32_t used = args->cache.cache_seqlens[b];
+        const sa_range slots = sa_new_slots(args, b);
+        if (slots.begin != used || slots.end - used != p->q_len)
+            return sa_status(SINKATTN_INVALID,
+                             "cache_seqlens[%" PRId64 "] is %" PRId32 "; it must be at least 0 and leave room for %" PRId64
+                             " new keys in a cache that holds %" PRId64,
+                             b, used, p->q_len, p->k_len);
+        if (args->cache.block_table) SA_TRY(check_pages_mapped(&args->cache, b, slots));
     }
     return sa_ok();
 }

@@ -22,6 +22,7 @@ enum {
     SA_ARCH_sm90_d64 = 90,
     SA_ARCH_sm90_d128 = 90,
     SA_ARCH_sm80_d512 = 80,
+    SA_ARCH_sm80_prefill = 80,
     SA_ARCH_sm90_window = 90
 };
 

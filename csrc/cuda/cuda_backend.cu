@@ -110,16 +110,19 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
     cudaSetDevice(before);
     if (status.code || !errors) return status;
     const char *cu_seqlens = errors & sa::kBadCuSeqlens ? "cu_seqlens did not start at 0, decreased or ended past the tensor; " : "";
-    const char *cache_seqlens = errors & sa::kBadCacheSeqlens ? "cache_seqlens was negative or above the capacity; " : "";
-    const char *block_table = errors & sa::kBadBlockTable ? "block_table named a page outside the cache, whose keys were read as 0; " : "";
+    const char *cache_seqlens =
+        errors & sa::kBadCacheSeqlens ? "cache_seqlens was negative or above the capacity, new keys included; " : "";
+    const char *block_table =
+        errors & sa::kBadBlockTable ? "block_table named a page outside the cache, whose keys were read as 0 and not written; " : "";
     return sa_status(SINKATTN_INVALID, "CUDA device %d: %s%s%sthe call clamped them, so its results are not what was meant", (int)ordinal,
                      cu_seqlens, cache_seqlens, block_table);
 }
 
 extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    const auto run = sa_variant_at(plan->variant)->run;
+    if (run == sa_decode_cuda_sm80_prefill) return sa_cuda_invariant_workspace(problem);
     if (problem->op == SINKATTN_DECODE) return sa_cuda_decode_workspace(problem, plan);
     if (problem->op == SINKATTN_FWD) return problem->packed ? sa::kCounterBytes : 0;
-    const auto run = sa_variant_at(plan->variant)->run;
     if (run == sa_bwd_cuda_sm90_window) return sa_cuda_bwd_window_workspace(problem, plan);
     if (run == sa_bwd_cuda_sm90_d64) return sa_cuda_bwd_sm90_workspace(problem, 64);
     if (run == sa_bwd_cuda_sm90_d128) return sa_cuda_bwd_sm90_workspace(problem, 128);

@@ -23,6 +23,10 @@ sinkattn_status sa_cuda_error_word(unsigned **word);
 /* decode.cu: bytes of counters and partials. */
 int64_t sa_cuda_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
+/* invariant.cu: bytes of offsets, statistics and gathered pages. */
+int64_t sa_cuda_invariant_workspace(const sinkattn_problem *problem);
+sinkattn_status sa_decode_cuda_sm80_prefill(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);
+
 /* sm90/bwd_window.cu: bytes of ds_aux's partial sums and of what to do again. */
 int64_t sa_cuda_bwd_window_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 sinkattn_status sa_bwd_cuda_sm90_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);

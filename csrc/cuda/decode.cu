@@ -7,25 +7,29 @@
 //     end of a part             teams merge in shared memory -> out; or a partial -> the last block of the stream merges -> out
 //
 // A stream is 16 rows, (token, head) pairs of one kv head of a sequence, against the tiles of 16 keys that they see. Every block finds
-// its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows the lengths. Teams, of one
-// warp up to head_dim 128, take every kTeams-th tile, each with its own softmax and its own cp.async stages: the loop has no block barrier.
-// Partials merge in the order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
+// its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows the lengths. On 9.0 it does
+// so while the kernel in front still runs, and looks again when that has ended. Teams, of one warp up to head_dim 128, take every kTeams-th
+// tile, each with its own softmax and its own cp.async stages: the loop has no block barrier. Partials merge in the order of teams and
+// parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
 //
-// Shared memory: Q from head_dim 256 on, then stages, K and V of one tile a team: 16 KiB at head_dim 64, else 32. Four blocks share an SM
-// at head_dim 64, two elsewhere, where 2 stages fit. Registers: Q, O and S of a warp, 16 + 32 + 8 at head_dim 64.
+// Shared memory: Q from head_dim 256 on, then stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 a block. 16 warps
+// share an SM at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit. Registers: Q, O and S of a warp, 16 + 32 +
+// 8 at head_dim 64.
 
+#include "cuda/attn/decode_load.cuh"
 #include "cuda/attn/decode_merge.cuh"
 #include "cuda/cuda_backend.h"
 
 namespace sa {
 namespace {
 
-template <class Element_, int kHeadDim_> struct Config {
+template <class Element_, int kHeadDim_, int kWarps> struct Config {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
-    static constexpr int kTeams = kStep < 4 ? kStep : 4, kTeamThreads = kThreads / kTeams;
-    static constexpr int kTeamWarps = kTeamThreads / 32;   // each takes all scores and its own columns of O
-    static constexpr int kBlocks = kHeadDim <= 64 ? 4 : 2; // an SM
+    static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
+    static constexpr int kTeamWarps = kTeamThreads / 32;               // each takes all scores and its own columns of O
+    static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps; // an SM
+    using Smem = sa::Smem<kThreads>;
     static constexpr int kColumns = kHeadDim / kTeamWarps;
     static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
@@ -45,195 +49,108 @@ template <class C> __device__ __forceinline__ void team_sync(int team) {
 // Of a team's stages, where it leaves its partial in the end.
 template <class C> __device__ __forceinline__ int team_bytes(const Params &params) { return params.stages * 2 * C::kTileBytes; }
 
-__device__ __forceinline__ int64_t wide(int32_t x) { return x; }
-
-// ---- loads ----
-
-// Copies the tiles of a team, every kTeams-th from n on, in this order. Where no tile lies in two pages, lane l holds where the l-th of 32
-// tiles lies, and soon the page of the l-th of those after; else the page of key l % 16 of the next tile. So no copy but the first waits
-// for the block table. A cache without pages has one a sequence.
-template <class C> struct Loader {
-    static constexpr int kRowStep = C::kTeamThreads / C::kChunks;
-    const Params &params;
-    const sa_key_tiles tiles;
-    const int32_t *pages; // of this sequence, NULL: the sequence itself
-    const uint16_t *k, *v;
-    int64_t k_at, v_at; // of the lane's tile, negative where it has no page
-    int32_t batch, last, page;
-    int row, chunk, turn;
-
-    // & and |, for a predicate without a branch.
-    __device__ __forceinline__ bool is_seen(int32_t key) const {
-        return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
-    }
-
-    __device__ __forceinline__ int32_t page_index(int32_t key) const { return static_cast<int32_t>(sa_divide(key, params.by_page_size)); }
-
-    __device__ __forceinline__ int32_t lanes_key(int32_t n) const {
-        const int lane = threadIdx.x % 32;
-        return params.whole_tiles ? sa_key_tile_at(&tiles, n + lane * C::kTeams) * kTileK
-                                  : sa_key_tile_at(&tiles, n) * kTileK + lane % kTileK;
-    }
-
-    // The lane's, of tiles from the n-th on. A key that no row sees has no page.
-    __device__ __forceinline__ int32_t find_page(int32_t n) const {
-        if (!pages) return batch;
-        const int32_t key = lanes_key(n);
-        const bool seen = params.whole_tiles ? n + static_cast<int>(threadIdx.x % 32) * C::kTeams < last : n < last && is_seen(key);
-        return seen ? __ldg(pages + page_index(key)) : 0;
-    }
-
-    // Where key lies in its page. A page outside the cache is reported.
-    __device__ __forceinline__ void place(int32_t its_page, int32_t key, bool seen) {
-        const int32_t slot = key - page_index(key) * params.page_size;
-        const bool inside = static_cast<uint32_t>(its_page) < static_cast<uint32_t>(params.num_pages);
-        if (!inside && seen) atomicOr(params.error_word, kBadBlockTable);
-        k_at = inside ? its_page * params.k_page + wide(slot) * params.k_row : -1;
-        v_at = inside ? its_page * params.v_page + wide(slot) * params.v_row : -1;
-    }
-
-    // The thread's chunk of K and V of a key, row r of the tile; zeros, and nothing is read, where no row sees it or it has no page.
-    __device__ __forceinline__ void copy(uint32_t to, int r, int32_t key, int64_t k_offset, int64_t v_offset, bool real) const {
-        real &= (chunk * 8 < params.head_dim) & is_seen(key);
-        const uint32_t at = chunk_address(to, C::kRowBytes, r, chunk);
-        cp_async_16(at, k + k_offset, real);
-        cp_async_16(at + C::kTileBytes, v + v_offset, real);
-    }
-
-    __device__ __forceinline__ void load(uint32_t to, int32_t n) {
-        const int32_t key = sa_key_tile_at(&tiles, n) * kTileK;
-        if (params.whole_tiles) {
-            const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, turn), v_offset = __shfl_sync(0xffffffffu, v_at, turn);
-#pragma unroll
-            for (int i = 0; i < kTileK; i += kRowStep)
-                copy(to, row + i, key + row + i, k_offset + wide(i) * params.k_row, v_offset + wide(i) * params.v_row, k_offset >= 0);
-            if (turn == 16) page = find_page(n + 16 * C::kTeams);
-            if (++turn == 32) next_tiles(n + C::kTeams);
-            return;
-        }
-#pragma unroll 1
-        for (int i = 0; i < kTileK; i += kRowStep) {
-            const int32_t mine = key + row + i;
-            place(__shfl_sync(0xffffffffu, page, row + i), mine, is_seen(mine));
-            copy(to, row + i, mine, k_at - wide(row) * params.k_row, v_at - wide(row) * params.v_row, k_at >= 0); // k is the thread's row's
-        }
-        page = find_page(n + C::kTeams);
-    }
-
-    __device__ __forceinline__ void next_tiles(int32_t n) {
-        place(page, lanes_key(n), n + static_cast<int>(threadIdx.x % 32) * C::kTeams < last);
-        turn = 0;
-    }
-
-    __device__ __forceinline__ Loader(const Params &params_, const Fragment &fragment, int32_t n)
-        : params(params_), tiles(fragment.stream.tiles), batch(fragment.batch) {
-        const int thread = threadIdx.x % C::kTeamThreads;
-        row = thread / C::kChunks;
-        chunk = thread % C::kChunks;
-        last = min(fragment.last, sa_key_tile_count(&tiles));
-        pages = params.block_table ? params.block_table + batch * params.block_table_stride : nullptr;
-        page = find_page(n);
-        k = params.k + wide(fragment.kv_head) * params.k_head + wide(row) * params.k_row + chunk * 8;
-        v = params.v + wide(fragment.kv_head) * params.v_head + wide(row) * params.v_row + chunk * 8;
-        if (params.whole_tiles) next_tiles(n);
-    }
+// What the first warp asks for: the sinks of the rows, as they lie in memory, and what the stream's counter holds.
+struct Asked {
+    uint32_t s_aux;
+    unsigned long long count;
 };
 
-// A row of the stream: its token and its head.
-struct TokenHead {
-    int32_t token, head;
-};
-
-__device__ __forceinline__ TokenHead token_head(const Fragment &fragment, const Params &params, int row) {
-    const int32_t r = fragment.stream.row_begin + row, token = static_cast<int32_t>(sa_divide(r, params.by_group));
-    return {token, fragment.kv_head * params.group + r - token * params.group};
-}
-
-__device__ __forceinline__ const uint16_t *query_row(const Fragment &fragment, const Params &params, int row) {
-    const TokenHead at = token_head(fragment, params, row);
-    return params.q + fragment.batch * params.q_batch + wide(at.token) * params.q_row + wide(at.head) * params.q_head;
-}
-
-// Q into registers, each warp its own, or to shared memory, which a barrier of the block then follows. Rows past the stream's are copies of
-// its last, or zeros: what comes of them is not kept.
-template <class C>
-__device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const Fragment &fragment, const Params &params) {
-    if constexpr (C::kQueriesInRegisters) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            for (auto &a : rows.q) a[i] = a[2 + i] = 0;
-            if (8 * i >= fragment.stream.num_rows) continue;
-            const uint16_t *from = query_row(fragment, params, min(lane / 4 + 8 * i, fragment.stream.num_rows - 1)) + 2 * (lane % 4);
-#pragma unroll
-            for (int x = 0; x < C::kHeadDim / 8; x++)
-                if (8 * x < params.head_dim) rows.q[x / 2][2 * (x % 2) + i] = __ldg(reinterpret_cast<const uint32_t *>(from + 8 * x));
-        }
-    } else {
-#pragma unroll 1
-        for (int x = threadIdx.x; x < kTileQ * C::kChunks; x += kThreads) {
-            const int row = x / C::kChunks, chunk = x % C::kChunks;
-            cp_async_16(chunk_address(to, C::kRowBytes, row, chunk), query_row(fragment, params, row) + chunk * 8,
-                        row < fragment.stream.num_rows && chunk * 8 < params.head_dim);
-        }
+template <class C> __device__ __forceinline__ Asked ask_rows(const typename C::Smem &smem, const Params &params) {
+    const Fragment &fragment = smem.fragment;
+    Asked asked = {};
+    const int row = static_cast<int>(threadIdx.x);
+    if (row == 0 && fragment.num_parts > 1) asked.count = __ldcg(counter_of<C>(fragment, params));
+    if (row < fragment.stream.num_rows && params.s_aux) {
+        const int32_t head = token_head(fragment, params, row).head;
+        if (params.s_aux_dtype == SINKATTN_FP32)
+            asked.s_aux = __ldg(static_cast<const uint32_t *>(params.s_aux) + head);
+        else
+            asked.s_aux = __ldg(static_cast<const uint16_t *>(params.s_aux) + head);
     }
+    return asked;
 }
 
-// What the rows see, by each warp for itself; and, by the first, their sinks and the stream's counter.
-template <class C> __device__ __forceinline__ void find_rows(Smem &smem, const Params &params) {
+__device__ __forceinline__ float s_aux_of(const Params &params, const Asked &asked) {
+    if (!params.s_aux) return -INFINITY;
+    const uint16_t half = static_cast<uint16_t>(asked.s_aux);
+    return params.s_aux_dtype == SINKATTN_FP32   ? __uint_as_float(asked.s_aux)
+           : params.s_aux_dtype == SINKATTN_BF16 ? widen<Bf16>(half)
+                                                 : widen<Fp16>(half);
+}
+
+// What the rows see, by each warp for itself. Returns where the lane's first row of Q is.
+template <class C> __device__ __forceinline__ const uint16_t *find_rows(typename C::Smem &smem, const Params &params) {
     const Fragment &fragment = smem.fragment;
     const int warp = threadIdx.x / 32, row = threadIdx.x % 32;
-    const bool real = row < fragment.stream.num_rows, counts = threadIdx.x == 0 && fragment.num_parts > 1;
+    const bool real = row < fragment.stream.num_rows;
     const TokenHead at = token_head(fragment, params, row);
-    const unsigned long long found = counts ? __ldcg(counter_of<C>(fragment, params)) : 0;
-    if (real && warp == 0)
-        smem.s_aux[row] = params.s_aux ? static_cast<float>(sa_load(params.s_aux, params.s_aux_dtype, at.head)) : -INFINITY;
     const sa_range keys = sa_row_band(&fragment.stream.band, at.token);
     if (row < kTileQ)
         smem.rows[warp][row] = real ? Row{keys.begin, keys.end, sa_row_sink_end(&fragment.stream.band, at.token)} : Row{0, 0, 0};
-    if (counts) open_counter(counter_of<C>(fragment, params), found, params.tag);
+    __syncwarp();
+    return query_row(fragment, params, min(row / 4, fragment.stream.num_rows - 1));
 }
 
 // ---- a fragment ----
 
-// (pivot, sum, O) of this team's tiles: every kTeams-th of the fragment's. One loop fills the stages and works through them.
-template <class C> __device__ __forceinline__ void attend(Rows<C> &rows, unsigned char *shared, Smem &smem, const Params &params) {
+// (pivot, sum, O) of this team's tiles: every kTeams-th of the fragment's. One loop fills the stages, another works through them: its time
+// is that of a warp's instructions one after the other, so it is kept short and straight. What this thread found wrong is said in the end,
+// when it has cost no time.
+struct Doubts {
+    bool wrong, bad_page; // the guess was; the block table names a page outside the cache
+};
+
+template <class C>
+__device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Guess &guess) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
     const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
     const int32_t first = fragment.first + team;
     int keys = C::kQueryBytes + team * team_bytes<C>(params), stage = 0;
     const uint32_t q = shared_address(shared);
+    const LaneRows lane = lane_rows<C>();
     const Row *seen = smem.rows[threadIdx.x / 32];
     Loader<C> loader(params, fragment, first);
     const sa_key_tiles &tiles = loader.tiles;
-    if constexpr (!C::kQueriesInRegisters) load_queries<C>(rows, q, fragment, params);
-    const int32_t end = max(loader.last, fragment.first + 1) + team; // as many rounds for each team, and one where there is no tile
+    const int32_t page_before = loader.page;
+    const uint16_t *queries = find_rows<C>(smem, params);
+    const bool guessed = guess.open;
+    int32_t length_now = 0;
+    Asked asked = {};
 #pragma unroll 1
-    for (int32_t n = first - ahead; n < end; n += C::kTeams) {
-        if (n == first) { // all stages have been asked for, so there is time
-            if constexpr (C::kQueriesInRegisters) {
-                load_queries<C>(rows, q, fragment, params);
-            } else {
-                cp_async_wait_upto(stages - 1);
-                __syncthreads(); // Q has landed
-            }
-            find_rows<C>(smem, params);
-        }
-        if (n >= first && n < loader.last) {
-            const int32_t tile = sa_key_tile_at(&tiles, n);
-            cp_async_wait_upto(stages - 1);
-            team_sync<C>(team); // the tile has landed
-            float s[2][4];
-            qk_product<C>(s, rows, q, q + keys, params.scale_log2);
-            const bool masked = !sa_key_tile_is_full(&tiles, tile);
-            if (masked) mask_tile(s, seen, tile);
-            softmax_step<C>(s, rows, fabsf(params.scale_log2), num_rows);
-            if (masked && params.band.q_len > 1) hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, tile, first_chunk);
-            pv_product<C>(rows, s, q + keys + C::kTileBytes, first_chunk);
-            team_sync<C>(team); // and nobody reads it any more
-        }
-        if (n + ahead < loader.last) loader.load(q + keys, n + ahead);
+    for (; stage < stages; stage++, keys += 2 * C::kTileBytes) {
+        const int32_t n = first + stage * C::kTeams;
+        if (n < loader.last) loader.template load<true>(q + keys, n, guess);
+        cp_async_commit();
+        if (stage > 0) continue;
+        guess.wait();
+        length_now = guess.look(params);
+        if (params.whole_tiles) loader.page = loader.find_page(first);
+        load_queries<C>(rows, q, queries, fragment, params);
+        asked = ask_rows<C>(smem, params);
+    }
+    keys -= team_bytes<C>(params);
+    stage = 0;
+    const bool wrong = (loader.settle(first, page_before) | guess.settle(params, length_now)) & guessed;
+    if (threadIdx.x == 0) smem.counted = asked.count;
+    if constexpr (!C::kQueriesInRegisters) {
+        cp_async_wait_upto(stages - 2); // Q is of the second stage's group
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (int32_t n = first; n < loader.last; n += C::kTeams) {
+        cp_async_wait_upto(stages - 1);
+        team_sync<C>(team); // the tile has landed
+        float s[2][4];
+        qk_product<C>(s, rows, q + lane.v, q + keys + lane.k, params.scale_log2);
+        const bool masked = !loader.is_plain(n);
+        if (__builtin_expect(masked, false)) mask_tile(s, seen, sa_key_tile_at(&tiles, n));
+        softmax_step<C>(s, rows, fabsf(params.scale_log2), num_rows);
+        if (__builtin_expect(masked && params.band.q_len > 1, false))
+            hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
+        pv_product<C>(rows, s, q + keys + lane.v + C::kTileBytes + first_chunk * 16);
+        team_sync<C>(team); // and nobody reads it any more
+        if (n + ahead < loader.last) loader.template load<false>(q + keys, n + ahead, guess);
         cp_async_commit();
         stage++;
         keys += 2 * C::kTileBytes;
@@ -241,11 +158,13 @@ template <class C> __device__ __forceinline__ void attend(Rows<C> &rows, unsigne
         stage = 0;
         keys -= team_bytes<C>(params);
     }
+    if (threadIdx.x < num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
+    return {wrong, loader.bad_page};
 }
 
 // out and lse of four columns of a row, with the sink.
 template <class C>
-__device__ __forceinline__ void write_out(const Quad &quad, const Smem &smem, const Params &params, int row, int column) {
+__device__ __forceinline__ void write_out(const Quad &quad, const typename C::Smem &smem, const Params &params, int row, int column) {
     const Fragment &fragment = smem.fragment;
     const TokenHead at = token_head(fragment, params, row);
     const float s = smem.s_aux[row], sink = s * kLog2e, pivot = fmaxf(quad.pivot, sink), kept = weight(quad.pivot, pivot);
@@ -266,17 +185,21 @@ __device__ __forceinline__ void write_out(const Quad &quad, const Smem &smem, co
 // Calls visit(row, column) for each quadruple of columns that is this thread's.
 template <class C, class Visit> __device__ __forceinline__ void for_each_quad(int num_rows, const Visit &visit) {
 #pragma unroll 1
-    for (int x = threadIdx.x; x < num_rows * (C::kHeadDim / 4); x += kThreads) visit(x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
+    for (int x = threadIdx.x; x < num_rows * (C::kHeadDim / 4); x += C::kThreads) visit(x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
 }
 
-template <class C> __device__ __forceinline__ void finish(Rows<C> &rows, unsigned char *shared, Smem &smem, const Params &params) {
+// False where nothing has been done, since a thread's guess was wrong.
+template <class C>
+__device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Doubts doubts) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_column = threadIdx.x % C::kTeamThreads / 32 * C::kColumns;
     const int num_rows = fragment.stream.num_rows;
     const uint32_t num_parts = fragment.num_parts;
     const auto partial = [&](int n) { return reinterpret_cast<float *>(shared + C::kQueryBytes + n * team_bytes<C>(params)); };
     leave_partial<C>(partial(team), rows, num_rows, first_column);
-    __syncthreads();
+    if (__syncthreads_or(doubts.wrong)) return false;
+    if (doubts.bad_page) atomicOr(params.error_word, kBadBlockTable);
+    if (threadIdx.x == 0 && num_parts > 1) open_counter(counter_of<C>(fragment, params), smem.counted, params.tag);
     for_each_quad<C>(num_rows, [&](int row, int column) {
         Chunk<C, C::kTeams> teams;
         teams.load(partial(0) + row * C::kPartialRow, C::kTeams, team_bytes<C>(params) / 4, column, nullptr);
@@ -287,18 +210,19 @@ template <class C> __device__ __forceinline__ void finish(Rows<C> &rows, unsigne
         else
             store_quad<C>(slot_of(fragment, params, fragment.part) + row * C::kPartialRow, column, quad);
     });
-    if (num_parts == 1) return;
+    if (num_parts == 1) return true;
     __syncthreads();
     float *nothing = reinterpret_cast<float *>(shared); // nobody reads the teams' any more
-    for (int x = threadIdx.x; x < C::kHeadDim + 2; x += kThreads) nothing[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
+    for (int x = threadIdx.x; x < C::kHeadDim + 2; x += C::kThreads) nothing[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
     if (threadIdx.x == 0) smem.is_last = arrive(counter_of<C>(fragment, params), params.tag, num_parts);
     __syncthreads();
-    if (!smem.is_last) return;
+    if (!smem.is_last) return true;
     for_each_quad<C>(num_rows, [&](int row, int column) {
         const float *from = slot_of(fragment, params, 0) + row * C::kPartialRow;
         const Quad quad = add_up<C>(from, num_parts, params.slot_floats, column, nothing);
         write_out<C>(quad, smem, params, row, column);
     });
+    return true;
 }
 
 // The parameters come from memory a line of 64 bytes at a time: asks for all lines at once, while the kernel in front ends.
@@ -310,24 +234,29 @@ __device__ __forceinline__ void fetch_params(const Params &params) {
     asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
 }
 
-template <class C> __global__ __launch_bounds__(kThreads, C::kBlocks) void decode_kernel(const __grid_constant__ Params params) {
+template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ Smem smem;
+    __shared__ typename C::Smem smem;
     fetch_params(params);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    if (threadIdx.x == 0) smem.fragment.found = UINT32_MAX;
-    __syncwarp();
-    for (uint32_t number = blockIdx.x;; number = next_part(smem, params)) {
-        if (!take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params))) return;
+    Guess guess = guess_of<C::kThreads>(params, blockIdx.x);
+    for (uint32_t number = blockIdx.x;;) {
+        if (threadIdx.x == 0) smem.fragment.found = UINT32_MAX;
+        __syncwarp();
+        if (!take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
+            if (!guess.open) return;
+            guess.wait();
+            if (!__syncthreads_or(guess.settle(params, guess.look(params)))) return;
+            continue;
+        }
         Rows<C> rows;
         for (int n = 0; n < C::kColumns / 8; n++)
             for (float &x : rows.o[n]) x = 0.0f;
         rows.pivot[0] = rows.pivot[1] = -INFINITY;
         rows.sum[0] = rows.sum[1] = 0.0f;
-        attend<C>(rows, shared, smem, params);
-        finish<C>(rows, shared, smem, params);
+        const Doubts doubts = attend<C>(rows, shared, smem, params, guess);
+        if (!finish<C>(rows, shared, smem, params, doubts)) continue;
         if (params.num_splits || smem.num_parts <= gridDim.x) return;
+        number = next_part(smem, params);
     }
 }
 
@@ -388,12 +317,25 @@ template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *block
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
     if (error != cudaSuccess) return sa_cuda_status("cudaDeviceGetAttribute", error);
-    const auto fit = [](int64_t bytes) { return (bytes - C::kQueryBytes - static_cast<int64_t>(sizeof(Smem))) / C::kStageBytes; };
+    const auto fit = [](int64_t bytes) {
+        return (bytes - C::kQueryBytes - static_cast<int64_t>(sizeof(typename C::Smem))) / C::kStageBytes;
+    };
     for (*blocks = C::kBlocks; *blocks > 1 && fit(sm_bytes / *blocks - reserved) < 2;) *blocks /= 2;
     *stages = static_cast<int32_t>(sa_min(kMaxStages, fit(sa_min(block_bytes, sm_bytes / *blocks - reserved))));
     if (*stages >= 2) return sa_ok();
     return sa_status(SINKATTN_UNSUPPORTED, "a block may use %d bytes of shared memory; this kernel needs %d", block_bytes,
-                     C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(Smem)));
+                     C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(typename C::Smem)));
+}
+
+// Blocks of the grid, and all that follows from their number, where an SM holds `blocks`.
+template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &problem, const sinkattn_plan &plan, int32_t blocks) {
+    params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
+    const uint32_t num_streams = static_cast<uint32_t>(problem.batch * problem.num_kv_heads * params.row_tiles);
+    const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
+    params.cut = sa_cut_of(num_streams, C::kStep, workers, C::kThreads > 128 ? workers : room);
+    const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
+    if (C::kHeadDim <= 64 && 2 * grid > room) params.stages = 2; // 128 KiB in flight an SM are enough
+    return grid;
 }
 
 template <class C> sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
@@ -404,6 +346,9 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     sinkattn_status status = check_sizes(args, plan);
     if (!status.code) status = choose_stages<C>(&params.stages, &blocks);
     if (!status.code) status = sa_cuda_error_word(&params.error_word);
+    if (status.code) return status;
+
+    const uint32_t grid = cut_work<C>(params, problem, plan, blocks);
     const int shared_bytes = C::kQueryBytes + params.stages * C::kStageBytes;
     if (!status.code)
         status = sa_cuda_status("cudaFuncSetAttribute",
@@ -412,7 +357,6 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     if (!status.code) status = sa_cuda_status("cudaFuncGetAttributes", cudaFuncGetAttributes(&code, decode_kernel<C>));
     if (status.code) return status;
 
-    const bool balanced = sa_is_balanced(&problem, &plan);
     const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };
     params.cache_seqlens = args.cache_seqlens;
     params.block_table = args.block_table;
@@ -421,16 +365,12 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.batch = static_cast<int32_t>(problem.batch);
     params.group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads);
     params.num_rows = static_cast<int32_t>(problem.q_len) * params.group;
-    params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
     params.num_heads = static_cast<uint32_t>(problem.num_kv_heads);
-    params.num_splits = balanced ? 0 : static_cast<uint32_t>(plan.num_splits);
+    params.num_splits = sa_is_balanced(&problem, &plan) ? 0 : static_cast<uint32_t>(plan.num_splits);
     params.by_group = divisor(params.group);
     params.by_heads = divisor(params.num_heads);
     params.by_splits = divisor(params.num_splits);
     params.by_row_tiles = divisor(params.row_tiles);
-    const uint32_t num_streams = static_cast<uint32_t>(problem.batch * problem.num_kv_heads * params.row_tiles);
-    const uint32_t workers = static_cast<uint32_t>(plan.workers), resident = static_cast<uint32_t>(blocks) * workers;
-    params.cut = sa_cut_of(num_streams, C::kStep, workers, resident);
     params.num_slots = static_cast<uint32_t>(num_slots(problem, plan));
     params.k = static_cast<const uint16_t *>(args.fwd.k.data);
     params.v = static_cast<const uint16_t *>(args.fwd.v.data);
@@ -467,8 +407,8 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = balanced ? params.cut.most : static_cast<unsigned>(plan.num_items);
-    config.blockDim = kThreads;
+    config.gridDim = grid;
+    config.blockDim = C::kThreads;
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(context.stream);
     config.attrs = &overlap;
@@ -476,10 +416,26 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     return sa_cuda_status("sa_decode_cuda_sm80", cudaLaunchKernelEx(&config, decode_kernel<C>, params));
 }
 
+// Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
+// part each; 1 where streams of one part are more than blocks of 4 find room at once. num_splits always has 4: there the bits of a row do
+// not depend on the batch.
+template <class Element, int kHeadDim>
+sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    if constexpr (kHeadDim == 64) {
+        const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem);
+        if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
+            return launch<Config<Element, kHeadDim, 8>>(args, plan, context);
+        if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)
+            return launch<Config<Element, kHeadDim, 1>>(args, plan, context);
+    }
+    return launch<Config<Element, kHeadDim, 4>>(args, plan, context);
+}
+
 template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
-    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim>>(args, *plan, *context);
-    return launch<Config<Fp16, kHeadDim>>(args, *plan, *context);
+    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch_width<Bf16, kHeadDim>(args, *plan, *context);
+    return launch_width<Fp16, kHeadDim>(args, *plan, *context);
 }
 
 } // namespace

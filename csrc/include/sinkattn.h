@@ -161,6 +161,14 @@ typedef struct sinkattn_decode_args {
     int64_t block_table_stride;
 } sinkattn_decode_args;
 
+/* New keys and values of each sequence, for a cache that a decode reads. */
+typedef struct sinkattn_append_args {
+    sinkattn_decode_args cache; /* fwd.k and fwd.v are written, q_len rows a sequence, behind the cache_seqlens (not NULL) keys in use; of
+                                   fwd the problem and these two are looked at */
+    sinkattn_tensor k, v;       /* [batch, q_len, num_kv_heads, head_dim], read */
+    int32_t *cache_seqlens;     /* [batch] keys in use afterwards, written; not where they are read from */
+} sinkattn_append_args;
+
 /* ---- run ---------------------------------------------------------------------------------------------------------------------- */
 
 /* Calls task(arg, w) for every w in [0, workers), at once or one after another, and returns when all have returned. */
@@ -180,6 +188,9 @@ typedef struct sinkattn_context {
 sinkattn_status sinkattn_fwd(const sinkattn_fwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
 sinkattn_status sinkattn_bwd(const sinkattn_bwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
 sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
+
+/* Copies, without a plan or a workspace, where backend says that the tensors are. */
+sinkattn_status sinkattn_append(const sinkattn_append_args *args, sinkattn_backend backend, const sinkattn_context *context);
 
 /* CUDA kernels clamp lengths that they find in device memory and remember it; the CPU raises at the call. Waits for the device, then says
  * as SINKATTN_INVALID what was wrong since the last time, once. */

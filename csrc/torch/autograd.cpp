@@ -25,7 +25,7 @@ using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using MaybeInt = std::optional<c10::SymInt>;
 using MaybeScale = std::optional<double>;
 using Mask = std::tuple<c10::SymInt, c10::SymInt, c10::SymInt>;
-using Hints = std::tuple<MaybeInt, MaybeInt, MaybeScale>;
+using Options = std::tuple<MaybeInt, MaybeInt, MaybeScale>;
 
 bool requires_grad(const at::Tensor &tensor) {
     TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(),
@@ -102,7 +102,7 @@ struct FlashAttnFwd : torch::autograd::Function<FlashAttnFwd> {
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({q, k, v, out, lse, s_aux_learns ? *s_aux : at::Tensor(), cu_seqlens_q.value_or(at::Tensor()),
                                 cu_seqlens_k.value_or(at::Tensor())});
-        ctx->saved_data["hints"] = Hints(max_seqlen_q, max_seqlen_k, softmax_scale);
+        ctx->saved_data["options"] = Options(max_seqlen_q, max_seqlen_k, softmax_scale);
         ctx->saved_data["mask"] = Mask(window_size_left, window_size_right, num_sink_tokens);
         return {out, lse};
     }
@@ -116,7 +116,7 @@ struct FlashAttnFwd : torch::autograd::Function<FlashAttnFwd> {
         const variable_list saved = ctx->get_saved_variables();
         const at::Tensor &out = saved[3];
         const at::Tensor &s_aux = saved[5];
-        const auto [max_seqlen_q, max_seqlen_k, softmax_scale] = ctx->saved_data["hints"].to<Hints>();
+        const auto [max_seqlen_q, max_seqlen_k, softmax_scale] = ctx->saved_data["options"].to<Options>();
         const auto [window_size_left, window_size_right, num_sink_tokens] = ctx->saved_data["mask"].to<Mask>();
         auto [dq, dk, dv, ds_aux] = bwd.call(dout.defined() ? dout : at::zeros_like(out), if_defined(dlse), saved[0], saved[1], saved[2],
                                              out, saved[4], if_defined(s_aux), if_defined(saved[6]), if_defined(saved[7]), max_seqlen_q,
@@ -162,6 +162,21 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     for (const at::Tensor *written : {&out, &lse, &scratch}) torch::autograd::impl::bump_version(*written);
 }
 
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+                     const Maybe &block_table) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !wants_grad(k_cache, v_cache, k, v),
+        "sinkattn: keys and values in a cache have no gradients; append under torch.no_grad(), or what is detached");
+    static const auto op = find<decltype(append_kv)>("sinkattn::append_kv");
+    at::Tensor after;
+    {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        after = op.call(k_cache, v_cache, k, v, cache_seqlens, block_table);
+    }
+    for (const at::Tensor *written : {&k_cache, &v_cache}) torch::autograd::impl::bump_version(*written);
+    return after;
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
@@ -169,6 +184,7 @@ TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
     m.impl("flash_attn_bwd", Differentiable<FlashAttnBwd>::kernel);
     m.impl("flash_decode", Differentiable<FlashDecode>::kernel);
     m.impl("flash_decode_out", flash_decode_out);
+    m.impl("append_kv", append_kv);
 }
 
 } // namespace sinkattn

@@ -31,14 +31,14 @@ sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64
     return {has_left, has_right, has_left ? window_size_left : 0, has_right ? window_size_right : 0, num_sink_tokens};
 }
 
-void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q) {
-    TORCH_CHECK_VALUE(tensor.device() == q.device(), "sinkattn: ", name, " is on ", tensor.device(), ", q is on ", q.device());
+void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q, const char *q_name) {
+    TORCH_CHECK_VALUE(tensor.device() == q.device(), "sinkattn: ", name, " is on ", tensor.device(), ", ", q_name, " is on ", q.device());
 }
 
-static void check_rank(const at::Tensor &tensor, const char *name, const at::Tensor &q, bool packed) {
+static void check_rank(const at::Tensor &tensor, const char *name, const at::Tensor &q, bool packed, const char *q_name = "q") {
     TORCH_CHECK_VALUE(tensor.dim() == (packed ? 3 : 4), "sinkattn: ", name, " has ", tensor.dim(), " dimensions, it must be ",
                       packed ? "[total, num_heads, head_dim], as cu_seqlens were given" : "[batch, len, num_heads, head_dim]");
-    check_device(tensor, name, q);
+    check_device(tensor, name, q, q_name);
 }
 
 bool check_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k) {
@@ -57,8 +57,15 @@ void check_cache_ranks(const at::Tensor &q, const at::Tensor &k_cache, const at:
     check_rank(v_cache, "v_cache", q, false);
 }
 
-void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype) {
-    check_device(tensor, name, q);
+void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
+    check_rank(k_cache, "k_cache", k_cache, false, "k_cache");
+    check_rank(v_cache, "v_cache", k_cache, false, "k_cache");
+    check_rank(k, "k", k_cache, false, "k_cache");
+    check_rank(v, "v", k_cache, false, "k_cache");
+}
+
+void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name) {
+    check_device(tensor, name, q, q_name);
     TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "sinkattn: ", name, " is ", tensor.scalar_type(), ", it must be ", dtype);
 }
 

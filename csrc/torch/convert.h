@@ -25,8 +25,10 @@ sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64
 bool check_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k);
 void check_cache_ranks(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache);
 
-void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q);
-void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype);
+void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v);
+
+void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q, const char *q_name = "q");
+void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name = "q");
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape);
 
 // [.., row, head, head_dim], with batch or pages in front unless packed, as C reads it. A tensor whose rows are not contiguous and

@@ -74,6 +74,14 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     check_device(scratch, "scratch", q);
 }
 
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+                     const Maybe &block_table) {
+    check_append_ranks(k_cache, v_cache, k, v);
+    check_device(cache_seqlens, "cache_seqlens", k_cache, "k_cache");
+    if (block_table) check_device(*block_table, "block_table", k_cache, "k_cache");
+    return empty_contiguous(cache_seqlens);
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(sinkattn, Meta, m) {
@@ -81,6 +89,7 @@ TORCH_LIBRARY_IMPL(sinkattn, Meta, m) {
     m.impl("flash_attn_bwd", flash_attn_bwd);
     m.impl("flash_decode", flash_decode);
     m.impl("flash_decode_out", flash_decode_out);
+    m.impl("append_kv", append_kv);
 }
 
 } // namespace sinkattn

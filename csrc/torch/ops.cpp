@@ -254,10 +254,22 @@ sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tens
     return args;
 }
 
+// An invariant decode on CUDA is a packed forward: between the first slots of two sequences are whole slots, as many of K as of V.
+bool is_packable(const at::Tensor &k_cache, const at::Tensor &v_cache) {
+    const auto slots = [](const at::Tensor &cache) {
+        const int64_t row = cache.stride(1);
+        const bool whole = has_usable_rows(cache) && row > 0 && cache.stride(0) % row == 0 && cache.stride(0) / row >= cache.size(1);
+        return whole ? cache.stride(0) / row : 0;
+    };
+    return k_cache.size(0) <= 1 || (slots(k_cache) && slots(k_cache) == slots(v_cache));
+}
+
 void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux, const Maybe &cache_seqlens,
             const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens, int64_t num_splits,
             bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch) {
-    Inputs in = common_inputs(SINKATTN_DECODE, q, k_cache, v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
+    const bool packs = invariant && !q.is_cpu(), moves = packs && !block_table && !is_packable(k_cache, v_cache);
+    Inputs in = common_inputs(SINKATTN_DECODE, packs ? q.contiguous() : q, moves ? k_cache.contiguous() : k_cache,
+                              moves ? v_cache.contiguous() : v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
     sinkattn_decode_args args = decode_args(in, q, k_cache, cache_seqlens, block_table, num_splits, invariant);
     args.fwd = in.args;
     args.fwd.out = written_rows_of(out);

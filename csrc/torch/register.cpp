@@ -19,6 +19,8 @@ TORCH_LIBRARY(sinkattn, m) {
     m.def("flash_decode_out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux, Tensor? cache_seqlens, Tensor? block_table, "
           "float? softmax_scale, SymInt window_size_left, SymInt num_sink_tokens, SymInt num_splits, bool invariant, "
           "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch) -> ()");
+    m.def("append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table) "
+          "-> Tensor cache_seqlens_after");
     m.def("merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
     m.def("apply_sink(Tensor out, Tensor lse, Tensor s_aux) -> (Tensor out, Tensor lse)");
 }

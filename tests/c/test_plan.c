@@ -172,6 +172,17 @@ static void test_cuda_decode_plans(void) {
     p.invariant = true;
     const sinkattn_status status = sinkattn_make_plan(&p, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "invariant"), "%s", status.message);
+    p.head_dim = 128;
+    CHECK(strstr(chosen(&p, &device), "sm80_prefill"), "%s", chosen(&p, &device));
+    CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && sa_validate_plan(&p, &plan).code == SINKATTN_OK, "%s", plan.reason);
+    const int64_t contiguous_bytes = plan.workspace_bytes;
+    p.page_size = 64;
+    p.num_pages = 7;
+    CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK &&
+              plan.workspace_bytes == contiguous_bytes + 2 * p.batch * p.k_len * p.num_kv_heads * p.head_dim * 2,
+          "room for the pages: %" PRId64 " bytes after %" PRId64, plan.workspace_bytes, contiguous_bytes);
+    p.invariant = false;
+    CHECK(!strstr(chosen(&p, &device), "prefill"), "for invariant alone: %s", chosen(&p, &device));
 }
 
 /* A causal window of up to 128 keys before a row; its workspace holds a flag a block, and 12 sums a block and head with a sink. */

@@ -15,6 +15,20 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row_bytes, 
     return base + row * row_bytes + ((chunk ^ (row & 7)) << 4);
 }
 
+// Where ldmatrix finds a lane's row of the tile in front: chunk 0 or 1 of a key of K, and of V.
+struct LaneRows {
+    uint32_t k, v;
+};
+
+template <class C> __device__ __forceinline__ LaneRows lane_rows() {
+    const int lane = threadIdx.x % 32;
+    return {chunk_address(0, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1),
+            chunk_address(0, C::kRowBytes, lane & 15, lane >> 4)};
+}
+
+// From chunk c of a row to chunk c + 2 n of it, c < 2; rows lie at multiples of 128 bytes.
+__device__ __forceinline__ uint32_t chunks_on(uint32_t address, int n) { return (address ^ (n % 4 << 5)) + n / 4 * 128; }
+
 // What a warp keeps of a stream. Rows lane / 4 + 8 i; pivot in log2 units, sum over this lane's columns.
 template <class C> struct Rows {
     uint32_t q[C::kQueriesInRegisters ? C::kHeadDim / 16 : 1][4];
@@ -22,15 +36,15 @@ template <class C> struct Rows {
     float pivot[2], sum[2];
 };
 
+// q and k: of lane_rows, as v below.
 template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], const Rows<C> &rows, uint32_t q, uint32_t k, float scale) {
-    const int lane = threadIdx.x % 32;
     for (int x = 0; x < 4; x++) s[0][x] = s[1][x] = 0.0f;
 #pragma unroll
     for (int step = 0; step < C::kHeadDim / 16; step++) {
         uint32_t keys[4], a[4];
-        ldmatrix_x4(keys, chunk_address(k, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), 2 * step + ((lane >> 3) & 1)));
+        ldmatrix_x4(keys, chunks_on(k, step));
         if constexpr (!C::kQueriesInRegisters)
-            ldmatrix_x4(a, chunk_address(q, C::kRowBytes, lane & 15, 2 * step + (lane >> 4)));
+            ldmatrix_x4(a, chunks_on(q, step));
         else
             for (int x = 0; x < 4; x++) a[x] = rows.q[step][x];
         mma_m16n8k16<typename C::Element>(s[0], a, keys[0], keys[1]);
@@ -89,9 +103,8 @@ template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4]
 
 // O += P V. bf16 keeps 8 bits of P, which would cost as much as rounding O does: so P is the sum of two. The first is cut off a little
 // below P, so that the second is above 0 where P is: a value that is infinite meets no 0.
-template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, const float (&p)[2][4], uint32_t v, int first_chunk) {
+template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, const float (&p)[2][4], uint32_t v) {
     constexpr bool kSplit = std::is_same_v<typename C::Element, Bf16>;
-    const int lane = threadIdx.x % 32;
     uint32_t a[4], rest[4];
 #pragma unroll
     for (int x = 0; x < 4; x++) {
@@ -108,7 +121,7 @@ template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, con
 #pragma unroll
     for (int n = 0; n < C::kColumns / 16; n++) {
         uint32_t values[4];
-        ldmatrix_x4_trans(values, chunk_address(v, C::kRowBytes, lane & 15, first_chunk + 2 * n + (lane >> 4)));
+        ldmatrix_x4_trans(values, chunks_on(v, n));
         mma_m16n8k16<typename C::Element>(rows.o[2 * n], a, values[0], values[1]);
         mma_m16n8k16<typename C::Element>(rows.o[2 * n + 1], a, values[2], values[3]);
         if constexpr (kSplit) {

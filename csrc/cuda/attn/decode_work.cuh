@@ -8,11 +8,11 @@
 #pragma once
 
 #include "cuda/attn/work.cuh"
+#include "cuda/device/ptx_sm80.cuh"
 
 namespace sa {
 
 constexpr int kTileQ = sa_decode_cuda_sm80_d64_tile_q, kTileK = sa_decode_cuda_sm80_d64_tile_k, kMaxStages = 4;
-constexpr int kThreads = 128; // of a block
 static_assert(kTileQ == 16 && kTileK == 16, "one mma.sync tile of rows, and one step of P V");
 
 // What the launcher knows, in the order in which the kernel asks for it: its parameters come from memory a line at a time.
@@ -68,21 +68,24 @@ struct Row {
     int32_t begin, end, sink_end; // it sees [0, sink_end) and [begin, end)
 };
 
-struct Smem {
+template <int kThreads> struct Smem {
     Fragment fragment;
     uint32_t num_parts, next; // of all heads
-    uint2 sums[kThreads / 32];
+    union {
+        uint2 sums[kThreads / 32];
+        unsigned long long counted; // what the stream's counter holds, when its part has been found
+    };
     Row rows[kThreads / 32][kTileQ]; // each warp's own
     float s_aux[kTileQ];
     bool is_last;
 };
 
-__device__ __forceinline__ Stream stream_of(const Params &params, int32_t b, int32_t row_tile) {
+// Of a sequence whose length is this in cache_seqlens, or anything else.
+__device__ __forceinline__ Stream stream_of(const Params &params, int32_t length, int32_t row_tile) {
     Stream stream;
     stream.row_begin = row_tile * kTileQ;
     stream.num_rows = min(kTileQ, params.num_rows - stream.row_begin);
-    const int32_t k_len = params.cache_seqlens ? max(0, min(__ldg(params.cache_seqlens + b), params.band.k_len)) : params.band.k_len;
-    stream.band = sa_band_with_keys(params.band, k_len);
+    stream.band = sa_band_with_keys(params.band, max(0, min(length, params.band.k_len)));
     const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
                              static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
     stream.tiles = sa_key_tiles_of(&stream.band, tokens, kTileK);
@@ -90,9 +93,8 @@ __device__ __forceinline__ Stream stream_of(const Params &params, int32_t b, int
     return stream;
 }
 
-__device__ __forceinline__ void check_length(const Params &params, int32_t b) {
-    if (params.cache_seqlens && static_cast<uint32_t>(__ldg(params.cache_seqlens + b)) > static_cast<uint32_t>(params.band.k_len))
-        atomicOr(params.error_word, kBadCacheSeqlens);
+__device__ __forceinline__ void check_length(const Params &params, int32_t length) {
+    if (static_cast<uint32_t>(length) > static_cast<uint32_t>(params.band.k_len)) atomicOr(params.error_word, kBadCacheSeqlens);
 }
 
 // A thread's run of sequences; the first warp's alone where it has threads enough, which saves the barriers.
@@ -101,11 +103,55 @@ struct Run {
     bool by_warp;
 };
 
-__device__ __forceinline__ Run run_of(const Params &params) {
+template <int kThreads> __device__ __forceinline__ Run run_of(const Params &params) {
     const bool by_warp = params.batch <= 32;
     const int32_t each = by_warp ? 1 : (params.batch + kThreads - 1) / kThreads;
     const int32_t first = static_cast<int32_t>(threadIdx.x) * each;
     return {first, min(first + each, params.batch), by_warp};
+}
+
+// Lengths and pages are looked up while the kernel in front may still be writing them, and once more when it has ended: a block that finds
+// others then starts again, before anything has left it. Of lengths, this is what a thread holds that needs no more than one.
+struct Guess {
+    int32_t batch, length; // the sequence, negative: none
+    bool open;             // the kernel in front has not been waited for
+
+    __device__ __forceinline__ void wait() {
+        if (!open) return;
+        wait_for_previous_kernel();
+        let_next_kernel_start();
+        open = false;
+    }
+
+    __device__ __forceinline__ int32_t look(const Params &params) const {
+        return batch >= 0 && params.cache_seqlens ? load_relaxed(params.cache_seqlens + batch) : params.band.k_len;
+    }
+
+    // With what look() says after the wait. True where it is another.
+    __device__ __forceinline__ bool settle(const Params &params, int32_t now) {
+        const bool changed = length != now;
+        length = now;
+        check_length(params, now);
+        return changed;
+    }
+};
+
+template <int kThreads> __device__ __forceinline__ Guess guess_of(const Params &params, uint32_t number) {
+    Guess guess = {-1, 0, may_start_early()};
+    if (params.num_splits) {
+        const uint32_t stream = sa_divide(sa_divide(number, params.by_heads), params.by_splits);
+        if (threadIdx.x == 0) guess.batch = static_cast<int32_t>(sa_divide(stream, params.by_row_tiles));
+    } else if (params.batch <= kThreads) {
+        if (static_cast<int32_t>(threadIdx.x) < params.batch) guess.batch = static_cast<int32_t>(threadIdx.x);
+    } else {
+        guess.wait();
+    }
+    guess.length = guess.look(params);
+    return guess;
+}
+
+__device__ __forceinline__ int32_t length_of(const Params &params, const Guess &guess, int32_t b) {
+    return b == guess.batch ? guess.length : params.cache_seqlens ? __ldg(params.cache_seqlens + b) : params.band.k_len;
 }
 
 // Of one kv head: the first part of a thread's sequences and that past the last, the tiles before them, and the length of a part.
@@ -114,8 +160,8 @@ struct Cut {
 };
 
 // Counts all tiles, which gives the length of a part, and then the parts, both of one kv head.
-__device__ __forceinline__ Cut cut_streams(Smem &smem, const Params &params) {
-    const Run run = run_of(params);
+template <int kThreads> __device__ __forceinline__ Cut cut_streams(Smem<kThreads> &smem, const Params &params, const Guess &guess) {
+    const Run run = run_of<kThreads>(params);
     const bool one_stream = run.past - run.first <= 1 && params.row_tiles == 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (run.by_warp && warp > 0) return {0, 0, 0, 1};
@@ -127,10 +173,11 @@ __device__ __forceinline__ Cut cut_streams(Smem &smem, const Params &params) {
         } else {
 #pragma unroll 1
             for (int32_t b = run.first; b < run.past; b++) {
-                if (blockIdx.x == 0) check_length(params, b);
+                const int32_t its_length = length_of(params, guess, b);
+                if (!guess.open && blockIdx.x == 0) check_length(params, its_length);
 #pragma unroll 1
                 for (int32_t row_tile = 0; row_tile < params.row_tiles; row_tile++) {
-                    const uint32_t its_tiles = stream_of(params, b, row_tile).num_tiles;
+                    const uint32_t its_tiles = stream_of(params, its_length, row_tile).num_tiles;
                     if (pass)
                         parts += (its_tiles + length - 1) / length;
                     else
@@ -173,11 +220,12 @@ __device__ __forceinline__ Cut cut_streams(Smem &smem, const Params &params) {
 }
 
 // Part `number`. False where there is none. Lengths that change under the kernel lead to no access outside, whatever else they do.
-__device__ __forceinline__ bool take_part(Smem &smem, const Params &params, uint32_t number, const Cut &cut) {
+template <int kThreads>
+__device__ __forceinline__ bool take_part(Smem<kThreads> &smem, const Params &params, uint32_t number, const Cut &cut, const Guess &guess) {
     Fragment &fragment = smem.fragment;
     const uint32_t of_heads = sa_divide(number, params.by_heads), head = number - of_heads * params.num_heads;
     uint32_t part = of_heads - cut.begin, room = cut.end - cut.begin, tiles = cut.tiles, length = cut.length; // from sequence b on
-    int32_t b = run_of(params).first, row_tile = 0;
+    int32_t b = run_of<kThreads>(params).first, row_tile = 0;
     bool mine = part < room;
     if (params.num_splits) {
         const uint32_t stream = sa_divide(of_heads, params.by_splits);
@@ -186,14 +234,13 @@ __device__ __forceinline__ bool take_part(Smem &smem, const Params &params, uint
         room = params.num_splits;
         row_tile = static_cast<int32_t>(stream) - b * params.row_tiles;
         mine = threadIdx.x == 0;
-        if (mine && part == 0 && head == 0 && row_tile == 0) check_length(params, b);
     }
     if (mine) {
         Stream stream;
         uint32_t num_parts;
 #pragma unroll 1
         for (;;) {
-            stream = stream_of(params, b, row_tile);
+            stream = stream_of(params, length_of(params, guess, b), row_tile);
             if (params.num_splits) length = sa_divide(stream.num_tiles + params.num_splits - 1, params.by_splits);
             num_parts = (stream.num_tiles + length - 1) / length;
             if (part < num_parts || num_parts >= room || params.num_splits) break;

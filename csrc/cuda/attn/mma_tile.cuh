@@ -79,6 +79,33 @@ __device__ __forceinline__ void product_pb(float (&o)[kBlocks][kColumns][4], con
     }
 }
 
+// Row `lane` of a times row `lane` of b, which are 32 rows of 64 elements each: the diagonal of a b^T.
+template <class Element> __device__ __forceinline__ float row_dot(uint32_t a, uint32_t b) {
+    const int lane = computed_here(threadIdx.x % 32);
+    const uint32_t left_at = a + chunk_offset<128>(lane % 16, lane / 16),
+                   right_at = b + chunk_offset<128>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    float d[2][2][4] = {};
+#pragma unroll
+    for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint32_t left[4], right[4];
+            ldmatrix_x4(left, (left_at ^ t << 5) + i * 16 * 128);
+            ldmatrix_x4(right, (right_at ^ t << 5) + i * 16 * 128);
+            mma_m16n8k16<Element>(d[i][0], left, right[0], right[1]);
+            mma_m16n8k16<Element>(d[i][1], left, right[2], right[3]);
+        }
+    const int from = lane % 8 * 4 + lane % 8 / 2; // has lane % 8 + 8 x on the diagonal
+    float sum = 0.0f;
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+        const float *pair = &d[x / 2][x % 2][2 * (x % 2)];
+        const float found = __shfl_sync(0xffffffffu, lane & 4 ? pair[1] : pair[0], from);
+        if (lane / 8 == x) sum = found;
+    }
+    return sum;
+}
+
 // The halves of a pair that are not finite; zeros for the others.
 template <class Element> __device__ __forceinline__ uint32_t unfinite_halves(uint32_t pair) {
     constexpr uint32_t kLow = kExponent<Element>, kHigh = kLow << 16;

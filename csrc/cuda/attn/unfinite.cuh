@@ -34,9 +34,11 @@ template <class Element, int kThreads> __device__ __forceinline__ bool zero_unfi
 // From global memory. `row` holds the values of a key; sees(i) says whether the thread's i-th row sees it.
 template <class Element, int kLength, class Sees>
 __device__ __forceinline__ void add_unfinite(float (&o)[kLength], const uint16_t *row, int64_t head_dim, const Sees &sees) {
+    int first = 2 * (threadIdx.x % 4);
+    asm volatile("" : "+r"(first)); // or the columns were kept in registers where nobody needs them
 #pragma unroll
     for (int i = 0; i < kLength; i++) {
-        const int x = 8 * (i / 4) + 2 * (threadIdx.x % 4) + (i & 1);
+        const int x = 8 * (i / 4) + first + (i & 1);
         if (x >= head_dim || !sees(i / 2 & 1)) continue;
         if ((row[x] & kExponent<Element>) == kExponent<Element>) o[i] += widen<Element>(row[x]);
     }

@@ -62,30 +62,36 @@ static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t til
 __device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t tile_rows, int64_t tile_k, int64_t num_tiles, int64_t item,
                                           Work &work) {
     const sinkattn_problem &problem = args.problem;
-    work.group = static_cast<sa_position_t>(problem.num_q_heads / problem.num_kv_heads);
-    work.kv_head = item % problem.num_kv_heads;
-    const int64_t tile = num_tiles - 1 - item / problem.num_kv_heads;
-    int64_t b, within;
+    const auto heads = static_cast<uint32_t>(problem.num_kv_heads), n = static_cast<uint32_t>(item); // 64-bit divisions take long
+    work.group = static_cast<sa_position_t>(static_cast<uint32_t>(problem.num_q_heads) / heads);
+    work.kv_head = n % heads;
+    const auto tile = static_cast<uint32_t>(num_tiles - 1) - n / heads;
+    int64_t b;
+    int32_t within;
     if (problem.packed) {
-        const auto first_tile = [&](int64_t x) { return rows_before(args, x) * work.group / tile_rows + x; };
+        const auto first_tile = [&](int64_t x) {
+            return static_cast<uint32_t>(rows_before(args, x)) * work.group / static_cast<uint32_t>(tile_rows) + static_cast<uint32_t>(x);
+        };
         b = find_sequence(problem.batch, tile, first_tile);
-        within = tile - first_tile(b);
+        within = static_cast<int32_t>(tile - first_tile(b));
     } else {
-        b = tile % problem.batch;
-        within = tile / problem.batch;
+        const auto batch = static_cast<uint32_t>(problem.batch);
+        b = tile % batch;
+        within = static_cast<int32_t>(tile / batch);
     }
     work.has_sink = args.s_aux && b < problem.batch;
     work.sequence = sequence_or_tail(args, b);
     work.band = sa_band_of(&problem.mask, work.sequence.q_len, work.sequence.k_len);
-    work.rows.begin = within * tile_rows;
-    work.rows.end = sa_min(work.rows.begin + tile_rows, work.sequence.q_len * work.group);
+    const auto rows = static_cast<int32_t>(tile_rows);
+    work.rows.begin = within * rows;
+    work.rows.end = sa_first(work.rows.begin + rows, static_cast<int32_t>(work.sequence.q_len) * work.group);
     if (within < 0 || work.rows.begin >= work.rows.end) return false;
     work.tokens = {work.rows.begin / work.group, (work.rows.end - 1) / work.group + 1};
     work.tiles = sa_key_tiles_of(&work.band, work.tokens, tile_k);
     return true;
 }
 
-__device__ __forceinline__ int64_t query_offset(const Work &work, const sinkattn_tensor &tensor, int64_t r) {
+__device__ __forceinline__ int64_t query_offset(const Work &work, const sinkattn_tensor &tensor, sa_position_t r) {
     return sa_offset(&tensor, work.sequence.batch, work.sequence.q_begin + r / work.group, work.kv_head * work.group + r % work.group);
 }
 
@@ -93,7 +99,7 @@ __device__ __forceinline__ int64_t key_offset(const Work &work, const sinkattn_t
     return sa_offset(&tensor, work.sequence.batch, work.sequence.k_begin + j, work.kv_head);
 }
 
-__device__ __forceinline__ int64_t stat_index(const Work &work, const sinkattn_problem &problem, int64_t r) {
+__device__ __forceinline__ int64_t stat_index(const Work &work, const sinkattn_problem &problem, sa_position_t r) {
     return sa_row_index(&problem, &work.sequence, work.kv_head * work.group + r % work.group, r / work.group);
 }
 

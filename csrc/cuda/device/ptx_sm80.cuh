@@ -17,6 +17,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, bool 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
+// The same, for what is read once: the L2 cache gives it up first.
+__device__ __forceinline__ void cp_async_16_once(uint32_t to, const void *from, bool valid) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0), "l"(policy)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void *from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
@@ -33,17 +41,25 @@ template <int kPending> __device__ __forceinline__ void cp_async_wait() {
 
 // The same for a number known at run time, at most 3.
 __device__ __forceinline__ void cp_async_wait_upto(int pending) {
-    switch (pending) {
-    case 0: cp_async_wait<0>(); break;
-    case 1: cp_async_wait<1>(); break;
-    case 2: cp_async_wait<2>(); break;
-    default: cp_async_wait<3>();
-    }
+    if (pending == 2)
+        cp_async_wait<2>();
+    else if (pending == 1)
+        cp_async_wait<1>();
+    else if (pending == 0)
+        cp_async_wait<0>();
+    else
+        cp_async_wait<3>();
 }
 
 // A barrier among kThreads threads of the block that name the same id, from 1.
 template <int kThreads> __device__ __forceinline__ void bar_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// What depends on it is computed where it stands, and takes no registers throughout a loop.
+__device__ __forceinline__ int computed_here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
@@ -137,6 +153,13 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// Reads what another kernel may be writing, past the caches of the SM.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t *from) {
+    int32_t x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+
 // Adds, and returns what was there. What this thread's block wrote before, and a barrier ordered, is visible to who adds later.
 __device__ __forceinline__ unsigned long long add_acquire_release(unsigned long long *to, unsigned long long x) {
     unsigned long long before;
@@ -146,6 +169,14 @@ __device__ __forceinline__ unsigned long long add_acquire_release(unsigned long 
 
 // Where a kernel may be launched before the one in front of it has ended: waits for that, with all it wrote; and lets the next one start.
 // Both do nothing before sm_90.
+__device__ __forceinline__ constexpr bool may_start_early() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    return true;
+#else
+    return false;
+#endif
+}
+
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

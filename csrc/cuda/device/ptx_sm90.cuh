@@ -24,6 +24,17 @@ __device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// Without a branch, which must not stand between wgmma and the wait for it.
+__device__ __forceinline__ void barrier_arrive_if(uint64_t *barrier, bool arrives) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %1, 0;\n"
+                 "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+                 "}" ::"r"(shared_address(barrier)),
+                 "r"(static_cast<int>(arrives))
+                 : "memory");
+}
+
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t *barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -152,6 +163,9 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
 // What is the same in all lanes, in a way that the compiler knows: operands of wgmma are then computed in uniform registers, where wgmma
 // wants them.
 __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// The same by an instruction whose result is a uniform register, for what the compiler keeps in others: what is carried through a loop.
+__device__ __forceinline__ uint32_t warp_uniform_register(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
 // The compiler moves arithmetic across the waits for wgmma. These values are computed before what follows, and used after what precedes.
 template <int kLength> __device__ __forceinline__ void computed(float (&d)[kLength]) {

@@ -25,19 +25,19 @@
 // Registers: dK and dV 64; S, dP, P and dS of half a step at a time, 48, since those of all 64 rows do not fit beside them.
 
 #include "cuda/attn/bwd_workspace.cuh"
+#include "cuda/attn/mma_tile.cuh"
 #include "cuda/attn/unfinite.cuh"
+#include "cuda/attn/window_walk.cuh"
 #include "cuda/tensor_map.cuh"
 
 namespace sa {
 namespace {
 
-constexpr int kGroups = 3, kThreads = 128 * (kGroups + 1), kWarps = 4 * kGroups; // of the math groups
-constexpr int kRows = sa_bwd_cuda_sm90_window_tile_q, kKeys = sa_bwd_cuda_sm90_window_tile_k;
-constexpr int kPreparers = 96; // threads of the row group but for the producer
+constexpr int kThreads = 128 * (kGroups + 1), kWarps = 4 * kGroups; // of the math groups
+constexpr int kPreparers = 96, kRowWarps = 2;                       // threads of the row group but for the producer; warps that have rows
 constexpr int kStages = 4, kSlots = 4, kTileBytes = 64 * kRowBytes;
 constexpr int kHeads = 64;              // of a group, at most
 constexpr int kNoToken = INT32_MAX / 2; // sees no key
-static_assert(kRows == 64 && kKeys == 64, "rows and keys of a wgmma");
 
 template <class Element_, bool kSums_, bool kHide_> struct Config {
     using Element = Element_;
@@ -45,52 +45,17 @@ template <class Element_, bool kSums_, bool kHide_> struct Config {
     static constexpr bool kHide = kHide_; // values that are not finite
 };
 
-enum : int {
-    kExists = 1,
-    kOpens = 2,     // the first step of its token group
-    kCloses = 4,    // the last one
-    kOwnsRows = 8,  // dQ and ds_aux of its rows are this block's
-    kHeadsEnd = 16, // the next step has other heads, or is of another token group
-    kSpanEnd = 32,  // the last step of a sequence and kv head in this block
-    kNewHead = 64,  // the first step of a kv head in this block
-    kEdge = 128,    // some rows are no rows of the sequence
-    kHasSink = 256
-};
-
-// 64 rows. Groups of keys are counted as the block meets them; r is how far before the newest one a group lies, and bit r stands for it.
-struct alignas(16) Step {
-    int flags, newest, groups;
-    int token, begin, end;         // the first token, and those that exist, of the 64 positions of the group
-    int row, batch, kv_head, head; // where the first row lies in the tensors of rows
-    int head_in_group;
-    int key, num_keys;          // where the first key of the newest group lies, and the keys of the sequence from there on
-    int last_token, last_flags; // behind the last step of the same heads, and what that step's flags have besides
-
-    __device__ __forceinline__ int seen() const { return groups & 7; }        // by the rows
-    __device__ __forceinline__ int owned() const { return groups >> 4 & 7; }  // dK and dV are this block's
-    __device__ __forceinline__ int loaded() const { return groups >> 8 & 7; } // with this step
-};
-
-// Where the next step is. Kept by one thread.
-struct Walk {
-    int64_t remaining; // groups behind this span
-    int64_t index, kv_head;
-    sa_sequence sequence;
-    int64_t group, begin, end, last; // token group; the span owns groups [begin, end) and visits those before last
-    int newest, token_begin, token_end;
-    int first_token, last_token, heads, num_heads; // of the group's steps; blocks of heads
-    bool new_head;
-};
-
 struct Smem {
     alignas(1024) unsigned char q[kStages][kTileBytes], dout[kStages][kTileBytes], out[kStages][kTileBytes];
-    unsigned char k[kSlots][kTileBytes], v[kSlots][kTileBytes], ds[2][kGroups][kTileBytes];
+    unsigned char k[kSlots][kTileBytes], v[kSlots][kTileBytes]; // v lies behind k
+    unsigned char ds[2][kGroups][kTileBytes];
     float lse[kStages][kRows], g[kStages][kRows];
     alignas(16) float2 bias[kStages][kRows]; // g - delta, p_sink
     int token[kStages][kRows];
-    uint32_t bad_rows[kStages][kRows][2], bad_dout[kStages][kRows][2]; // halves of rows: q or dO is not finite, which columns of dO
-    uint32_t bad_keys[kSlots][kKeys];                                  // bit 0: K is not finite, bit 1: V
-    float sums[kWarps][kHeads], terms[4][4][kHeads]; // of a head: - sum of p_sink P dP by the math warps, of p_sink g by the row warps
+    uint32_t bad_rows[kStages][kRows], bad_dout[kStages][kRows][2]; // q or dO is not finite, which columns of dO
+    uint32_t bad_keys[kSlots][kKeys];                               // bit 0: K is not finite, bit 1: V
+    // Of a head: - sum of p_sink P dP by the math warps, of p_sink g by the row warps.
+    float sums[kWarps][kHeads], terms[4][kRowWarps][kHeads];
     Step steps[kStages];
     Walk walk;
     uint64_t full[kStages], ready[kStages], empty[kStages], ds_full[2];
@@ -102,183 +67,11 @@ struct Maps {
     CUtensorMap q, dout, out, k, v;
 };
 
-struct Problem {
-    int behind, reach;     // keys before a row's own; groups before a row's own
-    int group, head_shift; // heads of a group; 1 << head_shift heads, and 64 >> head_shift tokens a step
+struct Problem : WalkShape {
     float scale, scale_log2;
     unsigned *redo; // of each block: its range must be done again
     float *sums;    // [num_q_heads][blocks * warps]
 };
-
-__device__ __forceinline__ int64_t num_sequences(const sinkattn_problem &problem) {
-    return problem.packed ? problem.batch + 2 : problem.batch;
-}
-
-// Packed, what lies past the last sequence is two more: rows without keys, and keys without rows.
-__device__ __forceinline__ sa_sequence sequence_or_tails(const sinkattn_fwd_args &args, int64_t b) {
-    const sinkattn_problem &problem = args.problem;
-    if (b <= problem.batch) return sequence_or_tail(args, b);
-    const int64_t begin = sa_clamp(args.cu_seqlens_k[problem.batch], 0, problem.k_len);
-    return {0, 0, 0, begin, problem.k_len - begin};
-}
-
-// Groups of 64 positions; those below 0 are of rows that come before all keys.
-__device__ __forceinline__ sa_range groups_of(const sa_sequence &sequence) {
-    const int64_t before = sequence.q_len ? sa_max(sequence.q_len - sequence.k_len, 0) : 0;
-    return {static_cast<sa_position_t>(-sa_ceil_div(before, kKeys)), static_cast<sa_position_t>(sa_ceil_div(sequence.k_len, kKeys))};
-}
-
-// ---- the walk, by one thread ----
-
-__device__ __forceinline__ void open_group(Walk &walk, const Problem &p) {
-    const int tokens = kRows >> p.head_shift;
-    const int64_t first = kKeys * walk.group, shift = walk.sequence.k_len - walk.sequence.q_len;
-    walk.token_begin = static_cast<int>(sa_clamp(shift - first, 0, kKeys));
-    walk.token_end = static_cast<int>(sa_clamp(walk.sequence.k_len - first, 0, kKeys));
-    const bool has_rows = walk.token_begin < walk.token_end; // else one step without rows stands for the group
-    walk.first_token = has_rows ? walk.token_begin & -tokens : 0;
-    walk.last_token = has_rows ? walk.token_end : tokens;
-    walk.num_heads = has_rows ? p.group >> p.head_shift : 1;
-    walk.heads = 0;
-}
-
-__device__ __forceinline__ void open_span(Walk &walk, const Problem &p, int64_t begin, int64_t groups_end) {
-    walk.begin = walk.group = begin;
-    walk.end = sa_min(groups_end, begin + walk.remaining);
-    walk.remaining -= walk.end - begin;
-    walk.last = walk.end > 0 ? sa_min(walk.end + p.reach, groups_end) : walk.end;
-    open_group(walk, p);
-}
-
-__device__ __forceinline__ bool is_group_done(const Walk &walk) { return walk.heads == walk.num_heads; }
-
-// The next step's newest key group, were there such a step.
-__device__ __forceinline__ int next_newest(const Walk &walk) { return walk.newest + is_group_done(walk); }
-
-// Flags of a step that depend on its tokens.
-__device__ __forceinline__ int token_flags(const Step &step, int tokens) {
-    const bool edge = step.token < step.begin || step.token + tokens > step.end;
-    return (edge ? kEdge : 0) | (step.token + tokens >= step.last_token ? step.last_flags : 0);
-}
-
-// The first step of the next block of heads.
-__device__ __forceinline__ void next_heads(Step &step, Walk &walk, const sinkattn_fwd_args &args, const Problem &p) {
-    step.flags = 0;
-    if (is_group_done(walk)) {
-        if (walk.group + 1 < walk.last) {
-            walk.group++;
-            open_group(walk, p);
-        } else {
-            sa_range groups;
-            do {
-                if (walk.remaining <= 0) return;
-                if (++walk.index == num_sequences(args.problem)) {
-                    walk.index = 0;
-                    walk.kv_head++;
-                    walk.new_head = true;
-                }
-                walk.sequence = sequence_or_tails(args, walk.index);
-                groups = groups_of(walk.sequence);
-            } while (groups.begin == groups.end);
-            open_span(walk, p, groups.begin, groups.end);
-        }
-        walk.newest++;
-    }
-    const bool opens = walk.heads == 0, owns_rows = walk.group < walk.end;
-    int seen = 0, owned = 0;
-    for (int r = 0; r < kGroups; r++) {
-        const int64_t group = walk.group - r;
-        const bool own = group >= sa_max(walk.begin, 0) && group < walk.end;
-        owned |= own << r;
-        seen |= (group >= 0 && r <= p.reach && (owns_rows || own)) << r;
-    }
-    const int64_t first = kKeys * walk.group, shift = walk.sequence.k_len - walk.sequence.q_len;
-    step.newest = walk.newest;
-    step.groups = seen | owned << 4 | (!opens ? 0 : walk.group == walk.begin ? seen : seen & 1) << 8;
-    step.token = walk.first_token;
-    step.begin = walk.token_begin;
-    step.end = walk.token_end;
-    step.row = static_cast<int>(walk.sequence.q_begin + first + walk.first_token - shift);
-    step.batch = static_cast<int>(walk.sequence.batch);
-    step.kv_head = static_cast<int>(walk.kv_head);
-    step.head_in_group = walk.heads << p.head_shift;
-    step.head = step.kv_head * p.group + step.head_in_group;
-    step.key = static_cast<int>(walk.sequence.k_begin + first);
-    step.num_keys = static_cast<int>(walk.sequence.k_len - first);
-    step.last_token = walk.last_token;
-    step.last_flags = kHeadsEnd;
-    if (++walk.heads == walk.num_heads) step.last_flags |= walk.group + 1 == walk.last ? kCloses | kSpanEnd : kCloses;
-    int flags = kExists | token_flags(step, kRows >> p.head_shift);
-    if (opens) flags |= kOpens;
-    if (owns_rows) flags |= kOwnsRows;
-    if (walk.new_head) flags |= kNewHead;
-    if (args.s_aux && walk.index < args.problem.batch) flags |= kHasSink;
-    walk.new_head = false;
-    step.flags = flags;
-}
-
-// The step after `before`, of the same heads. False if there is none.
-__device__ __forceinline__ bool next_tokens(Step &step, const Step &before, const Problem &p) {
-    const int tokens = kRows >> p.head_shift;
-    step = before;
-    step.token += tokens;
-    step.row += tokens;
-    step.groups &= 0xff;
-    step.flags = (before.flags & (kExists | kOwnsRows | kHasSink)) | token_flags(step, tokens);
-    return step.token < step.last_token;
-}
-
-// The block's range of groups, of all sequences of the first kv head, then of the next: all threads count, one sets out.
-__device__ __forceinline__ void start_walk(Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
-    const int64_t count = num_sequences(args.problem), each = sa_ceil_div(count, kThreads);
-    const auto size = [&](int64_t b) {
-        const sa_range groups = groups_of(sequence_or_tails(args, b));
-        return groups.end - groups.begin;
-    };
-    const int64_t first = sa_min(threadIdx.x * each, count), end = sa_min(first + each, count);
-    int64_t own = 0;
-    for (int64_t b = first; b < end; b++) own += size(b);
-    int64_t before = own;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int64_t lower = __shfl_up_sync(0xffffffffu, before, distance);
-        if (static_cast<int>(threadIdx.x % 32) >= distance) before += lower;
-    }
-    if (threadIdx.x % 32 == 31) smem.scan[threadIdx.x / 32] = before;
-    __syncthreads();
-    int64_t total = 0;
-    before -= own;
-#pragma unroll 1
-    for (int warp = 0; warp < kThreads / 32; warp++) {
-        if (warp < static_cast<int>(threadIdx.x / 32)) before += smem.scan[warp];
-        total += smem.scan[warp];
-    }
-    const int64_t all = total * args.problem.num_kv_heads, begin = all * blockIdx.x / gridDim.x,
-                  range_end = all * (blockIdx.x + 1) / gridDim.x;
-    Walk &walk = smem.walk;
-    if (begin == range_end) {
-        if (threadIdx.x == 0) {
-            walk.remaining = 0;
-            walk.heads = walk.num_heads = 0;
-            walk.group = walk.last = 0;
-            walk.newest = kGroups - 1;
-        }
-        return;
-    }
-    const int64_t kv_head = begin / total;
-    int64_t at = begin - kv_head * total;
-    if (at < before || at >= before + own) return;
-    at -= before;
-    int64_t b = first;
-    for (; at >= size(b); b++) at -= size(b);
-    walk.remaining = range_end - begin;
-    walk.index = b;
-    walk.kv_head = kv_head;
-    walk.sequence = sequence_or_tails(args, b);
-    walk.newest = kGroups - 1; // two groups may be before it
-    walk.new_head = true;
-    const sa_range groups = groups_of(walk.sequence);
-    open_span(walk, p, groups.begin + at, groups.end);
-}
 
 // ---- the row group ----
 
@@ -320,15 +113,16 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
         } else if (lane == 0) {
             barrier_arrive(full);
         }
-        const int64_t first =
-            (static_cast<int64_t>(step.batch) * args.fwd.problem.num_q_heads + step.head) * args.fwd.problem.q_len + step.row;
+        const int token = lane >> p.head_shift, head = lane & ((1 << p.head_shift) - 1);
+        const int64_t at = (static_cast<int64_t>(step.batch) * args.fwd.problem.num_q_heads + step.head + head) * args.fwd.problem.q_len +
+                           step.row + token;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = lane + 32 * i, token = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
-            const bool real = exists && step.token + token >= step.begin && step.token + token < step.end;
-            const int64_t at = real ? first + head * args.fwd.problem.q_len + token : 0;
-            cp_async_4(shared_address(&smem.lse[stage][row]), static_cast<const float *>(args.fwd.lse) + at, real);
-            if (args.dlse) cp_async_4(shared_address(&smem.g[stage][row]), static_cast<const float *>(args.dlse) + at, real);
+        for (int i = 0; i < kRows; i += 32) {
+            const int here = token + (i >> p.head_shift);
+            const bool real = exists && step.token + here >= step.begin && step.token + here < step.end;
+            const int64_t from = real ? at + (i >> p.head_shift) : 0;
+            cp_async_4(shared_address(&smem.lse[stage][lane + i]), static_cast<const float *>(args.fwd.lse) + from, real);
+            if (args.dlse) cp_async_4(shared_address(&smem.g[stage][lane + i]), static_cast<const float *>(args.dlse) + from, real);
         }
         barrier_arrive_copied(full);
         if (!exists) return false;
@@ -387,11 +181,35 @@ struct Sink {
     float value = -INFINITY;
 };
 
-// What the math needs of step n's rows, two threads a row, by all warps but the producer. False after the last step.
+// Rows that do not exist to zeros, and what is not finite, by the thread of the row.
+template <class C> __device__ __forceinline__ void clean_row(Smem &smem, int stage, int row, bool real) {
+    using Element = typename C::Element;
+    uint32_t bad_row = 0; // bit 0: q, bit 1: dO
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        uint32_t bad = 0;
+#pragma unroll 1
+        for (int c = 0; c < 4; c++) {
+            const int at = chunk_at(row, 4 * half + c);
+            if (!real) {
+                *reinterpret_cast<uint4 *>(smem.q[stage] + at) = {};
+                *reinterpret_cast<uint4 *>(smem.dout[stage] + at) = {};
+            } else if (C::kHide) {
+                if (zero_chunk<Element>(smem.q[stage] + at)) bad_row |= 1;
+                bad |= zero_chunk<Element>(smem.dout[stage] + at) << 8 * c;
+            }
+        }
+        if (C::kHide) smem.bad_dout[stage][row][half] = bad;
+        if (bad) bad_row |= 2;
+    }
+    if (C::kHide) smem.bad_rows[stage][row] = bad_row;
+}
+
+// What the math needs of step n's rows, a thread a row, by two warps; keys are looked at by a third one as well. False after the last step.
 template <class C>
 __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, Sink &sink, float &terms) {
     using Element = typename C::Element;
-    const int stage = n % kStages, lane = threadIdx.x % 32, half = lane % 2;
+    const int stage = n % kStages, lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 - 1;
     barrier_wait(&smem.full[stage], n / kStages & 1);
     const Step &step = smem.steps[stage];
     const int flags = step.flags;
@@ -400,73 +218,48 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
 #pragma unroll 1
             for (int r = 0; r < kGroups; r++)
                 if (step.loaded() >> r & 1) check_keys<C>(smem, (step.newest - r) % kSlots, step.num_keys + r * kKeys);
-#pragma unroll 1
-        for (int row = (threadIdx.x - 32) / 2; row < kRows; row += kPreparers / 2) {
-            const int token = step.token + (row >> p.head_shift);
+        if (row_warp < kRowWarps) {
+            const int row = threadIdx.x - 32, token = step.token + (row >> p.head_shift);
             const bool real = token >= step.begin && token < step.end;
-            float delta = 0.0f;
-            uint32_t bad_q = 0, bad_dout = 0;
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int at = chunk_at(row, 4 * half + c);
-                delta += dot<Element>(*reinterpret_cast<const uint4 *>(smem.out[stage] + at),
-                                      *reinterpret_cast<const uint4 *>(smem.dout[stage] + at));
-                if (C::kHide) {
-                    bad_q |= zero_chunk<Element>(smem.q[stage] + at);
-                    bad_dout |= zero_chunk<Element>(smem.dout[stage] + at) << 8 * c;
-                }
-                if (flags & kEdge && !real) {
-                    *reinterpret_cast<uint4 *>(smem.q[stage] + at) = {};
-                    *reinterpret_cast<uint4 *>(smem.dout[stage] + at) = {};
-                }
+            if (C::kHide || flags & kEdge) {
+                clean_row<C>(smem, stage, row, real);
+                __syncwarp();
             }
-            if (C::kHide) {
-                smem.bad_dout[stage][row][half] = real ? bad_dout : 0;
-                smem.bad_rows[stage][row][half] = (bad_q ? 1 : 0) | (bad_dout ? 2 : 0);
-            }
-            delta += __shfl_xor_sync(0xffffffffu, delta, 1);
+            const float delta = row_dot<Element>(shared_address(smem.dout[stage]) + 32 * row_warp * kRowBytes,
+                                                 shared_address(smem.out[stage]) + 32 * row_warp * kRowBytes);
             const int head = step.head + (row & ((1 << p.head_shift) - 1));
             if (C::kSums && head != sink.head) {
                 sink.head = head;
                 sink.value = static_cast<float>(sa_load(args.fwd.s_aux, args.fwd.problem.s_aux_dtype, head));
             }
-            if (half == 0) {
-                const float lse = smem.lse[stage][row], g = args.dlse ? smem.g[stage][row] : 0.0f;
-                float p_sink = 0.0f;
-                if (C::kSums && real && flags & kHasSink && flags & kOwnsRows && sink.value != -INFINITY) { // else g may be anything
-                    p_sink = sink.value == lse ? 1.0f : exp2_approx((sink.value - lse) * kLog2e);
-                    terms = fmaf(p_sink, g, terms);
+            const float lse = smem.lse[stage][row], g = args.dlse ? smem.g[stage][row] : 0.0f;
+            float p_sink = 0.0f;
+            if (C::kSums && real && flags & kHasSink && flags & kOwnsRows && sink.value != -INFINITY) { // else g may be anything
+                p_sink = sink.value == lse ? 1.0f : exp2_approx((sink.value - lse) * kLog2e);
+                terms = fmaf(p_sink, g, terms);
+            }
+            smem.lse[stage][row] = !real ? INFINITY : lse == -INFINITY ? 0.0f : lse * kLog2e;
+            smem.bias[stage][row] = {real ? g - delta : 0.0f, p_sink};
+            smem.token[stage][row] = real ? token : kNoToken;
+            if (C::kSums && args.dlse) {
+                float *sums = smem.terms[step.kv_head % 4][row_warp]; // the math may be two heads behind
+                if (flags & kNewHead) {
+                    for (int h = lane; h < kHeads; h += 32) sums[h] = 0.0f;
+                    __syncwarp();
                 }
-                smem.lse[stage][row] = !real ? INFINITY : lse == -INFINITY ? 0.0f : lse * kLog2e;
-                smem.bias[stage][row] = {real ? g - delta : 0.0f, p_sink};
-                smem.token[stage][row] = real ? token : kNoToken;
+                if (flags & kHeadsEnd) {
+                    for (int distance = 16; distance >= 1 << p.head_shift; distance /= 2)
+                        terms += __shfl_xor_sync(0xffffffffu, terms, distance);
+                    if (lane < 1 << p.head_shift) sums[step.head_in_group + lane] += terms;
+                    terms = 0.0f;
+                }
             }
         }
         if (C::kHide || flags & (kOpens | kEdge)) async_fence();
-        if (C::kSums && args.dlse) {
-            float *sums = smem.terms[step.kv_head % 4][threadIdx.x / 32]; // the math may be two heads behind
-            if (flags & kNewHead) {
-                for (int h = lane; h < kHeads; h += 32) sums[h] = 0.0f;
-                __syncwarp();
-            }
-            if (flags & kHeadsEnd) {
-                for (int distance = 16; distance >= 2 << p.head_shift; distance /= 2)
-                    terms += __shfl_xor_sync(0xffffffffu, terms, distance);
-                if (lane < 2 << p.head_shift && half == 0) sums[step.head_in_group + lane / 2] += terms;
-                terms = 0.0f;
-            }
-        }
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&smem.ready[stage]);
     return flags & kExists;
-}
-
-// Pairs of halves in a tile of 64 x 64, from chunk `first` on; a warp holds 16 rows.
-template <int kLength> __device__ __forceinline__ void store_pairs(unsigned char *tile, const uint32_t (&pairs)[kLength][4], int first) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-#pragma unroll
-    for (int t = 0; t < kLength; t++) stmatrix_x4(shared_address(tile) + chunk_at(row, first + 2 * t + lane / 16), pairs[t]);
 }
 
 // dQ from the kCount newest key groups, the oldest first.
@@ -489,12 +282,13 @@ template <class Element, int kCount> __device__ __forceinline__ void dq_product(
 // dQ of step n, of the rows that exist, in whole 16-byte chunks.
 template <class Element>
 __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
-    const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x % 4);
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x % 4);
+    const int first = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
+    auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, step.batch, step.row + first, step.head + head) + column;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int row = first + 8 * i, token = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
-        const bool real = step.token + token >= step.begin && step.token + token < step.end;
-        auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, step.batch, step.row + token, step.head + head) + column;
+        const int token = step.token + first + (8 * i >> p.head_shift);
+        const bool real = token >= step.begin && token < step.end;
 #pragma unroll
         for (int n = 0; n < 8; n += 4) {
             uint32_t x[4];
@@ -504,6 +298,7 @@ __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step
             quad_transpose(x);
             if (real && column + 8 * n < args.fwd.problem.head_dim) *reinterpret_cast<uint4 *>(to + 8 * n) = {x[0], x[1], x[2], x[3]};
         }
+        to += (8 >> p.head_shift) * args.dq.row_stride;
     }
 }
 
@@ -512,15 +307,15 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
     barrier_wait(&smem.ds_full[n % 2], n / 2 & 1);
     const Step &step = smem.steps[n % kStages];
     const int flags = step.flags;
-    if (flags & kOwnsRows) {
+    if (__any_sync(0xffffffffu, flags & kOwnsRows)) {
         float dq[32];
-        const int count = __popc(step.seen());
+        const int count = warp_uniform_register(__popc(step.seen())), newest = warp_uniform_register(step.newest);
         if (count == 3)
-            dq_product<Element, 3>(dq, smem, n, step.newest);
+            dq_product<Element, 3>(dq, smem, n, newest);
         else if (count == 2)
-            dq_product<Element, 2>(dq, smem, n, step.newest);
+            dq_product<Element, 2>(dq, smem, n, newest);
         else if (count == 1)
-            dq_product<Element, 1>(dq, smem, n, step.newest);
+            dq_product<Element, 1>(dq, smem, n, newest);
         else
             for (float &x : dq) x = 0.0f; // rows before all keys
         write_dq<Element>(dq, step, args, p);
@@ -559,9 +354,6 @@ template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const si
 
 constexpr int kHalfRows = kRows / 2, kHalfBytes = kHalfRows * kRowBytes;
 
-// Pairs of a warp's 16 keys and half a step's rows: none, some or all of them see each other.
-enum Pairs { kNone, kSome, kAll };
-
 template <class Element> __device__ __forceinline__ void score_product(float (&s)[16], uint32_t keys, uint32_t rows) {
     const uint64_t a = operand(keys, 0), b = operand(rows, 0);
 #pragma unroll
@@ -598,7 +390,7 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
             if (!sees) weight[x] = term[x] = ds[x] = 0.0f;
             if (C::kHide && sees) {
                 const int row = 8 * n + column + (x & 1);
-                const uint32_t bad = smem.bad_rows[stage][row][0] | smem.bad_rows[stage][row][1] | smem.bad_keys[slot][key + 8 * (x / 2)];
+                const uint32_t bad = smem.bad_rows[stage][row] | smem.bad_keys[slot][key + 8 * (x / 2)];
                 if (bad) term[x] = ds[x] = NAN;
                 if (bad & 1) weight[x] = NAN;
             }
@@ -656,32 +448,63 @@ __device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const s
     return nan != 0.0f;
 }
 
+// A thread's two columns are of two heads, or of one.
+__device__ __forceinline__ void close_heads(float *warp_sums, float (&sums)[2], int first, int heads) {
+    const int lane = threadIdx.x % 32;
+    if (heads == 1) sums[0] += sums[1];
+    for (int distance = 16; distance >= (heads + 1) / 2; distance /= 2)
+        for (float &sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (2 * lane < heads)
+        for (int x = 0; x < 2 && 2 * lane + x < heads; x++) warp_sums[first + 2 * lane + x] -= sums[x];
+    sums[0] = sums[1] = 0.0f;
+}
+
+// A warp's part of ds_aux, with that of a warp of the row group.
+__device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_sums, const sinkattn_bwd_args &args, const Problem &p,
+                                           const Step &step, int warp) {
+    __syncwarp();
+    for (int h = threadIdx.x % 32; h < p.group; h += 32) {
+        const float rows = args.dlse && warp < kRowWarps ? smem.terms[step.kv_head % 4][warp][h] : 0.0f;
+        p.sums[(static_cast<int64_t>(step.kv_head * p.group + h) * gridDim.x + blockIdx.x) * kWarps + warp] = rows + warp_sums[h];
+    }
+}
+
 template <class C> __device__ __forceinline__ void run_math(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
     using Element = typename C::Element;
-    const int math_group = warp_uniform(threadIdx.x / 128) - 1, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const int own_warp = threadIdx.x / 32 - 4;
-    float *warp_sums = smem.sums[own_warp];
-    float dk[32] = {}, dv[32] = {}, sums[2] = {};
+    const int own_warp = warp_uniform(threadIdx.x / 32) - 4, math_group = own_warp / 4, warp = own_warp % 4, lane = threadIdx.x % 32;
+    float *warp_sums = smem.sums[own_warp], dk[32] = {}, dv[32] = {}, sums[2] = {};
+    int r = (kGroups + 1 - math_group) % kGroups, slot = r == kGroups - 1 ? kSlots - 1 : math_group; // as if before the first token group
+    const int pair_at = chunk_at(16 * warp + lane % 16, lane / 16);
     for (uint32_t n = 0;; n++) {
         const int stage = n % kStages;
         barrier_wait(&smem.ready[stage], n / kStages & 1);
         const Step &step = smem.steps[stage];
-        const int flags = step.flags;
-        if (!(flags & kExists)) break;
-        const int r = (step.newest + kGroups - math_group) % kGroups, slot = (step.newest - r) % kSlots;
-        const bool seen = step.seen() >> r & 1, owned = step.owned() >> r & 1;
-        if (flags & kOpens && r == 0)
+        const int flags = warp_uniform(step.flags), step_token = warp_uniform(step.token);
+        if (!__any_sync(0xffffffffu, flags & kExists)) break;
+        if (__any_sync(0xffffffffu, flags & kOpens)) {
+            if (r == kGroups - 1) { // the next keys
+                r = 0;
+                slot = (slot + kGroups) % kSlots;
 #pragma unroll
-            for (int i = 0; i < 32; i++) dk[i] = dv[i] = 0.0f;
+                for (int i = 0; i < 32; i++) dk[i] = dv[i] = 0.0f;
+                computed(dk);
+                computed(dv);
+            } else {
+                r++;
+            }
+        }
+        const bool seen = __any_sync(0xffffffffu, step.groups >> r & 1);
         if (C::kSums && flags & kNewHead) {
             for (int h = lane; h < kHeads; h += 32) warp_sums[h] = 0.0f;
             __syncwarp();
         }
         const int before = r * kKeys - 16 * warp - lane / 4;
+        const uint32_t q = shared_address(smem.q[stage]), dout = shared_address(smem.dout[stage]),
+                       k = warp_uniform_register(shared_address(smem.k[slot])), v = k + sizeof(smem.k);
         uint32_t weights[2][4], gradients[2][4];
         const auto add_gradients = [&](int half) {
-            gradient_product<Element>(dv, weights, shared_address(smem.dout[stage]) + half * kHalfBytes);
-            gradient_product<Element>(dk, gradients, shared_address(smem.q[stage]) + half * kHalfBytes);
+            gradient_product<Element>(dv, weights, dout + half * kHalfBytes);
+            gradient_product<Element>(dk, gradients, q + half * kHalfBytes);
             wgmma_commit();
         };
 #pragma unroll
@@ -689,11 +512,11 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
             if (!seen) continue;
             float s[16], dp[16];
             wgmma_fence();
-            score_product<Element>(s, shared_address(smem.k[slot]), shared_address(smem.q[stage]) + half * kHalfBytes);
-            score_product<Element>(dp, shared_address(smem.v[slot]), shared_address(smem.dout[stage]) + half * kHalfBytes);
+            score_product<Element>(s, k, q + half * kHalfBytes);
+            score_product<Element>(dp, v, dout + half * kHalfBytes);
             wgmma_commit();
             if (half) add_gradients(0); // of keys that are not owned too, for nothing
-            const int first = step.token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
+            const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
             const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;
             const bool some = farthest >= 0 && nearest <= p.behind,
                        all = !C::kHide && nearest >= 0 && farthest <= p.behind && !(flags & kEdge);
@@ -712,41 +535,31 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
 #pragma unroll
                 for (int i = 0; i < 8; i++) weights[i / 4][i % 4] = gradients[i / 4][i % 4] = 0;
             }
-            if (flags & kOwnsRows) store_pairs(smem.ds[n % 2][r], gradients, 4 * half);
+            if (flags & kOwnsRows) {
+#pragma unroll
+                for (int t = 0; t < 2; t++) stmatrix_x4(shared_address(smem.ds[n % 2][r]) + (pair_at ^ (2 * half + t) << 5), gradients[t]);
+            }
         }
-        if (seen && flags & kOwnsRows) async_fence();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&smem.ds_full[n % 2]);
-        if (seen) {
+        if (seen) { // dS is on its way while the products run
             wgmma_fence();
             add_gradients(1);
+            async_fence();
+            __syncwarp();
+            barrier_arrive_if(&smem.ds_full[n % 2], lane == 0);
             wgmma_wait<0>();
             computed(dv);
             computed(dk);
             if (C::kHide) mark_values(dv, smem, stage, before, p);
+        } else {
+            barrier_arrive_if(&smem.ds_full[n % 2], lane == 0);
         }
-        if (C::kSums && flags & kHeadsEnd) {
-            const int heads = 1 << p.head_shift;
-            if (heads == 1) sums[0] += sums[1];
-            for (int distance = 16; distance >= (heads + 1) / 2; distance /= 2)
-                for (float &sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-            if (2 * lane < heads)
-                for (int x = 0; x < 2 && 2 * lane + x < heads; x++) warp_sums[step.head_in_group + 2 * lane + x] -= sums[x];
-            sums[0] = sums[1] = 0.0f;
-        }
-        if (flags & kCloses && owned && (r == kGroups - 1 || flags & kSpanEnd)) {
+        if (C::kSums && flags & kHeadsEnd) close_heads(warp_sums, sums, step.head_in_group, 1 << p.head_shift);
+        if (flags & kCloses && step.owned() >> r & 1 && (r == kGroups - 1 || flags & kSpanEnd)) {
             const bool bad_dk = write_keys<Element>(dk, p.scale, args.dk, step, r, args.fwd.problem.head_dim),
                        bad_dv = write_keys<Element>(dv, 1.0f, args.dv, step, r, args.fwd.problem.head_dim);
             if ((bad_dk || bad_dv) && !C::kHide) smem.unfinite = 1;
         }
-        if (C::kSums && flags & kSpanEnd) {
-            __syncwarp();
-            for (int h = lane; h < p.group; h += 32) {
-                const float rows = args.dlse && math_group == 0 && warp > 0 ? smem.terms[step.kv_head % 4][warp][h] : 0.0f;
-                p.sums[(static_cast<int64_t>(step.kv_head * p.group + h) * gridDim.x + blockIdx.x) * kWarps + own_warp] =
-                    rows + warp_sums[h];
-            }
-        }
+        if (C::kSums && flags & kSpanEnd) write_sums(smem, warp_sums, args, p, step, own_warp);
         __syncwarp();
         if (lane == 0) barrier_arrive(&smem.empty[stage]);
     }
@@ -774,7 +587,7 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
         for (int64_t h = threadIdx.x / 16; h < args.fwd.problem.num_q_heads; h += kThreads / 16)
             if (threadIdx.x % 16 < kWarps) p.sums[(h * gridDim.x + blockIdx.x) * kWarps + threadIdx.x % 16] = 0.0f;
     if (blockIdx.x == 0 && !C::kHide) check_lengths(args.fwd, error_word);
-    start_walk(smem, args.fwd, p);
+    start_walk<kThreads>(smem.walk, smem.scan, args.fwd, p);
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<80>();

@@ -9,77 +9,31 @@
 //
 // A block stays on its multiprocessor and walks over tiles of rows, tokens x the heads of a group, the last of a sequence first; every
 // other round in reverse, which evens out what the blocks get. A math group owns 64 rows; S, P and O live in its registers, and the three
-// groups are out of step. The pivot of a row follows its maximum only when that has grown by 2^kLazy, so O is seldom rescaled. Key tiles
-// lie at multiples of kTileK from key 0 and a masked key adds zero: a row's bits are its own.
+// groups are out of step. Out leaves through the place of the queries. A row's pivot is its maximum over its first key tile; later maxima
+// are not looked for, and the rare row that outgrows its pivot is scored once more. Key tiles lie at multiples of kTileK from key 0 and a
+// masked key adds zero: a row's bits are its own.
 //
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
 #include "cuda/attn/launch_counter.cuh"
-#include "cuda/attn/unfinite.cuh"
+#include "cuda/sm90/fwd_softmax.cuh"
 #include "cuda/tensor_map.cuh"
 
 namespace sa {
 namespace {
-
-template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kSlots_> struct Config {
-    using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kSlots = kSlots_;
-    static constexpr int kGroups = kTileQ / 64, kThreads = 128 * (kGroups + 1), kCheckers = 2;
-    static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
-    static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
-    static constexpr bool kLooksAhead = kHeadDim > 64; // finds the tile after the next before P V is done; measured, either way
-    static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
-    static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
-    static_assert(kHeadDim % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0, "swizzled rows, rows of a wgmma, keys of a wgmma");
-    static_assert(kLoaderRegisters + kGroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
-};
-
-// A tile of rows, and row by row what the math needs of it.
-template <class C> struct Rows {
-    Work work;
-    bool exists;
-    int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // keys: [begin, end) and [0, sink_end)
-    float s_aux[C::kTileQ];
-    int64_t out[C::kTileQ]; // offset; -1: no such row
-    int64_t lse;            // offset, of the first row
-};
 
 template <class C> struct Smem {
     alignas(1024) unsigned char queries[2][C::kHalves * C::kQueryHalf];
     alignas(1024) unsigned char keys[C::kStages][C::kHalves * C::kKeyHalf], values[C::kStages][C::kHalves * C::kKeyHalf];
     Rows<C> rows[C::kSlots];
     bool unfinite[C::kStages][C::kCheckers];
-    uint64_t rows_full[C::kSlots], rows_empty[C::kSlots], q_full[2], q_empty[2];
+    uint64_t q_full[2], q_empty[2];
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_ready[C::kStages], v_empty[C::kStages];
 };
 
 struct Maps {
-    CUtensorMap q, k, v;
+    CUtensorMap q, k, v, out;
 };
-
-struct Problem {
-    unsigned long long *counter, tag; // NULL: blocks take items in a fixed order
-    unsigned num_tiles, num_items;
-    int group, tokens; // heads and tokens of a tile of rows
-    int group_inverse; // of 2^16, for row / group below kTileQ
-    float scale_log2;
-};
-
-template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
-    const Work &work = rows.work;
-    if (threadIdx.x % 32 == 0) rows.lse = sa_row_index(&args.problem, &work.sequence, work.kv_head * p.group, work.tokens.begin);
-#pragma unroll 1
-    for (int row = threadIdx.x % 32; row < C::kTileQ; row += 32) {
-        const int64_t token = work.tokens.begin + row / p.group, head = work.kv_head * p.group + row % p.group;
-        const bool real = token < work.tokens.end;
-        const sa_range keys = real ? sa_row_band(&work.band, token) : sa_range{0, 0};
-        rows.begin[row] = static_cast<int>(keys.begin);
-        rows.end[row] = static_cast<int>(keys.end);
-        rows.sink_end[row] = real ? static_cast<int>(sa_row_sink_end(&work.band, token)) : 0;
-        rows.s_aux[row] = work.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, head)) : -INFINITY;
-        rows.out[row] = real ? sa_offset(&args.out, work.sequence.batch, work.sequence.q_begin + token, head) : -1;
-    }
-}
 
 // The items of a block: every so many of them, every other round in reverse; or, after the first, the next one that nobody has taken. Which
 // block computes a tile does not change its bits.
@@ -94,20 +48,22 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
     unsigned item = blockIdx.x, round = 0;
     for (Ring<C::kSlots> ring;; ring.n++) {
         Rows<C> &rows = smem.rows[ring.place()];
-        barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
+        barrier_wait(&smem.rows[ring.place()].empty, ring.phase() ^ 1);
         bool exists = false;
-        if (leader) {
-            while (!exists && item < p.num_items) {
+        while (!exists && item < p.num_items) {
+            const unsigned tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
+            if (leader) {
                 const unsigned next = item_of_round(p, ++round); // arrives while this one is described
-                exists = find_work(args, p.tokens * p.group, C::kTileK, p.num_tiles, item, rows.work);
+                exists = describe_tile<C>(args, p, item % p.num_kv_heads, b, tile, rows.work);
                 item = next;
             }
-            rows.exists = exists;
+            item = __shfl_sync(0xffffffffu, item, 0);
+            exists = __shfl_sync(0xffffffffu, exists, 0);
         }
-        exists = __shfl_sync(0xffffffffu, exists, 0);
+        if (leader) rows.exists = exists;
         __syncwarp(); // the lanes see the work
         if (exists) describe_rows<C>(rows, args, p);
-        barrier_arrive(&smem.rows_full[ring.place()]);
+        barrier_arrive(&smem.rows[ring.place()].full);
         if (!exists) return;
     }
 }
@@ -120,9 +76,9 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
                         static_cast<int>(work.sequence.k_begin) + t * C::kTileK, static_cast<int>(work.sequence.batch));
     };
     Ring<C::kStages> ring;
-    Ring<2> queries;
-    for (Ring<C::kSlots> tiles;; tiles.n++, queries.n++) {
-        barrier_wait(&smem.rows_full[tiles.place()], tiles.phase());
+    for (Ring<C::kSlots> tiles;; tiles.n++) {
+        const Ring<2> queries{tiles.n};
+        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
         if (!smem.rows[tiles.place()].exists) return;
         uint64_t *q_full = &smem.q_full[queries.place()];
         barrier_wait(&smem.q_empty[queries.place()], queries.phase() ^ 1);
@@ -147,7 +103,7 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
     const int checker = threadIdx.x / 32 - 2;
     Ring<C::kStages> ring;
     for (Ring<C::kSlots> tiles;; tiles.n++) {
-        barrier_wait(&smem.rows_full[tiles.place()], tiles.phase());
+        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
         if (!smem.rows[tiles.place()].exists) return;
         const Work &work = smem.rows[tiles.place()].work;
         for (int t = sa_key_tile_from(&work.tiles, 0); t < work.tiles.end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
@@ -162,14 +118,9 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
             if (threadIdx.x % 32 == 0) smem.unfinite[ring.place()][checker] = found;
             barrier_arrive(&smem.v_ready[ring.place()]);
         }
-        barrier_arrive(&smem.rows_empty[tiles.place()]);
+        barrier_arrive(&smem.rows[tiles.place()].empty);
     }
 }
-
-// pivot in log2 units; sum over this thread's columns.
-struct Softmax {
-    float pivot[2], sum[2];
-};
 
 template <class C> __device__ __forceinline__ void qk_product(float (&s)[C::kTileK / 2], uint32_t q, uint32_t k) {
     const uint64_t a = operand(q, 0), b = operand(k, 0);
@@ -191,202 +142,173 @@ __device__ __forceinline__ void pv_product(float (&o)[C::kHeadDim / 2], const ui
     wgmma_commit();
 }
 
-// The i-th of a thread's two rows, in the tile.
-__device__ __forceinline__ int thread_row(int math_group, int i) {
-    return 64 * math_group + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
-}
-
-// Scores to -inf where the row does not see the key: past its last one, or before its window and not a sink.
-template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Rows<C> &rows, int math_group, int t) {
-    const int column = t * C::kTileK + 2 * (threadIdx.x % 4);
-    if (t >= rows.work.tiles.full_end) {
-        const int end[2] = {rows.end[thread_row(math_group, 0)] - column, rows.end[thread_row(math_group, 1)] - column};
-#pragma unroll
-        for (int i = 0; i < C::kTileK / 2; i++)
-            if (8 * (i / 4) + (i & 1) >= end[i / 2 & 1]) s[i] = -INFINITY;
-    }
-    if (t < rows.work.tiles.full_begin) {
-        int begin[2], sink_end[2];
-        for (int r = 0; r < 2; r++) {
-            begin[r] = rows.begin[thread_row(math_group, r)] - column;
-            sink_end[r] = rows.sink_end[thread_row(math_group, r)] - column;
-        }
-#pragma unroll
-        for (int i = 0; i < C::kTileK / 2; i++) {
-            const int j = 8 * (i / 4) + (i & 1);
-            if (j < begin[i / 2 & 1] && j >= sink_end[i / 2 & 1]) s[i] = -INFINITY;
-        }
-    }
-}
-
-// s becomes exp2(s - pivot); alpha is what to multiply O by. Four chains of maxima and of sums, since a chain waits for itself.
-constexpr float kLazy = 8.0f;
-
-template <class C>
-__device__ __forceinline__ void softmax_step(float (&s)[C::kTileK / 2], Softmax &softmax, float (&alpha)[2], float scale_log2) {
-    float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, sum[4] = {}, from[2];
-#pragma unroll
-    for (int i = 0; i < C::kTileK / 2; i++) top[i % 4] = fmaxf(top[i % 4], s[i]);
-#pragma unroll
-    for (int r = 0; r < 2; r++) top[r] = fmaxf(top[2 * r], top[2 * r + 1]);
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2)
-#pragma unroll
-        for (int r = 0; r < 2; r++) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], distance));
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float before = softmax.pivot[r], now = top[r] * scale_log2;
-        const float pivot = now > before + kLazy ? now : before; // a NaN in s_aux stays
-        from[r] = pivot == -INFINITY ? 0.0f : pivot;
-        alpha[r] = before == pivot ? 1.0f : exp2_approx(before - from[r]);
-        softmax.pivot[r] = pivot;
-    }
-#pragma unroll
-    for (int i = 0; i < C::kTileK / 2; i++) {
-        s[i] = exp2_approx(fmaf(s[i], scale_log2, -from[i / 2 & 1]));
-        sum[i % 4] += s[i];
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) softmax.sum[r] = softmax.sum[r] * alpha[r] + (sum[2 * r] + sum[2 * r + 1]);
-}
-
 template <class C> __device__ __forceinline__ void pack(uint32_t (&weights)[C::kTileK / 16][4], const float (&s)[C::kTileK / 2]) {
 #pragma unroll
     for (int i = 0; i < C::kTileK / 2; i += 2) weights[i / 8][i / 2 % 4] = pack_halves<typename C::Element>(s[i], s[i + 1]);
 }
 
-template <class C> __device__ __forceinline__ void rescale(float (&o)[C::kHeadDim / 2], const float (&alpha)[2]) {
-#pragma unroll
-    for (int i = 0; i < C::kHeadDim / 2; i++) o[i] *= alpha[i / 2 & 1];
-}
-
 template <class C>
-__device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const sinkattn_fwd_args &args, const Rows<C> &rows, int math_group,
-                                           int t) {
+__device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const sinkattn_fwd_args &args, const Problem &p,
+                                           const Rows<C> &rows, int math_group, int t) {
     const auto *data = static_cast<const uint16_t *>(args.v.data);
-    const int row[2] = {thread_row(math_group, 0), thread_row(math_group, 1)};
+    const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
 #pragma unroll 1
     for (int j = t * C::kTileK; j < (t + 1) * C::kTileK && j < rows.work.sequence.k_len; j++)
         add_unfinite<typename C::Element>(o, data + key_offset(rows.work, args.v, j), args.problem.head_dim, [&](int i) {
-            return (j >= rows.begin[row[i]] && j < rows.end[row[i]]) || j < rows.sink_end[row[i]];
+            return (j >= rows.begin[token[i]] && j < rows.end[token[i]]) || j < rows.sink_end[token[i]];
         });
 }
 
+// To where the group's queries were, as they were.
+template <class C> __device__ __forceinline__ void stage_out(uint32_t slot, const float (&o)[C::kHeadDim / 2], const float (&factor)[2]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    const uint32_t to = slot + row * kRowBytes;
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 8; n += 2) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            x[i] = pack_halves<typename C::Element>(o[4 * n + 2 * i] * factor[i % 2], o[4 * n + 2 * i + 1] * factor[i % 2]);
+        stmatrix_x4(to + n / 8 * C::kQueryHalf + ((n % 8 + lane / 16 ^ lane % 8) << 4), x);
+    }
+}
+
+// By one copy, which still reads the slot when this returns true; or by threads, where the group has tokens in part or some do not exist.
+// The group has then read the queries and the rows.
 template <class C>
-__device__ __forceinline__ void write_rows(const float (&o)[C::kHeadDim / 2], const Softmax &softmax, const sinkattn_fwd_args &args,
-                                           const Problem &p, const Rows<C> &rows, int math_group) {
-    auto *out = static_cast<uint16_t *>(args.out.data);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float sum = quad_sum(softmax.sum[r]), factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
-        const int row = thread_row(math_group, r);
-        const int64_t at = rows.out[row];
-        if (at >= 0 && threadIdx.x % 4 == 0) {
-            const float s_aux = rows.s_aux[row];
-            const float pivot = softmax.pivot[r] == s_aux * kLog2e ? s_aux : softmax.pivot[r] * kLn2; // without keys: s_aux itself
-            const int token = row * p.group_inverse >> 16;
-            static_cast<float *>(args.lse)[rows.lse + (row - token * p.group) * args.problem.q_len + token] =
-                sum == 0.0f ? -INFINITY : pivot + logf(sum);
-        }
-#pragma unroll
-        for (int n = 0; n < C::kHeadDim / 8; n += 4) {
-            uint32_t x[4];
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                x[c] = pack_halves<typename C::Element>(o[4 * (n + c) + 2 * r] * factor, o[4 * (n + c) + 2 * r + 1] * factor);
-            quad_transpose(x);
-            const int column = 8 * (n + threadIdx.x % 4);
-            if (at >= 0 && column < args.problem.head_dim) *reinterpret_cast<uint4 *>(out + at + column) = {x[0], x[1], x[2], x[3]};
-        }
+__device__ __forceinline__ bool write_out(const unsigned char *slot, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p,
+                                          const Rows<C> &rows, int math_group) {
+    const Work &work = rows.work;
+    const int num_tokens = work.tokens.end - work.tokens.begin, first = math_group * p.copied;
+    const int64_t token = work.sequence.q_begin + work.tokens.begin, head = work.kv_head * p.group;
+    async_fence();
+    bar_sync<128>(1 + math_group);
+    if (p.copied && first + p.copied <= num_tokens) {
+        if (threadIdx.x % 128) return true;
+        for (int half = 0; half < C::kHalves; half++)
+            tensor_store(&maps.out, slot + half * C::kQueryHalf, 64 * half, static_cast<int>(head), static_cast<int>(token + first),
+                         static_cast<int>(work.sequence.batch));
+        store_commit();
+        return true;
     }
+    auto *out = static_cast<uint16_t *>(args.out.data) + sa_offset(&args.out, work.sequence.batch, token, head);
+#pragma unroll 1
+    for (int x = threadIdx.x % 128; x < 64 * 8 * C::kHalves; x += 128) {
+        const int row = x / (8 * C::kHalves), column = x % (8 * C::kHalves) * 8;
+        const int at = 64 * math_group + row, i = at * p.group_inverse >> 16;
+        if (i >= num_tokens || column >= args.problem.head_dim) continue;
+        *reinterpret_cast<uint4 *>(out + i * args.out.row_stride + (at - i * p.group) * args.out.head_stride + column) =
+            *reinterpret_cast<const uint4 *>(slot + column / 64 * C::kQueryHalf + row * kRowBytes + ((column / 8 % 8 ^ row % 8) << 4));
+    }
+    async_fence();
+    bar_sync<128>(1 + math_group);
+    return false;
 }
 
-// The sink's part of each of the thread's rows.
-template <class C> __device__ __forceinline__ Softmax start_softmax(const Rows<C> &rows, int math_group) {
-    Softmax softmax;
-    for (int r = 0; r < 2; r++) {
-        const float s_aux = rows.s_aux[thread_row(math_group, r)];
-        softmax.pivot[r] = s_aux * kLog2e;
-        softmax.sum[r] = threadIdx.x % 4 == 0 ? static_cast<float>(sa_sink_sum(s_aux)) : 0.0f;
+// Over the key tiles that the rows see, one or more: O, and the factor that it still needs. scored: called when the first scores are there.
+template <class C, class Scored>
+__device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&factor)[2], Softmax &softmax, Smem<C> &smem,
+                                       Ring<C::kStages> &ring, const sinkattn_fwd_args &args, const Problem &p, const Rows<C> &rows,
+                                       int math_group, uint32_t q, int t, int end, const Scored &scored) {
+    const sa_key_tiles &key_tiles = rows.work.tiles;
+    const bool leader = threadIdx.x % 128 == 0;
+    float s[C::kTileK / 2], total[2];
+    uint32_t weights[C::kTileK / 16][4];
+    barrier_wait(&smem.k_full[ring.place()], ring.phase());
+    qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
+    const bool masked = !sa_key_tile_is_full(&key_tiles, t);
+    wgmma_wait<0>();
+    computed(s);
+    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
+    scored();
+    if (masked) mask_tile<C>(s, p, rows, math_group, t);
+    follow_maxima<C>(s, o, softmax, p, rows, math_group, t);
+    exponentials<C>(s, total, softmax, p.scale_log2);
+    for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
+    bool starting = begins_after<C>(softmax, p, rows, math_group, t);
+    // Asked before the product that lets the stage go.
+    const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
+    barrier_wait(&smem.v_ready[ring.place()], ring.phase());
+    bool hidden = masked && has_hidden(ring.place());
+    pack<C>(weights, s);
+    const auto finish_values = [&] {
+        wgmma_wait<0>();
+        computed(o);
+        if (leader) barrier_arrive(&smem.v_empty[ring.place()]);
+        if (hidden) add_hidden<C>(o, args, p, rows, math_group, t);
+        ring.n++;
+    };
+    // The scores of the next key tile, under the product of this one's weights and values.
+    int next = sa_key_tile_from(&key_tiles, t + 1);
+    if (next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
+    while (next < end) {
+        const auto keys = ring.next();
+        qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
+        pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
+        const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
+        const int after_next = sa_key_tile_from(&key_tiles, next + 1);
+        wgmma_wait<1>();
+        computed(s);
+        if (next_masked) mask_tile<C>(s, p, rows, math_group, next);
+        if (starting) {
+            wgmma_wait<0>();
+            computed(o);
+            follow_maxima<C>(s, o, softmax, p, rows, math_group, next);
+            starting = begins_after<C>(softmax, p, rows, math_group, next);
+        }
+        exponentials<C>(s, total, softmax, p.scale_log2);
+        const bool large = __any_sync(0xffffffffu, total[0] > kLarge<typename C::Element> || total[1] > kLarge<typename C::Element>);
+        barrier_wait(&smem.v_ready[keys.place()], keys.phase());
+        const bool next_hidden = next_masked && has_hidden(keys.place());
+        if (after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
+        finish_values();
+        if (large) outgrow<C>(s, total, o, softmax, p, rows, math_group, next, q, shared_address(smem.keys[keys.place()]));
+        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[keys.place()]);
+        for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
+        t = next;
+        hidden = next_hidden;
+        next = after_next;
+        pack<C>(weights, s);
     }
-    return softmax;
+    pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
+    finish_softmax<C>(factor, softmax, args, p, rows, math_group);
+    finish_values();
 }
 
-template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
-    const int math_group = (C::kLooksAhead ? warp_uniform(threadIdx.x / 128) : threadIdx.x / 128) - 1;
+template <class C>
+__device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+    const int math_group = warp_uniform(threadIdx.x / 128) - 1;
     const bool leader = threadIdx.x % 128 == 0;
     Ring<C::kStages> ring;
-    Ring<2> queries;
-    for (Ring<C::kSlots> tiles;; tiles.n++, queries.n++) {
-        barrier_wait(&smem.rows_full[tiles.place()], tiles.phase());
-        const Rows<C> &rows = smem.rows[tiles.place()];
-        if (!rows.exists) return;
+    bool copying = false; // out of the tile before, from where its queries were
+    for (Ring<C::kSlots> tiles;; tiles.n++) {
+        const Ring<2> queries{tiles.n};
+        const auto end_copy = [&] {
+            if (!copying || !leader) return;
+            store_wait_read<0>();
+            barrier_arrive(&smem.q_empty[queries.next().place()]); // the one before
+        };
+        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
+        Rows<C> &rows = smem.rows[tiles.place()];
+        if (!rows.exists) break;
         barrier_wait(&smem.q_full[queries.place()], queries.phase());
         const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
-        float o[C::kHeadDim / 2] = {};
-        Softmax softmax = start_softmax<C>(rows, math_group);
-        const sa_key_tiles &key_tiles = rows.work.tiles;
-        const int end = key_tiles.end;
-        int t = sa_key_tile_from(&key_tiles, 0);
+        float o[C::kHeadDim / 2] = {}, factor[2];
+        Softmax softmax = start_softmax<C>(p, rows, math_group);
+        const int end = rows.work.tiles.end, t = sa_key_tile_from(&rows.work.tiles, 0);
         if (t < end) {
-            float s[C::kTileK / 2], alpha[2];
-            uint32_t weights[C::kTileK / 16][4];
-            barrier_wait(&smem.k_full[ring.place()], ring.phase());
-            qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
-            const bool masked = !sa_key_tile_is_full(&key_tiles, t);
-            wgmma_wait<0>();
-            computed(s);
-            if (leader) barrier_arrive(&smem.k_empty[ring.place()]);
-            if (masked) mask_tile<C>(s, rows, math_group, t);
-            softmax_step<C>(s, softmax, alpha, p.scale_log2);
-            // Asked before the product that lets the stage go.
-            const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
-            barrier_wait(&smem.v_ready[ring.place()], ring.phase());
-            bool hidden = masked && has_hidden(ring.place());
-            pack<C>(weights, s);
-            const auto finish_values = [&] {
-                wgmma_wait<0>();
-                computed(o);
-                if (leader) barrier_arrive(&smem.v_empty[ring.place()]);
-                if (hidden) add_hidden<C>(o, args, rows, math_group, t);
-                ring.n++;
-            };
-            // The scores of the next key tile, under the product of this one's weights and values.
-            int next = sa_key_tile_from(&key_tiles, t + 1);
-            if (next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
-            while (next < end) {
-                const auto keys = ring.next();
-                qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
-                pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
-                const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
-                const int after_next = C::kLooksAhead ? sa_key_tile_from(&key_tiles, next + 1) : 0;
-                wgmma_wait<1>();
-                computed(s);
-                if (leader) barrier_arrive(&smem.k_empty[keys.place()]);
-                if (next_masked) mask_tile<C>(s, rows, math_group, next);
-                softmax_step<C>(s, softmax, alpha, p.scale_log2);
-                const bool grown = __any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f);
-                barrier_wait(&smem.v_ready[keys.place()], keys.phase());
-                const bool next_hidden = next_masked && has_hidden(keys.place());
-                if (C::kLooksAhead && after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
-                finish_values();
-                if (grown) rescale<C>(o, alpha);
-                t = next;
-                hidden = next_hidden;
-                next = C::kLooksAhead ? after_next : sa_key_tile_from(&key_tiles, t + 1);
-                if (!C::kLooksAhead && next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
-                pack<C>(weights, s);
-            }
-            pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
-            finish_values();
+            attend<C>(o, factor, softmax, smem, ring, args, p, rows, math_group, q, t, end, end_copy);
+        } else {
+            finish_softmax<C>(factor, softmax, args, p, rows, math_group);
+            end_copy();
         }
-        write_rows<C>(o, softmax, args, p, rows, math_group);
-        bar_sync<128>(1 + math_group); // the group has read the queries and the rows
-        if (leader) {
-            barrier_arrive(&smem.rows_empty[tiles.place()]);
-            barrier_arrive(&smem.q_empty[queries.place()]);
-        }
+        unsigned char *slot = smem.queries[queries.place()] + 64 * math_group * kRowBytes;
+        stage_out<C>(q, o, factor);
+        copying = write_out<C>(slot, args, maps, p, rows, math_group);
+        if (leader) barrier_arrive(&rows.empty);
+        if (leader && !copying) barrier_arrive(&smem.q_empty[queries.place()]);
     }
+    if (leader) store_wait();
 }
 
 template <class C>
@@ -398,8 +320,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kSlots; i++) {
-            barrier_init(&smem.rows_full[i], 32);
-            barrier_init(&smem.rows_empty[i], C::kGroups + 32 * C::kCheckers);
+            barrier_init(&smem.rows[i].full, 32);
+            barrier_init(&smem.rows[i].empty, C::kGroups + 32 * C::kCheckers);
         }
         for (int i = 0; i < 2; i++) {
             barrier_init(&smem.q_full[i], 1);
@@ -407,7 +329,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         }
         for (int i = 0; i < C::kStages; i++) {
             barrier_init(&smem.k_full[i], 1);
-            barrier_init(&smem.k_empty[i], C::kGroups);
+            barrier_init(&smem.k_empty[i], 4 * C::kGroups);
             barrier_init(&smem.v_full[i], 1);
             barrier_init(&smem.v_ready[i], 32 * C::kCheckers);
             barrier_init(&smem.v_empty[i], C::kGroups);
@@ -423,7 +345,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         if (threadIdx.x >= 64) check_tiles<C>(smem);
     } else {
         registers_up<C::kMathRegisters>();
-        compute_tiles<C>(smem, args, p);
+        compute_tiles<C>(smem, args, maps, p);
     }
 #else
     __trap();
@@ -439,8 +361,10 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     const int64_t num_tiles = num_row_tiles(problem, p.tokens * p.group), num_items = num_tiles * problem.num_kv_heads;
     if (num_items > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_items));
+    p.num_kv_heads = static_cast<unsigned>(problem.num_kv_heads);
     p.num_tiles = static_cast<unsigned>(num_tiles);
     p.num_items = static_cast<unsigned>(num_items);
+    p.copied = 64 % p.group ? 0 : 64 / p.group;
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     p.counter = nullptr;
     p.tag = 0;
@@ -456,6 +380,8 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     if (!status.code) status = encode_map(encode, &maps.q, problem, args.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
     if (!status.code) status = encode_map(encode, &maps.k, problem, args.k, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "k");
     if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "v");
+    if (!status.code && p.copied)
+        status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.copied, p.group, "out");
     if (!status.code) status = allow_shared<fwd_kernel<C>>(sizeof(Smem<C>));
     if (status.code) return status;
     const unsigned blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// New keys and values, copied behind those in use: a block a new row of a sequence, 16 bytes of K and of V a thread. Lengths and pages are
+// read here, so that a captured graph holds for all of them; what does not fit, and what an unmapped page would take, is left out and
+// reported in the error word. Two sequences that write one slot leave a mixture of both.
+
+#include "cuda/attn/work.cuh"
+#include "cuda/cuda_backend.h"
+#include "cuda/device/ptx_sm80.cuh"
+
+namespace sa {
+namespace {
+
+constexpr int kThreads = 128, kChunkBytes = 16;
+
+struct Params {
+    sinkattn_append_args args;
+    uint32_t blocks; // of a sequence: its new rows, but at least one
+    uint32_t chunks_a_head, num_chunks;
+    unsigned *error_word;
+};
+
+// 16 bytes of a row; offset counts elements.
+template <class To> __device__ __forceinline__ To *chunk_at(const sinkattn_tensor &tensor, int64_t offset, int64_t bytes, uint32_t chunk) {
+    return reinterpret_cast<To *>(static_cast<char *>(tensor.data) + offset * bytes + chunk * static_cast<int64_t>(kChunkBytes));
+}
+
+__global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant__ Params params) {
+    const sinkattn_append_args &args = params.args;
+    const sinkattn_decode_args &cache = args.cache;
+    const sinkattn_problem &problem = cache.fwd.problem;
+    const uint32_t b = blockIdx.x / params.blocks, row = blockIdx.x - b * params.blocks;
+    const uint32_t x = blockIdx.y * kThreads + threadIdx.x, head = x / params.chunks_a_head, chunk = x - head * params.chunks_a_head;
+    const int64_t bytes = sa_dtype_bytes(problem.dtype);
+    const bool copies = x < params.num_chunks && row < problem.q_len;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    uint4 k = {}, v = {};
+    if (copies) { // asked for before the lengths are waited for
+        k = *chunk_at<const uint4>(args.k, sa_offset(&args.k, b, row, head), bytes, chunk);
+        v = *chunk_at<const uint4>(args.v, sa_offset(&args.v, b, row, head), bytes, chunk);
+    }
+    const int32_t used = cache.cache_seqlens[b];
+    const sa_range slots = sa_new_slots(&args, b);
+    const int64_t slot = slots.begin + row;
+    if (x == 0 && row == 0) {
+        args.cache_seqlens[b] = static_cast<int32_t>(slots.end);
+        if (slots.begin != used || slots.end - used != problem.q_len) atomicOr(params.error_word, kBadCacheSeqlens);
+    }
+    if (!copies || slot >= slots.end) return;
+    const int64_t k_offset = sa_cache_offset(&cache, &cache.fwd.k, b, slot, head);
+    if (k_offset < 0) {
+        if (x == 0) atomicOr(params.error_word, kBadBlockTable);
+        return;
+    }
+    *chunk_at<uint4>(cache.fwd.k, k_offset, bytes, chunk) = k;
+    *chunk_at<uint4>(cache.fwd.v, sa_cache_offset(&cache, &cache.fwd.v, b, slot, head), bytes, chunk) = v;
+}
+
+} // namespace
+} // namespace sa
+
+extern "C" sinkattn_status sa_append_cuda(const sinkattn_append_args *args, const sinkattn_context *context) {
+    const sinkattn_problem &problem = args->cache.fwd.problem;
+    if (problem.batch == 0) return sa_ok();
+    const int64_t chunks_a_head = problem.head_dim * sa_dtype_bytes(problem.dtype) / sa::kChunkBytes;
+    const int64_t rows = sa_max(1, problem.q_len), num_chunks = problem.num_kv_heads * chunks_a_head;
+    const int64_t layers = sa_ceil_div(num_chunks, sa::kThreads);
+    if (rows > INT32_MAX || problem.batch > INT32_MAX / rows || layers > UINT16_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED,
+                         "batch * q_len is %lld * %lld, num_kv_heads %lld; a CUDA append takes less than 2^31 rows of at most 2^27 bytes",
+                         static_cast<long long>(problem.batch), static_cast<long long>(rows), static_cast<long long>(problem.num_kv_heads));
+    sa::Params params = {*args, static_cast<uint32_t>(rows), static_cast<uint32_t>(chunks_a_head), static_cast<uint32_t>(num_chunks),
+                         nullptr};
+    sinkattn_status status = sa_cuda_error_word(&params.error_word);
+    cudaFuncAttributes code = {};
+    if (!status.code) status = sa_cuda_status("cudaFuncGetAttributes", cudaFuncGetAttributes(&code, sa::append_kernel));
+    if (status.code) return status;
+
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = {static_cast<unsigned>(problem.batch * rows), static_cast<unsigned>(layers), 1};
+    config.blockDim = sa::kThreads;
+    config.stream = static_cast<cudaStream_t>(context->stream);
+    config.attrs = &overlap;
+    config.numAttrs = code.ptxVersion >= 90; // the code that runs knows how to wait
+    return sa_cuda_status("sa_append_cuda", cudaLaunchKernelEx(&config, sa::append_kernel, params));
+}

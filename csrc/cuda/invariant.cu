@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Decode with the bits of the prefill: it is the prefill. The forward takes packed sequences of lengths found on the device, and its rows
+// depend on nothing but their keys; so a cache is laid before it as packed keys, sequence b from key b * step on, and the slots between two
+// sequences are a sequence of their own that has no rows:
+//
+//     cu_seqlens_q   0         q_len        q_len        2 q_len       ..   batch * q_len
+//     cu_seqlens_k   0         used[0]      step         step + used[1] ..   all slots
+//
+// A contiguous cache is read where it lies. Pages are first gathered into the workspace, those keys that some row sees. Then the statistics
+// are put in a decode's order. Which forward: the one that the planner takes for these heads and this mask, on this device.
+
+#include "cuda/attn/launch_counter.cuh"
+#include "cuda/attn/work.cuh"
+#include "cuda/cuda_backend.h"
+
+namespace sa {
+namespace {
+
+constexpr int kThreads = 128, kGatherBlocks = 256, kAlignment = 128;
+
+struct Memory {
+    int32_t *cu_seqlens_q, *cu_seqlens_k; // [2 * batch + 1]
+    float *lse;                           // [num_q_heads, batch * q_len]
+    char *k, *v;                          // paged: [batch, k_len, num_kv_heads, head_dim]
+    void *forward;
+    int64_t bytes;
+};
+
+Memory lay_out(const sinkattn_problem &problem, void *workspace) {
+    const auto begin = reinterpret_cast<uintptr_t>(workspace);
+    uintptr_t at = (begin + kAlignment - 1) / kAlignment * kAlignment;
+    const auto take = [&at](int64_t bytes) {
+        const uintptr_t taken = at;
+        at += static_cast<uintptr_t>((bytes + kAlignment - 1) / kAlignment * kAlignment);
+        return reinterpret_cast<char *>(taken);
+    };
+    const int64_t lengths = (2 * problem.batch + 1) * static_cast<int64_t>(sizeof(int32_t));
+    const int64_t rows = problem.batch * problem.num_q_heads * problem.q_len * static_cast<int64_t>(sizeof(float));
+    const int64_t keys =
+        problem.page_size ? problem.batch * problem.k_len * problem.num_kv_heads * problem.head_dim * sa_dtype_bytes(problem.dtype) : 0;
+    Memory memory = {};
+    memory.cu_seqlens_q = reinterpret_cast<int32_t *>(take(lengths));
+    memory.cu_seqlens_k = reinterpret_cast<int32_t *>(take(lengths));
+    memory.lse = reinterpret_cast<float *>(take(rows));
+    memory.k = take(keys);
+    memory.v = take(keys);
+    memory.forward = take(kCounterBytes);
+    memory.bytes = static_cast<int64_t>(at - begin) + kAlignment - 1; // wherever it begins
+    return memory;
+}
+
+__global__ void write_lengths(sinkattn_decode_args args, Memory memory, int64_t step, int64_t num_slots, unsigned *error_word) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t b = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
+    if (b > problem.batch) return;
+    memory.cu_seqlens_q[2 * b] = static_cast<int32_t>(b * problem.q_len);
+    memory.cu_seqlens_k[2 * b] = static_cast<int32_t>(b < problem.batch ? b * step : num_slots);
+    if (b == problem.batch) return;
+    const int64_t used = sa_cache_len(&args, b);
+    memory.cu_seqlens_q[2 * b + 1] = static_cast<int32_t>((b + 1) * problem.q_len);
+    memory.cu_seqlens_k[2 * b + 1] = static_cast<int32_t>(b * step + used);
+    if (args.cache_seqlens && args.cache_seqlens[b] != used) atomicOr(error_word, kBadCacheSeqlens);
+}
+
+__device__ __forceinline__ void copy_row(char *to, const sinkattn_tensor &cache, int64_t offset, int64_t bytes, int64_t head_bytes) {
+    for (int64_t x = threadIdx.x * 16; x < bytes; x += kThreads * 16) {
+        const int64_t element_bytes = 2, head = x / head_bytes;
+        const char *from =
+            static_cast<const char *>(cache.data) + (offset + head * cache.head_stride) * element_bytes + x - head * head_bytes;
+        *reinterpret_cast<uint4 *>(to + x) = offset < 0 ? uint4{} : *reinterpret_cast<const uint4 *>(from);
+    }
+}
+
+// Keys of unmapped pages are zeros.
+__global__ __launch_bounds__(kThreads) void gather_pages(sinkattn_decode_args args, Memory memory, unsigned *error_word) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t b = blockIdx.y, head_bytes = problem.head_dim * sa_dtype_bytes(problem.dtype), bytes = problem.num_kv_heads * head_bytes;
+    const sa_band band =
+        sa_band_of(&problem.mask, static_cast<sa_position_t>(problem.q_len), static_cast<sa_position_t>(sa_cache_len(&args, b)));
+    sa_position_t sink_end;
+    const sa_range keys = sa_rows_band(&band, {0, band.q_len}, &sink_end);
+    for (int64_t key = blockIdx.x; key < sa_max(keys.end, sink_end); key += kGatherBlocks) {
+        if (key >= sink_end && key < keys.begin) continue;
+        const int64_t k = sa_cache_offset(&args, &args.fwd.k, b, key, 0), v = sa_cache_offset(&args, &args.fwd.v, b, key, 0);
+        if (k < 0 && threadIdx.x == 0) atomicOr(error_word, kBadBlockTable);
+        copy_row(memory.k + (b * problem.k_len + key) * bytes, args.fwd.k, k, bytes, head_bytes);
+        copy_row(memory.v + (b * problem.k_len + key) * bytes, args.fwd.v, v, bytes, head_bytes);
+    }
+}
+
+// [num_q_heads, batch * q_len] to [batch, num_q_heads, q_len]
+__global__ void order_lse(const float *from, float *to, int64_t batch, int64_t heads, int64_t q_len) {
+    const int64_t x = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
+    if (x < batch * heads * q_len) to[x] = from[(x / q_len % heads * batch + x / q_len / heads) * q_len + x % q_len];
+}
+
+// Rows of all sequences at one distance, which packed ones have; 0 where they are not.
+int64_t packed_stride(const sinkattn_tensor &tensor, int64_t batch, int64_t len) {
+    if (batch == 1) return tensor.row_stride;
+    if (len == 1) return tensor.batch_stride;
+    return tensor.batch_stride == len * tensor.row_stride ? tensor.row_stride : 0;
+}
+
+// Slots from one sequence's first to the next one's; 0 where there is no such number.
+int64_t slots_between(const sinkattn_tensor &cache, const sinkattn_problem &problem) {
+    if (problem.page_size || problem.batch == 1 || problem.k_len <= 1) return problem.k_len;
+    if (cache.row_stride == 0 || cache.batch_stride % cache.row_stride) return 0;
+    const int64_t step = cache.batch_stride / cache.row_stride;
+    return step >= problem.k_len ? step : 0;
+}
+
+sinkattn_tensor packed(sinkattn_tensor tensor, int64_t row_stride) {
+    tensor.batch_stride = 0;
+    tensor.row_stride = row_stride;
+    return tensor;
+}
+
+sinkattn_status check_strides(const sinkattn_decode_args &args) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t step = slots_between(args.fwd.k, problem);
+    if (problem.k_len && (!step || step != slots_between(args.fwd.v, problem)))
+        return sa_status(SINKATTN_UNSUPPORTED,
+                         "k and v have batch strides %lld and %lld; an invariant CUDA decode takes whole rows of each, as many of both",
+                         static_cast<long long>(args.fwd.k.batch_stride), static_cast<long long>(args.fwd.v.batch_stride));
+    for (const sinkattn_tensor *rows : {&args.fwd.q, &args.fwd.out})
+        if (problem.batch > 1 && !packed_stride(*rows, problem.batch, problem.q_len))
+            return sa_status(SINKATTN_UNSUPPORTED, "%s has batch stride %lld; an invariant CUDA decode takes q_len rows, %lld",
+                             rows == &args.fwd.q ? "q" : "out", static_cast<long long>(rows->batch_stride),
+                             static_cast<long long>(problem.q_len * rows->row_stride));
+    return sa_ok();
+}
+
+// The forward's arguments over what write_lengths and gather_pages leave.
+sinkattn_fwd_args forward_of(const sinkattn_decode_args &args, const Memory &memory, int64_t num_slots) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    sinkattn_fwd_args fwd = args.fwd;
+    fwd.problem.op = SINKATTN_FWD;
+    fwd.problem.packed = true;
+    fwd.problem.batch = 2 * problem.batch;
+    fwd.problem.q_len = problem.batch * problem.q_len;
+    fwd.problem.k_len = num_slots;
+    fwd.problem.max_seqlen_q = problem.q_len;
+    fwd.problem.max_seqlen_k = problem.k_len;
+    fwd.problem.page_size = fwd.problem.num_pages = fwd.problem.num_splits = 0;
+    fwd.problem.invariant = false;
+    fwd.q = packed(args.fwd.q, packed_stride(args.fwd.q, problem.batch, problem.q_len));
+    fwd.out = packed(args.fwd.out, packed_stride(args.fwd.out, problem.batch, problem.q_len));
+    if (problem.page_size) {
+        const int64_t row = problem.num_kv_heads * problem.head_dim;
+        fwd.k = {memory.k, 0, row, problem.head_dim};
+        fwd.v = {memory.v, 0, row, problem.head_dim};
+    } else {
+        fwd.k = packed(args.fwd.k, problem.k_len == 1 && problem.batch > 1 ? args.fwd.k.batch_stride : args.fwd.k.row_stride);
+        fwd.v = packed(args.fwd.v, problem.k_len == 1 && problem.batch > 1 ? args.fwd.v.batch_stride : args.fwd.v.row_stride);
+    }
+    fwd.lse = memory.lse;
+    fwd.cu_seqlens_q = memory.cu_seqlens_q;
+    fwd.cu_seqlens_k = memory.cu_seqlens_k;
+    return fwd;
+}
+
+sinkattn_status plan_forward(const sinkattn_problem &problem, sinkattn_plan *plan) {
+    int ordinal = 0;
+    sinkattn_status status = sa_cuda_status("cudaGetDevice", cudaGetDevice(&ordinal));
+    sinkattn_device device = {};
+    if (!status.code) status = sinkattn_query_cuda(ordinal, &device);
+    return status.code ? status : sinkattn_make_plan(&problem, &device, plan);
+}
+
+sinkattn_status run(const sinkattn_decode_args &args, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    if (problem.batch == 0 || problem.q_len == 0) return sa_ok();
+    sinkattn_status status = check_strides(args);
+    if (status.code) return status;
+    const int64_t step = slots_between(args.fwd.k, problem), num_slots = (problem.batch - 1) * step + problem.k_len;
+    const Memory memory = lay_out(problem, context.workspace);
+    const sinkattn_fwd_args fwd = forward_of(args, memory, num_slots);
+    sinkattn_plan plan = {};
+    unsigned *error_word = nullptr;
+    status = plan_forward(fwd.problem, &plan); // which refuses more slots than int32 counts, before they are written
+    if (!status.code && problem.batch > UINT16_MAX)
+        status = sa_status(SINKATTN_UNSUPPORTED, "batch is %lld; an invariant CUDA decode takes less than 2^16",
+                           static_cast<long long>(problem.batch));
+    if (!status.code) status = sa_cuda_error_word(&error_word);
+    if (status.code) return status;
+
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    const auto blocks = [](int64_t threads) { return static_cast<unsigned>(sa_ceil_div(threads, kThreads)); };
+    write_lengths<<<blocks(problem.batch + 1), kThreads, 0, stream>>>(args, memory, step, num_slots, error_word);
+    if (problem.page_size && problem.k_len)
+        gather_pages<<<dim3(kGatherBlocks, static_cast<unsigned>(problem.batch)), kThreads, 0, stream>>>(args, memory, error_word);
+    const sinkattn_context inner = {memory.forward, kCounterBytes, {}, context.stream};
+    status = sinkattn_fwd(&fwd, &plan, &inner);
+    if (status.code) return status;
+    const int64_t rows = problem.batch * problem.num_q_heads * problem.q_len;
+    order_lse<<<blocks(rows), kThreads, 0, stream>>>(memory.lse, static_cast<float *>(args.fwd.lse), problem.batch, problem.num_q_heads,
+                                                     problem.q_len);
+    return sa_cuda_status("sa_decode_cuda_sm80_prefill", cudaGetLastError());
+}
+
+} // namespace
+} // namespace sa
+
+extern "C" int64_t sa_cuda_invariant_workspace(const sinkattn_problem *problem) { return sa::lay_out(*problem, nullptr).bytes; }
+
+extern "C" sinkattn_status sa_decode_cuda_sm80_prefill(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+    return sa::run(*static_cast<const sinkattn_decode_args *>(args), *context);
+}

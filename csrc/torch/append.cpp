@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The operator that writes new keys and values into a cache, on CPU and CUDA.
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+
+#include "convert.h"
+
+namespace sinkattn {
+namespace {
+
+// int32 on the cache's device, its last dimension contiguous; a slice of a table is read where it is.
+at::Tensor lengths(const at::Tensor &tensor, const char *name, const at::Tensor &k_cache, at::IntArrayRef shape) {
+    check_like(tensor, name, k_cache, at::kInt, "k_cache");
+    check_shape(tensor, name, shape);
+    return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+sinkattn_problem problem_of(const at::Tensor &k_cache, const at::Tensor &k, const at::Tensor &table) {
+    sinkattn_problem problem{};
+    problem.op = SINKATTN_DECODE;
+    problem.dtype = dtype_of(k_cache, "k_cache");
+    problem.batch = k.size(0);
+    problem.q_len = k.size(1);
+    problem.num_q_heads = problem.num_kv_heads = k_cache.size(2);
+    problem.head_dim = k_cache.size(3);
+    problem.k_len = k_cache.size(1);
+    if (table.defined()) {
+        problem.num_pages = k_cache.size(0);
+        problem.page_size = k_cache.size(1);
+        problem.k_len *= table.size(1);
+    }
+    return problem;
+}
+
+void run(const sinkattn_append_args &args, const at::Tensor &k_cache) {
+    const c10::DeviceGuard guard(k_cache.device());
+    sinkattn_context context{};
+    if (k_cache.is_cuda())
+        context.stream = c10::impl::VirtualGuardImpl(k_cache.device().type()).getStream(k_cache.device()).native_handle();
+    raise_on(sinkattn_append(&args, k_cache.is_cuda() ? SINKATTN_CUDA : SINKATTN_CPU, &context));
+    const char *check = k_cache.is_cuda() ? std::getenv("SINKATTN_CHECK") : nullptr;
+    if (check && *check == '1') raise_on(sinkattn_check_errors(k_cache.get_device()));
+}
+
+// A cache whose rows C does not take is copied there and back.
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+                     const Maybe &block_table) {
+    check_append_ranks(k_cache, v_cache, k, v);
+    check_like(v_cache, "v_cache", k_cache, k_cache.scalar_type(), "k_cache");
+    check_shape(v_cache, "v_cache", k_cache.sizes());
+    for (const auto &[tensor, name] : {std::pair(&k, "k"), std::pair(&v, "v")}) {
+        check_like(*tensor, name, k_cache, k_cache.scalar_type(), "k_cache");
+        check_shape(*tensor, name, {k.size(0), k.size(1), k_cache.size(2), k_cache.size(3)});
+    }
+    TORCH_CHECK_VALUE(block_table || k_cache.size(0) == k.size(0), "sinkattn: k_cache has batch ", k_cache.size(0), ", k has ", k.size(0));
+    TORCH_CHECK_VALUE(!block_table || block_table->dim() == 2, "sinkattn: block_table has ", block_table->dim(),
+                      " dimensions, it must be [batch, max_pages]");
+    const at::Tensor before = lengths(cache_seqlens, "cache_seqlens", k_cache, {k.size(0)});
+    const at::Tensor table = block_table ? lengths(*block_table, "block_table", k_cache, {k.size(0), block_table->size(1)}) : at::Tensor();
+    const at::Tensor read_k = readable(k), read_v = readable(v);
+    at::Tensor written_k = readable(k_cache), written_v = readable(v_cache);
+    at::Tensor after = at::empty(before.sizes(), before.options());
+
+    sinkattn_append_args args{};
+    args.cache.fwd.problem = problem_of(k_cache, k, table);
+    args.cache.fwd.k = written_rows_of(written_k);
+    args.cache.fwd.v = written_rows_of(written_v);
+    args.cache.cache_seqlens = before.const_data_ptr<int32_t>();
+    if (table.defined()) {
+        args.cache.block_table = table.const_data_ptr<int32_t>();
+        args.cache.block_table_stride = table.stride(0);
+    }
+    args.k = rows_of(read_k);
+    args.v = rows_of(read_v);
+    args.cache_seqlens = after.mutable_data_ptr<int32_t>();
+    run(args, k_cache);
+    if (!written_k.is_same(k_cache)) k_cache.copy_(written_k);
+    if (!written_v.is_same(v_cache)) v_cache.copy_(written_v);
+    return after;
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(sinkattn, CPU, m) { m.impl("append_kv", append_kv); }
+
+TORCH_LIBRARY_IMPL(sinkattn, CUDA, m) { m.impl("append_kv", append_kv); }
+
+} // namespace sinkattn

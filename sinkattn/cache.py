@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache for endless generation with transformers: a sequence's first tokens and its last ones (StreamingLLM).
+
+    sinkattn.hf.register()
+    model.set_attn_implementation("sinkattn")
+    cache = sinkattn.cache.StreamingCache(model, window=1024)
+    model.generate(input_ids, past_key_values=cache, max_new_tokens=100_000)
+
+Memory and time of a token do not grow: a layer that sees all tokens keeps the first num_sink_tokens and the last window
+of them, and a layer with a window of its own keeps that, as ever. What is kept counts as one run of text: the distance
+from a token to the first ones, by which rotary embeddings turn keys, is the one that it would be if the tokens between
+had never been there. dynamic and static caches of transformers need nothing from here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not follow the length
+
+
+class Dropped(int):
+    """The kv_offset of a mask: so many tokens are gone, from behind the first ones and not from ahead of them."""
+
+
+class StreamingCache(Cache):
+    """Keys and values of the first num_sink_tokens tokens and of the last `window`, the token itself among them.
+
+    Goes into generate() and forward() as past_key_values. The rows of one call see all that was kept before it and each
+    other, causally; then the cache is cut. So a prompt sees itself whole, unless it comes in chunks
+    (prefill_chunk_size). The model must run attn_implementation="sinkattn" and have rotary embeddings; positions count
+    on, those of the first tokens with them. Sequences of a batch have one length: padding raises NotImplementedError.
+    Reordering for beams works; crop() does until something was dropped.
+
+    Raises ValueError for a window below 1 or a negative num_sink_tokens, NotImplementedError for a model whose layers
+    or positions it does not know.
+    """
+
+    def __init__(self, model: Any, window: int, num_sink_tokens: int = 4) -> None:
+        if window < 1 or num_sink_tokens < 0:
+            raise ValueError(
+                f"sinkattn: window is {window} and num_sink_tokens {num_sink_tokens}; they must be at least 1 and 0"
+            )
+        config = model.config.get_text_config(decoder=True)
+        if config._attn_implementation != "sinkattn":
+            raise NotImplementedError(
+                f"sinkattn: attn_implementation is {config._attn_implementation!r}; a StreamingCache needs"
+                ' model.set_attn_implementation("sinkattn"), which knows padding from tokens that are gone'
+            )
+        types = getattr(config, "layer_types", None)
+        if types is None:
+            sliding = getattr(config, "sliding_window", None) is not None
+            types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise NotImplementedError(f"sinkattn: layers of type {unknown} have no StreamingCache; use a DynamicCache")
+        turn = _Turn(model.base_model, config)
+        layers: list[Any] = [
+            _StreamingLayer(window, num_sink_tokens, turn)
+            if t == "full_attention"
+            else DynamicSlidingWindowLayer(sliding_window=config.sliding_window)
+            for t in types
+        ]
+        super().__init__(layers=layers)
+
+
+class _Turn:
+    """Moves rotated keys on by positions, with the model's own rotary embedding."""
+
+    def __init__(self, model: Any, config: Any) -> None:
+        parameters = getattr(config, "rope_parameters", None) or {}
+        self.rotary: Any = getattr(model, "rotary_emb", None)
+        self.apply: Any = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
+        kind, part = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor", 1.0)
+        if self.rotary is None or self.apply is None or kind not in _FIXED_ROPE or part != 1.0:
+            raise NotImplementedError(
+                f"sinkattn: {type(model).__name__} has rope_parameters {parameters}; a StreamingCache needs rotary_emb"
+                f" and apply_rotary_pos_emb, a rope_type of {_FIXED_ROPE} and no partial_rotary_factor"
+            )
+        self.by = 0
+        self.cos: Any = None
+        self.sin: Any = None
+
+    def __call__(self, keys: Tensor, by: int) -> Tensor:
+        """keys [batch, num_kv_heads, tokens, head_dim]; all layers of a forward move theirs by as much."""
+        x = keys.float()
+        if self.by != by or self.cos is None or self.cos.device != x.device:
+            self.by = by
+            self.cos, self.sin = self.rotary(x, torch.full((1, 1), by, device=x.device))
+        turned: Tensor = self.apply(x, x, self.cos, self.sin)[1]
+        return (turned / getattr(self.rotary, "attention_scaling", 1.0)).to(keys.dtype)
+
+
+class _StreamingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """keys, values [batch, num_kv_heads, at most num_sink_tokens + window - 1, head_dim]: the first, then the last."""
+
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, window: int, num_sink_tokens: int, turn: _Turn) -> None:
+        super().__init__()
+        self.window, self.num_sink_tokens, self.turn = window, num_sink_tokens, turn
+        self.cumulative_length = 0
+
+    @property
+    def dropped(self) -> int:
+        return self.cumulative_length - self.kept
+
+    @property
+    def kept(self) -> int:
+        return int(self.keys.shape[-2]) if self.is_initialized and self.keys.numel() else 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        dropped = self.dropped
+        keys, values = (torch.cat(x, -2) for x in ((self.keys, key_states), (self.values, value_states)))
+        self.cumulative_length += key_states.shape[-2]
+        self.keys, self.values = self._kept(keys), self._kept(values)
+        if dropped:  # always from where the first keys once stood, so that no rounding adds up
+            first = keys[..., : self.num_sink_tokens, :]
+            keys = torch.cat((self.turn(first, dropped), keys[..., self.num_sink_tokens :, :]), -2)
+        return keys, values
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """What the next token still sees, beside itself."""
+        first, last = self.num_sink_tokens, x.shape[-2] - (self.window - 1)
+        return x if last <= first else torch.cat((x[..., :first, :], x[..., last:, :]), -2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.kept + query_length, Dropped(self.dropped)
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_cache_shape(self) -> int:
+        return self.num_sink_tokens + self.window
+
+    def crop(self, max_length: int) -> None:
+        if self.dropped:
+            raise ValueError(f"sinkattn: the cache has dropped {self.dropped} tokens; it cannot be cropped any more")
+        super().crop(max_length)
+        self.cumulative_length = self.kept
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized, self.cumulative_length = False, 0

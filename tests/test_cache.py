@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""256 greedy tokens with every kind of cache: those of eager fp32 that computes each step from scratch.
+
+On CUDA, where attention is in half precision, the right tokens are fed and the logits compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
+
+import transformers
+from packaging.version import Version
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GptOssConfig, GptOssForCausalLM
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+from transformers.masking_utils import eager_mask
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+import sinkattn.hf as hf
+
+if Version(transformers.__version__) < Version(hf.MIN_TRANSFORMERS):
+    pytest.skip(f"transformers is {transformers.__version__}, older than sinkattn.hf needs", allow_module_level=True)
+
+from sinkattn.cache import StreamingCache
+
+hf.register()
+
+STEPS, PROMPT, WINDOW, SINKS = 256, 21, 24, 3
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=NO_CUDA)]
+LONG_PROMPT = SINKS + WINDOW + 30
+CASES = [("dynamic", PROMPT), ("static", PROMPT), *(("streaming", n) for n in (PROMPT, 2, LONG_PROMPT))]
+TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # of the largest logit
+
+
+def attention_in_half(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+    out, _ = hf.attention_forward(module, query.half(), key.half(), value.half(), *rest, **options)
+    return out.float(), None
+
+
+def make_model(device: str, num_layers: int = 2, **config: Any) -> GptOssForCausalLM:
+    """A sliding and a full layer, or full ones only; every token visits every expert, so that no choice flips."""
+    torch.manual_seed(0)
+    types = ["sliding_attention", "full_attention"] if num_layers == 2 else ["full_attention"] * num_layers
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "layer_types": types,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 97,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    model = GptOssForCausalLM._from_config(GptOssConfig(**sizes | config), attn_implementation="sinkattn")
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=1.5)
+    if device == "cuda":
+        AttentionInterface.register("sinkattn", attention_in_half)
+    return model.eval().to(device)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads: None) -> Any:
+    """Operations of microseconds; and the attention that a test puts in sinkattn's place goes with it."""
+    torch.set_num_threads(1)
+    yield
+    hf.register()
+
+
+def tokens(batch: int, length: int, device: str = "cpu", seed: int = 1) -> Tensor:
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+class Streaming:
+    """Attention that knows what a StreamingCache keeps, over whole sequences: an eager fp32 one for the full layers.
+
+    Row i of the prompt sees all before it. Row i behind it sees keys j < SINKS and j > i - WINDOW; the first keys are
+    moved on by the tokens that are missing between.
+    """
+
+    def __init__(self, model: GptOssForCausalLM, prompt: int) -> None:
+        self.prompt, self.inv_freq = prompt, model.model.rotary_emb.inv_freq.double()
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> Any:
+        if module.sliding_window is not None:
+            return eager_attention_forward(module, query, key, value, mask, scaling)
+        length = query.shape[2]
+        k, v = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+        scores = query @ k.transpose(2, 3)
+        row, column = torch.arange(length)[:, None].to(k.device), torch.arange(length).to(k.device)
+        missing = torch.where(row < self.prompt, 0, (row + 1 - SINKS - WINDOW).clamp(min=0))  # [rows, 1]
+        first = k[:, :, None, :SINKS].double()  # [batch, heads, 1, SINKS, head_dim]
+        pairs = torch.complex(*first.chunk(2, -1)) * torch.polar(
+            torch.ones_like(angle := missing * self.inv_freq), angle
+        ).unsqueeze(1)
+        turned = torch.cat((pairs.real, pairs.imag), -1).float()  # [batch, heads, rows, SINKS, head_dim]
+        scores[..., :SINKS] = torch.einsum("bhrd,bhrsd->bhrs", query, turned)
+        seen = (column <= row) & ((row < self.prompt) | (column < SINKS) | (column > row - WINDOW))
+        scores = (scores * scaling).masked_fill(~seen, -torch.inf)
+        sinks = module.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        return (weights @ v).transpose(1, 2).contiguous(), None
+
+
+def from_scratch(model: GptOssForCausalLM, ids: Tensor, cache: str) -> tuple[Tensor, Tensor]:
+    """Greedy tokens [batch, STEPS] and their logits [STEPS, batch, vocabulary], without any cache."""
+    name = "eager"
+    if cache == "streaming":
+        name = "streaming_from_scratch"
+        AttentionInterface.register(name, Streaming(model, ids.shape[1]))
+        AttentionMaskInterface.register(name, eager_mask)
+    model.set_attn_implementation(name)
+    prompt, logits = ids.shape[1], []
+    with torch.no_grad():
+        for _ in range(STEPS):
+            logits.append(model(ids, use_cache=False).logits[:, -1])
+            ids = torch.cat((ids, logits[-1].argmax(-1, keepdim=True)), 1)
+    model.set_attn_implementation("sinkattn")
+    return ids[:, prompt:], torch.stack(logits)
+
+
+class Force(LogitsProcessor):
+    """The tokens that are to come, whatever the logits."""
+
+    def __init__(self, wanted: Tensor, prompt: int) -> None:
+        self.wanted, self.prompt = wanted, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token = self.wanted[:, input_ids.shape[1] - self.prompt, None]
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+def generate(model: GptOssForCausalLM, ids: Tensor, cache: str, wanted: Tensor | None, **options: Any) -> Any:
+    if cache == "streaming":
+        options["past_key_values"] = StreamingCache(model, WINDOW, SINKS)
+    else:
+        options["cache_implementation"] = cache
+    force = [] if wanted is None else [Force(wanted, ids.shape[1])]
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, disable_compile=True, logits_processor=LogitsProcessorList(force), **options,
+    )  # fmt: skip
+
+
+def assert_close(got: Tensor, want: Tensor, device: str) -> None:
+    worst = (got - want).abs().max() / want.abs().max()
+    assert worst <= TOLERANCE[device], f"{worst:.2e} of the largest logit"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("cache", "prompt"), CASES)
+def test_tokens_are_those_from_scratch(cache: str, prompt: int, device: str) -> None:
+    model, ids = make_model(device), tokens(2, prompt, device)
+    want, logits = from_scratch(model, ids, cache)
+    got = generate(model, ids, cache, want if device == "cuda" else None)
+    if device == "cpu":
+        assert torch.equal(got.sequences[:, prompt:], want)
+    assert_close(torch.stack(got.logits).float(), logits, device)
+    assert len(want.unique()) > 10  # a model that repeats itself would prove little
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kept_tokens_count_as_one_text(device: str) -> None:
+    """With one layer, whose keys depend on their tokens alone, a step is that of a text of the kept tokens."""
+    model, ids = make_model(device, num_layers=1), tokens(2, PROMPT, device)
+    got = generate(model, ids, "streaming", None)
+    model.set_attn_implementation("eager")
+    for step in range(0, STEPS, 5):
+        text = got.sequences[:, : PROMPT + step]
+        if text.shape[1] > SINKS + WINDOW and step:
+            text = torch.cat((text[:, :SINKS], text[:, -WINDOW:]), 1)
+        with torch.no_grad():
+            assert_close(got.logits[step].float(), model(text, use_cache=False).logits[:, -1], device)
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_prompt_in_chunks(chunk: int) -> None:
+    """A long prompt may come in pieces, which drops tokens on the way."""
+    model, ids = make_model("cpu", num_layers=1), tokens(2, 80)
+    got = generate(model, ids, "streaming", None, prefill_chunk_size=chunk)
+    kept = ids[:, :0]
+    for piece in ids.split(chunk, 1):
+        kept = torch.cat((kept, piece), 1)
+        text, most = kept, SINKS + WINDOW - 1
+        kept = kept if kept.shape[1] <= most else torch.cat((kept[:, :SINKS], kept[:, 1 - WINDOW :]), 1)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert_close(got.logits[0], model(text, use_cache=False).logits[:, -1], "cpu")
+
+
+def test_the_cache_stops_growing() -> None:
+    model, ids = make_model("cpu"), tokens(1, PROMPT)
+    cache = StreamingCache(model, WINDOW, SINKS)
+    for step in range(60):
+        with torch.no_grad():
+            model(ids if step == 0 else tokens(1, 1, seed=step), past_key_values=cache, use_cache=True)
+        assert cache.get_seq_length() == PROMPT + step
+        sizes = [layer.keys.shape[-2] for layer in cache.layers]
+        assert sizes == [7, min(PROMPT + step, SINKS + WINDOW - 1)]
+    with pytest.raises(ValueError, match="has dropped 54 tokens; it cannot be cropped"):
+        cache.layers[1].crop(10)
+    cache.reset()
+    assert cache.layers[1].get_seq_length() == 0
+
+
+@pytest.mark.parametrize(("window", "num_sink_tokens"), [(1, 0), (1, 2), (5, 0)])
+def test_small_windows(window: int, num_sink_tokens: int) -> None:
+    model, ids = make_model("cpu", num_layers=1), tokens(2, 12)
+    cache = StreamingCache(model, window, num_sink_tokens)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        got = model(ids[:, :1], past_key_values=cache, use_cache=True).logits[:, -1]
+        kept = torch.cat((ids[:, :num_sink_tokens], ids[:, 13 - window :], ids[:, :1]), 1)
+        model.set_attn_implementation("eager")
+        assert_close(got, model(kept, use_cache=False).logits[:, -1], "cpu")
+
+
+def test_beams_are_reordered() -> None:
+    model, ids = make_model("cpu"), tokens(2, 5)
+    options: dict[str, Any] = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False}
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicCache(), **options)
+    cache = StreamingCache(model, window=64)
+    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options), want)
+
+
+def test_what_it_does_not_serve_raises() -> None:
+    model, ids = make_model("cpu"), tokens(2, 6)
+    for window, num_sink_tokens in ((0, 4), (8, -1)):
+        with pytest.raises(ValueError, match=f"window is {window} and num_sink_tokens {num_sink_tokens}"):
+            StreamingCache(model, window, num_sink_tokens)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    with pytest.raises(NotImplementedError, match="attention_mask has padding"):
+        model.generate(ids, attention_mask=mask, past_key_values=StreamingCache(model, 8), max_new_tokens=3)
+    model.set_attn_implementation("eager")
+    with pytest.raises(NotImplementedError, match="attn_implementation is 'eager'"):
+        StreamingCache(model, 8)
+    for change in ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, {"partial_rotary_factor": 0.5}):
+        model = make_model("cpu")
+        model.config.rope_parameters = model.config.rope_parameters | change
+        with pytest.raises(NotImplementedError, match="StreamingCache needs rotary_emb"):
+            StreamingCache(model, 8)
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(NotImplementedError, match=r"layers of type .'linear_attention'. have no StreamingCache"):
+        StreamingCache(model, 8)
