@@ -4,7 +4,13 @@
 
 #include "core.h"
 
-sinkattn_status sa_ok(void) { return (sinkattn_status){.code = SINKATTN_OK}; }
+/* The rest of the message stays as it is: clearing it would be most of a call's validation. */
+sinkattn_status sa_ok(void) {
+    sinkattn_status status;
+    status.code = SINKATTN_OK;
+    status.message[0] = 0;
+    return status;
+}
 
 sinkattn_status sa_status(sinkattn_code code, const char *format, ...) {
     sinkattn_status status = {.code = code};

@@ -35,7 +35,7 @@ static cudaError_t read_name(int32_t ordinal, char *name, int bytes) {
 // SINKATTN_CUDA_ARCH in the environment lowers the compute capability, so that the rows for older devices run here.
 static sinkattn_status lower_arch(int32_t *arch) {
     const char *wanted = getenv("SINKATTN_CUDA_ARCH");
-    if (!wanted) return {SINKATTN_OK, ""};
+    if (!wanted) return sa_ok();
     char *end;
     const long lowered = strtol(wanted, &end, 10);
     if (end == wanted || *end || lowered < 80 || lowered > *arch) {
@@ -45,7 +45,7 @@ static sinkattn_status lower_arch(int32_t *arch) {
         return status;
     }
     *arch = (int32_t)lowered;
-    return {SINKATTN_OK, ""};
+    return sa_ok();
 }
 
 extern "C" sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device) {
@@ -82,7 +82,7 @@ extern "C" sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device 
 static __device__ unsigned error_word;
 
 extern "C" sinkattn_status sa_cuda_status(const char *what, cudaError_t error) {
-    if (error == cudaSuccess) return {SINKATTN_OK, ""};
+    if (error == cudaSuccess) return sa_ok();
     int ordinal = -1;
     cudaGetDevice(&ordinal);
     return device_error(ordinal, what, error);

@@ -38,5 +38,23 @@ sinkattn_status sa_bwd_cuda_sm90_d128(const void *args, const sinkattn_plan *pla
 
 #ifdef __cplusplus
 }
+
+namespace sa {
+
+/* Lets blocks of a kernel have more than 48 KiB of dynamic shared memory, always as much. The runtime is asked once a device, since asking
+ * it takes a sixth of a launch. */
+template <auto kKernel> sinkattn_status allow_shared(int bytes) {
+    static uint64_t allowed; // a bit a device
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    const uint64_t bit = device < 64 ? UINT64_C(1) << device : 0;
+    if (error == cudaSuccess && !(__atomic_load_n(&allowed, __ATOMIC_RELAXED) & bit)) {
+        error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error == cudaSuccess) __atomic_fetch_or(&allowed, bit, __ATOMIC_RELAXED);
+    }
+    return sa_cuda_status("cudaFuncSetAttribute", error);
+}
+
+} // namespace sa
 #endif
 #endif

@@ -24,6 +24,8 @@ using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
 using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using MaybeInt = std::optional<c10::SymInt>;
 using MaybeScale = std::optional<double>;
+using Mask = std::tuple<c10::SymInt, c10::SymInt, c10::SymInt>;
+using Options = std::tuple<MaybeInt, MaybeInt, MaybeScale>;
 
 bool requires_grad(const at::Tensor &tensor) {
     TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(),
@@ -100,12 +102,8 @@ struct FlashAttnFwd : torch::autograd::Function<FlashAttnFwd> {
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({q, k, v, out, lse, s_aux_learns ? *s_aux : at::Tensor(), cu_seqlens_q.value_or(at::Tensor()),
                                 cu_seqlens_k.value_or(at::Tensor())});
-        ctx->saved_data["max_seqlen_q"] = max_seqlen_q;
-        ctx->saved_data["max_seqlen_k"] = max_seqlen_k;
-        ctx->saved_data["softmax_scale"] = softmax_scale;
-        ctx->saved_data["window_size_left"] = window_size_left;
-        ctx->saved_data["window_size_right"] = window_size_right;
-        ctx->saved_data["num_sink_tokens"] = num_sink_tokens;
+        ctx->saved_data["options"] = Options(max_seqlen_q, max_seqlen_k, softmax_scale);
+        ctx->saved_data["mask"] = Mask(window_size_left, window_size_right, num_sink_tokens);
         return {out, lse};
     }
 
@@ -118,13 +116,11 @@ struct FlashAttnFwd : torch::autograd::Function<FlashAttnFwd> {
         const variable_list saved = ctx->get_saved_variables();
         const at::Tensor &out = saved[3];
         const at::Tensor &s_aux = saved[5];
-        const auto size = [&](const char *name) { return ctx->saved_data[name].toSymInt(); };
-        const auto optional_size = [&](const char *name) { return ctx->saved_data[name].to<MaybeInt>(); };
-        auto [dq, dk, dv, ds_aux] =
-            bwd.call(dout.defined() ? dout : at::zeros_like(out), if_defined(dlse), saved[0], saved[1], saved[2], out, saved[4],
-                     if_defined(s_aux), if_defined(saved[6]), if_defined(saved[7]), optional_size("max_seqlen_q"),
-                     optional_size("max_seqlen_k"), ctx->saved_data["softmax_scale"].to<MaybeScale>(), size("window_size_left"),
-                     size("window_size_right"), size("num_sink_tokens"));
+        const auto [max_seqlen_q, max_seqlen_k, softmax_scale] = ctx->saved_data["options"].to<Options>();
+        const auto [window_size_left, window_size_right, num_sink_tokens] = ctx->saved_data["mask"].to<Mask>();
+        auto [dq, dk, dv, ds_aux] = bwd.call(dout.defined() ? dout : at::zeros_like(out), if_defined(dlse), saved[0], saved[1], saved[2],
+                                             out, saved[4], if_defined(s_aux), if_defined(saved[6]), if_defined(saved[7]), max_seqlen_q,
+                                             max_seqlen_k, softmax_scale, window_size_left, window_size_right, num_sink_tokens);
         result[0] = std::move(dq);
         result[1] = std::move(dk);
         result[2] = std::move(dv);

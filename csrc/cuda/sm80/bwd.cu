@@ -412,8 +412,7 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &wo
     unsigned *error_word;
     sinkattn_status status = sa_cuda_error_word(&error_word);
     if (status.code) return status;
-    status = sa_cuda_status("cudaFuncSetAttribute",
-                            cudaFuncSetAttribute(bwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<C>)));
+    status = allow_shared<bwd_kernel<C>>(sizeof(Smem<C>));
     if (status.code) return status;
     const float scale = static_cast<float>(sa_softmax_scale(&args.fwd.problem));
     bwd_kernel<C>

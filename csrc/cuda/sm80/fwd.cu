@@ -371,8 +371,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     unsigned *error_word;
     sinkattn_status status = sa_cuda_error_word(&error_word);
     if (status.code) return status;
-    status = sa_cuda_status("cudaFuncSetAttribute",
-                            cudaFuncSetAttribute(fwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
+    status = allow_shared<fwd_kernel<C>>(C::kSharedBytes);
     if (status.code) return status;
     const sa_divisor by_group = sa_divisor_of(static_cast<uint32_t>(args.problem.num_q_heads / args.problem.num_kv_heads));
     const float scale_log2 = static_cast<float>(sa_softmax_scale(&args.problem)) * kLog2e;

@@ -756,6 +756,15 @@ template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
     return sizes;
 }
 
+template <class C, TermsOf kTerms>
+sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, const Buffers &buffers, int blocks,
+                              cudaStream_t stream) {
+    const sinkattn_status status = allow_shared<bwd_kernel<C, kTerms>>(sizeof(Smem<C>));
+    if (!status.code)
+        bwd_kernel<C, kTerms><<<static_cast<unsigned>(blocks), C::kThreads, sizeof(Smem<C>), stream>>>(args, maps, p, buffers);
+    return status;
+}
+
 template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     const Sizes sizes = sizes_of<C>(problem);
@@ -802,14 +811,14 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
             sa_cuda_status("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
     if (status.code) return status;
     p.shared_begin = sa_ceil_div(reserved, 1024) * 1024;
-    const auto kernel = !args.ds_aux ? bwd_kernel<C, kNoTerms> : p.period == 1 ? bwd_kernel<C, kTermsOf8> : bwd_kernel<C, kTermsOfAny>;
-    status = sa_cuda_status("cudaFuncSetAttribute",
-                            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Smem<C>))));
-    if (status.code) return status;
     const auto stream = static_cast<cudaStream_t>(context.stream);
     table_kernel<C><<<1, kTableThreads, 0, stream>>>(args, p, buffers, error_word);
     rows_kernel<C><<<static_cast<unsigned>(sizes.tiles), 128, 0, stream>>>(args, p, buffers);
-    kernel<<<static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream>>>(args, maps, p, buffers);
+    const auto launch_keys = !args.ds_aux    ? launch_kernel<C, kNoTerms>
+                             : p.period == 1 ? launch_kernel<C, kTermsOf8>
+                                             : launch_kernel<C, kTermsOfAny>;
+    status = launch_keys(args, maps, p, buffers, plan.workers, stream);
+    if (status.code) return status;
     if (args.ds_aux) sink_kernel<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, p, buffers);
     return sa_cuda_status("sa_bwd_cuda_sm90", cudaGetLastError());
 }

@@ -610,9 +610,7 @@ static inline int64_t num_sums(const sinkattn_problem &problem, const sinkattn_p
 template <class C>
 sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, int blocks, unsigned *error_word,
                               cudaStream_t stream) {
-    const sinkattn_status status =
-        sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(bwd_window_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                                    static_cast<int>(sizeof(Smem))));
+    const sinkattn_status status = allow_shared<bwd_window_kernel<C>>(sizeof(Smem));
     if (status.code) return status;
     bwd_window_kernel<C><<<blocks, kThreads, sizeof(Smem), stream>>>(args, maps, p, error_word);
     return sa_cuda_status("sa_bwd_cuda_sm90_window", cudaGetLastError());

@@ -382,9 +382,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "v");
     if (!status.code && p.copied)
         status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.copied, p.group, "out");
-    if (!status.code)
-        status = sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(fwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                                             static_cast<int>(sizeof(Smem<C>))));
+    if (!status.code) status = allow_shared<fwd_kernel<C>>(sizeof(Smem<C>));
     if (status.code) return status;
     const unsigned blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));
     fwd_kernel<C><<<blocks, C::kThreads, sizeof(Smem<C>), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);

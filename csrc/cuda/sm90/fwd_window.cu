@@ -406,10 +406,7 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
     if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, p.span + kKeys, 1, "v");
     if (!status.code)
         status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.tokens, p.group, "out");
-    if (!status.code)
-        status =
-            sa_cuda_status("cudaFuncSetAttribute", cudaFuncSetAttribute(window_kernel<Element>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                                        static_cast<int>(sizeof(Smem))));
+    if (!status.code) status = allow_shared<window_kernel<Element>>(sizeof(Smem));
     if (status.code) return status;
     const unsigned blocks = static_cast<unsigned>(sa_min(p.num_items, plan.workers));
     window_kernel<Element><<<blocks, kThreads, sizeof(Smem), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
