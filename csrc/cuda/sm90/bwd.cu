@@ -757,7 +757,7 @@ template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
 }
 
 template <class C, TermsOf kTerms>
-sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, const Buffers &buffers, int blocks,
+sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p, const BwdBuffers &buffers, int blocks,
                               cudaStream_t stream) {
     const sinkattn_status status = allow_shared<bwd_kernel<C, kTerms>>(sizeof(Smem<C>));
     if (!status.code)
