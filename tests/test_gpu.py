@@ -94,6 +94,17 @@ def test_every_head_dim(head_dim: int, dtype: str) -> None:
     )
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_of_rows_without_keys(head_dim: int) -> None:
+    """Their out is zero, whatever lies where it is put together."""
+    q, k, v = (torch.randn(8, n, 16, head_dim, device="cuda", dtype=torch.bfloat16) for n in (600, 1, 1))
+    for _ in range(20):
+        out, lse = sinkattn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        assert not out[:, :-1].any()
+        assert (lse[:, :, :-1] == -torch.inf).all()
+        assert torch.equal(out[:, -1:], v)
+
+
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges_of_s_aux(edge: str) -> None:
     assert_right_on_device(

@@ -325,8 +325,10 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
         cp_async_commit();
     };
     const int begin = sa_key_tile_from(&tiles, 0);
-    loader.load_queries(q, block, args.q, by_group);
-    if (begin < tiles.end) load(begin, 0);
+    if (begin < tiles.end) { // else nothing may be on its way to where out will be
+        loader.load_queries(q, block, args.q, by_group);
+        load(begin, 0);
+    }
     describe_rows<C>(table, args, block.work, by_group);
     if (scale_log2 < 0.0f) {
         cp_async_wait<0>();
