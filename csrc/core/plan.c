@@ -78,7 +78,8 @@ static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
     if (info->op != p->op) return "it is another op";
     if (!(info->dtypes & SA_BIT(p->dtype))) return "it has other dtypes";
     if (p->head_dim > info->max_head_dim) return "head_dim is above its largest";
-    if (info->backend == SINKATTN_CUDA && (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN)) return "2^29 rows or keys and more";
+    if (info->backend == SINKATTN_CUDA && (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN || p->num_q_heads > INT32_MAX))
+        return "2^29 rows or keys, or 2^31 heads, and more";
     if (info->backend == SINKATTN_CUDA && p->q_len > INT32_MAX / (p->num_q_heads / p->num_kv_heads)) return "2^31 rows of a group and more";
     return row->refusal(p, info);
 }

@@ -73,18 +73,7 @@ extern "C" sinkattn_status sa_append_cuda(const sinkattn_append_args *args, cons
     sa::Params params = {*args, static_cast<uint32_t>(rows), static_cast<uint32_t>(chunks_a_head), static_cast<uint32_t>(num_chunks),
                          nullptr};
     sinkattn_status status = sa_cuda_error_word(&params.error_word);
-    cudaFuncAttributes code = {};
-    if (!status.code) status = sa_cuda_status("cudaFuncGetAttributes", cudaFuncGetAttributes(&code, sa::append_kernel));
     if (status.code) return status;
-
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = {static_cast<unsigned>(problem.batch * rows), static_cast<unsigned>(layers), 1};
-    config.blockDim = sa::kThreads;
-    config.stream = static_cast<cudaStream_t>(context->stream);
-    config.attrs = &overlap;
-    config.numAttrs = code.ptxVersion >= 90; // the code that runs knows how to wait
-    return sa_cuda_status("sa_append_cuda", cudaLaunchKernelEx(&config, sa::append_kernel, params));
+    const dim3 grid(static_cast<unsigned>(problem.batch * rows), static_cast<unsigned>(layers));
+    return sa::launch_overlapping<sa::append_kernel>("sa_append_cuda", grid, sa::kThreads, 0, context->stream, params);
 }

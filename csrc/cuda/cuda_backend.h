@@ -4,7 +4,7 @@
 #ifndef SA_CUDA_BACKEND_H
 #define SA_CUDA_BACKEND_H
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "sinkattn.h"
 
@@ -53,6 +53,26 @@ template <auto kKernel> sinkattn_status allow_shared(int bytes) {
         if (error == cudaSuccess) __atomic_fetch_or(&allowed, bit, __ATOMIC_RELAXED);
     }
     return sa_cuda_status("cudaFuncSetAttribute", error);
+}
+
+/* The launch of a kernel that waits for the one in front by itself, so that it may begin while that ends. */
+template <auto kKernel, class... Arguments>
+sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads, size_t shared_bytes, void *stream,
+                                   const Arguments &...arguments) {
+    cudaFuncAttributes code = {};
+    const sinkattn_status status = sa_cuda_status("cudaFuncGetAttributes", cudaFuncGetAttributes(&code, kKernel));
+    if (status.code) return status;
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &overlap;
+    config.numAttrs = code.ptxVersion >= 90; /* the code that runs knows how to wait */
+    return sa_cuda_status(what, cudaLaunchKernelEx(&config, kKernel, arguments...));
 }
 
 } // namespace sa

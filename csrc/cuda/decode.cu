@@ -63,9 +63,9 @@ template <class C> __device__ __forceinline__ Asked ask_rows(const typename C::S
     if (row < fragment.stream.num_rows && params.s_aux) {
         const int32_t head = token_head(fragment, params, row).head;
         if (params.s_aux_dtype == SINKATTN_FP32)
-            asked.s_aux = __ldg(static_cast<const uint32_t *>(params.s_aux) + head);
+            asked.s_aux = static_cast<const uint32_t *>(params.s_aux)[head];
         else
-            asked.s_aux = __ldg(static_cast<const uint16_t *>(params.s_aux) + head);
+            asked.s_aux = static_cast<const uint16_t *>(params.s_aux)[head];
     }
     return asked;
 }
@@ -348,14 +348,9 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     if (!status.code) status = sa_cuda_error_word(&params.error_word);
     if (status.code) return status;
 
-    const uint32_t grid = cut_work<C>(params, problem, plan, blocks);
-    const int shared_bytes = C::kQueryBytes + params.stages * C::kStageBytes;
-    if (!status.code)
-        status = sa_cuda_status("cudaFuncSetAttribute",
-                                cudaFuncSetAttribute(decode_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-    cudaFuncAttributes code = {};
-    if (!status.code) status = sa_cuda_status("cudaFuncGetAttributes", cudaFuncGetAttributes(&code, decode_kernel<C>));
+    status = allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes);
     if (status.code) return status;
+    const uint32_t grid = cut_work<C>(params, problem, plan, blocks);
 
     const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };
     params.cache_seqlens = args.cache_seqlens;
@@ -403,17 +398,8 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.out_head = static_cast<int32_t>(args.fwd.out.head_stride);
     params.lse = static_cast<float *>(args.fwd.lse);
 
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = C::kThreads;
-    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.stream = static_cast<cudaStream_t>(context.stream);
-    config.attrs = &overlap;
-    config.numAttrs = code.ptxVersion >= 90; // the code that runs knows how to wait
-    return sa_cuda_status("sa_decode_cuda_sm80", cudaLaunchKernelEx(&config, decode_kernel<C>, params));
+    const size_t shared_bytes = C::kQueryBytes + static_cast<size_t>(params.stages) * C::kStageBytes;
+    return launch_overlapping<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kThreads, shared_bytes, context.stream, params);
 }
 
 // Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one

@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const u
             asm("" : "+l"(from)); // one address, from which the others are a constant away
 #pragma unroll
             for (int x = 0; x < C::kHeadDim / 8; x++)
-                if (8 * x < params.head_dim) rows.q[x / 2][2 * (x % 2) + i] = __ldg(from + 4 * x);
+                if (8 * x < params.head_dim) rows.q[x / 2][2 * (x % 2) + i] = from[4 * x];
         }
     } else {
 #pragma unroll 1

@@ -151,7 +151,7 @@ template <int kThreads> __device__ __forceinline__ Guess guess_of(const Params &
 }
 
 __device__ __forceinline__ int32_t length_of(const Params &params, const Guess &guess, int32_t b) {
-    return b == guess.batch ? guess.length : params.cache_seqlens ? __ldg(params.cache_seqlens + b) : params.band.k_len;
+    return b == guess.batch ? guess.length : params.cache_seqlens ? params.cache_seqlens[b] : params.band.k_len;
 }
 
 // Of one kv head: the first part of a thread's sequences and that past the last, the tiles before them, and the length of a part.

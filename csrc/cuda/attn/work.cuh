@@ -82,10 +82,10 @@ __device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t
     work.has_sink = args.s_aux && b < problem.batch;
     work.sequence = sequence_or_tail(args, b);
     work.band = sa_band_of(&problem.mask, work.sequence.q_len, work.sequence.k_len);
-    const auto rows = static_cast<int32_t>(tile_rows);
+    const auto rows = static_cast<int32_t>(tile_rows), all = static_cast<int32_t>(work.sequence.q_len) * work.group;
     work.rows.begin = within * rows;
-    work.rows.end = sa_first(work.rows.begin + rows, static_cast<int32_t>(work.sequence.q_len) * work.group);
-    if (within < 0 || work.rows.begin >= work.rows.end) return false;
+    if (within < 0 || work.rows.begin >= all) return false;
+    work.rows.end = work.rows.begin + sa_first(rows, all - work.rows.begin);
     work.tokens = {work.rows.begin / work.group, (work.rows.end - 1) / work.group + 1};
     work.tiles = sa_key_tiles_of(&work.band, work.tokens, tile_k);
     return true;

@@ -111,9 +111,6 @@ __device__ __forceinline__ void bulk_add(float *to, const float *from, uint32_t 
                  : "memory");
 }
 
-// What copies wrote to global memory and what threads read and write, in order.
-__device__ __forceinline__ void all_async_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // ---- flags between blocks ----
 
 __device__ __forceinline__ unsigned long long load_acquire(const unsigned long long *flag) {

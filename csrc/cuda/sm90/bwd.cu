@@ -510,7 +510,7 @@ __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&
 }
 
 template <class C>
-__device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Smem<C> &smem,
+__device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const float (&poison)[2],
                                            const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, const ThreadKeys &keys,
                                            int math_group) {
     const sa_sequence &sequence = item.sequence;
@@ -520,14 +520,14 @@ __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (
         const int64_t key = item.key + own;
         const bool real = key < sequence.k_len;
         const bool has_rows = keys.begin[r] < keys.end[r];
-        const float poison = smem.poisoned[own] && has_rows ? NAN : 0.0f;
+        const float added = has_rows ? poison[r] : 0.0f;
         auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
         if (real) {
             to_dk += sa_offset(&args.dk, sequence.batch, sequence.k_begin + key, item.kv_head);
             to_dv += sa_offset(&args.dv, sequence.batch, sequence.k_begin + key, item.kv_head);
         }
-        write_row<typename C::Element>(to_dk, dk, r, p.scale + poison, 0, args.fwd.problem.head_dim, real);
-        write_row<typename C::Element>(to_dv, dv, r, 1.0f + poison, 0, args.fwd.problem.head_dim, real);
+        write_row<typename C::Element>(to_dk, dk, r, p.scale + added, 0, args.fwd.problem.head_dim, real);
+        write_row<typename C::Element>(to_dv, dv, r, 1.0f + added, 0, args.fwd.problem.head_dim, real);
     }
 }
 
@@ -654,10 +654,14 @@ template <class C, TermsOf kTerms> struct Math {
             barrier_wait(&smem.kv_full, items.n & 1);
             clean_keys<C>(smem);
             if (item.begin < item.end) meet_tiles(dk, dv, item, keys);
+            const bool hides = smem.hides; // these two belong to the keys, which go now
+            const float poison[2] = {smem.poisoned[64 * math_group + thread_row(0)] ? NAN : 0.0f,
+                                     smem.poisoned[64 * math_group + thread_row(1)] ? NAN : 0.0f};
+            __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.kv_empty);
-            if (smem.hides) add_hidden<C>(dv, smem, args, p, item, keys);
+            if (hides) add_hidden<C>(dv, smem, args, p, item, keys);
             if (item.num_rounds > 1) add_carry<C>(dk, dv, buffers, item);
-            if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, smem, args, p, item, keys, math_group);
+            if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, poison, args, p, item, keys, math_group);
             if constexpr (kTerms != kNoTerms) write_terms(terms, smem, p, buffers, item);
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.item_empty[items.place()]);

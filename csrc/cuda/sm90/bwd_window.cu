@@ -88,6 +88,7 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
         if (made > 0 && next_tokens(step, smem.steps[(made - 1) % kStages], p)) {
             barrier_wait(&smem.empty[stage], (made / kStages & 1) ^ 1);
             if (lane == 0) smem.steps[stage] = step;
+            __syncwarp();
         } else {
             if (next_newest(smem.walk) > finished + 2) return true;
             barrier_wait(&smem.empty[stage], (made / kStages & 1) ^ 1);
