@@ -548,6 +548,22 @@ def test_graph_of_forward_and_backward() -> None:
     assert not captured[2][590:].any()
 
 
+def test_compiled_training_step() -> None:
+    q, k, v, s_aux = (x.requires_grad_() for x in gpt_oss_like(1, 300))
+
+    def step(*leaves: Tensor) -> Tensor:
+        q, k, v, s_aux = leaves
+        return (
+            sinkattn.flash_attn_func(q * 2, k, v, causal=True, window_size=(127, 0), s_aux=s_aux).float() ** 2
+        ).sum()
+
+    compiled, plain = (
+        torch.autograd.grad(f(q, k, v, s_aux), (q, k, v, s_aux)) for f in (torch.compile(step, fullgraph=True), step)
+    )
+    for got, want in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
+
+
 def test_layouts_of_dout() -> None:
     """.sum() hands back an expanded gradient, a transpose after the attention a transposed one."""
     q, k, v, s_aux = gpt_oss_like(2, 200)
