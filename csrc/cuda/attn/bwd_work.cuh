@@ -256,4 +256,46 @@ static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_
     sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
 }
 
+// ---- the workspace ----
+
+struct BwdSizes {
+    int64_t entries, tiles, blocks, slots, carries, entries_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at,
+        key_terms_at, bytes;
+    bool is_local;
+};
+
+template <class C> BwdSizes sizes_of(const sinkattn_problem &problem) {
+    const int64_t group = problem.num_q_heads / problem.num_kv_heads, tokens = C::kRows / group, tile_bytes = C::kTileFloats * 4;
+    const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
+    const int64_t longest = sa_ceil_div(problem.q_len, tokens);
+    BwdSizes sizes;
+    sizes.entries = problem.batch + problem.packed;
+    sizes.tiles = (problem.packed ? problem.q_len / tokens + problem.batch + 1 : problem.batch * longest) * problem.num_kv_heads;
+    sizes.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
+                     sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
+    const bool has_rounds = !sizes.is_local && longest > kMostTiles<C>;
+    sizes.slots = sa_min(sizes.tiles, problem.packed ? kPackedSlotsBytes / tile_bytes : has_rounds ? kRoundTiles<C> : kMostTiles<C>);
+    sizes.carries = !has_rounds      ? 0
+                    : problem.packed ? problem.k_len / C::kKeys + longest / kMostTiles<C> + 1
+                                     : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
+    sizes.blocks = (problem.packed ? problem.k_len / C::kKeys + sizes.entries : problem.batch * sa_ceil_div(problem.k_len, C::kKeys)) *
+                   (has_rounds ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
+    int64_t at = 0;
+    const auto take = [&](int64_t bytes) {
+        const int64_t from = at;
+        at = sa_ceil_div(at + bytes, 128) * 128;
+        return from;
+    };
+    sizes.entries_at = take((sizes.entries + 1) * static_cast<int64_t>(sizeof(Entry)));
+    sizes.turns_at = take((sizes.slots + 1) * 8);
+    sizes.carry_turns_at = take(sizes.carries * 8);
+    sizes.stats_at = take(sizes.tiles * stats_length<C>(problem.s_aux_dtype) * 4);
+    sizes.slots_at = take(sizes.slots * tile_bytes);
+    sizes.carries_at = take(sizes.carries * 2 * C::kKeys * C::kHeadDim * 4);
+    sizes.row_terms_at = take(problem.s_aux_dtype ? group * sizes.tiles * 4 : 0);
+    sizes.key_terms_at = take(problem.s_aux_dtype ? problem.num_q_heads * sizes.blocks * 4 : 0);
+    sizes.bytes = at + 127;
+    return sizes;
+}
+
 } // namespace sa

@@ -720,46 +720,6 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 
 // ---- host ----
 
-struct Sizes {
-    int64_t entries, tiles, blocks, slots, carries, entries_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at,
-        key_terms_at, bytes;
-    bool is_local;
-};
-
-template <class C> Sizes sizes_of(const sinkattn_problem &problem) {
-    const int64_t group = problem.num_q_heads / problem.num_kv_heads, tokens = C::kRows / group, tile_bytes = C::kTileFloats * 4;
-    const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
-    const int64_t longest = sa_ceil_div(problem.q_len, tokens);
-    Sizes sizes;
-    sizes.entries = problem.batch + problem.packed;
-    sizes.tiles = (problem.packed ? problem.q_len / tokens + problem.batch + 1 : problem.batch * longest) * problem.num_kv_heads;
-    sizes.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
-                     sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
-    const bool has_rounds = !sizes.is_local && longest > kMostTiles<C>;
-    sizes.slots = sa_min(sizes.tiles, problem.packed ? kPackedSlotsBytes / tile_bytes : has_rounds ? kRoundTiles<C> : kMostTiles<C>);
-    sizes.carries = !has_rounds      ? 0
-                    : problem.packed ? problem.k_len / C::kKeys + longest / kMostTiles<C> + 1
-                                     : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
-    sizes.blocks = (problem.packed ? problem.k_len / C::kKeys + sizes.entries : problem.batch * sa_ceil_div(problem.k_len, C::kKeys)) *
-                   (has_rounds ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
-    int64_t at = 0;
-    const auto take = [&](int64_t bytes) {
-        const int64_t from = at;
-        at = sa_ceil_div(at + bytes, 128) * 128;
-        return from;
-    };
-    sizes.entries_at = take((sizes.entries + 1) * static_cast<int64_t>(sizeof(Entry)));
-    sizes.turns_at = take((sizes.slots + 1) * 8);
-    sizes.carry_turns_at = take(sizes.carries * 8);
-    sizes.stats_at = take(sizes.tiles * stats_length<C>(problem.s_aux_dtype) * 4);
-    sizes.slots_at = take(sizes.slots * tile_bytes);
-    sizes.carries_at = take(sizes.carries * 2 * C::kKeys * C::kHeadDim * 4);
-    sizes.row_terms_at = take(problem.s_aux_dtype ? group * sizes.tiles * 4 : 0);
-    sizes.key_terms_at = take(problem.s_aux_dtype ? problem.num_q_heads * sizes.blocks * 4 : 0);
-    sizes.bytes = at + 127;
-    return sizes;
-}
-
 template <class C, TermsOf kTerms>
 sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p, const BwdBuffers &buffers, int blocks,
                               cudaStream_t stream) {
@@ -771,7 +731,7 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, c
 
 template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const Sizes sizes = sizes_of<C>(problem);
+    const BwdSizes sizes = sizes_of<C>(problem);
     if (sizes.tiles > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds less than 2^31", static_cast<long long>(sizes.tiles));
     BwdProblem p;
