@@ -31,10 +31,6 @@ _ROTATED_MODELS = (
 )  # fmt: skip
 
 
-class Dropped(int):
-    """The kv_offset of a mask: so many tokens are gone, from behind the first ones and not from ahead of them."""
-
-
 class StreamingCache(Cache):
     """Keys and values of the first num_sink_tokens tokens and of the last `window`, the token itself among them.
 
@@ -178,7 +174,8 @@ class _StreamingLayer(_Layer):  # type: ignore[no-untyped-call]
         return x if last <= first else torch.cat((x[..., :first, :], x[..., last:, :]), -2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.kept + query_length, Dropped(self.dropped)
+        """The offset is negative, so that hf.attention_mask knows: what is gone stood behind the first tokens."""
+        return self.kept + query_length, -1 - self.dropped
 
     def get_seq_length(self) -> int:
         return self.cumulative_length

@@ -317,6 +317,22 @@ def test_models_with_other_keys_raise(model_type: str) -> None:
         StreamingCache(make_known(model_type), 8)
 
 
+def test_a_compiled_model() -> None:
+    """Through the prompt, the first token that is dropped and some more; and padding raises there, too."""
+    model, ids = make_model("cpu"), tokens(2, 12)
+    compiled = torch.compile(model, backend="eager")
+    got, want = StreamingCache(model, 8, SINKS), StreamingCache(model, 8, SINKS)
+    with torch.no_grad():
+        for piece in (ids[:, :7], *ids[:, 7:].split(1, 1)):
+            a, b = (m(piece, past_key_values=c, use_cache=True).logits for m, c in ((compiled, got), (model, want)))
+            assert_close(a, b, "cpu")
+        assert [layer.dropped for layer in got.layers] == [5, 2]
+        mask = torch.ones(2, 13, dtype=torch.long)
+        mask[0, :2] = 0
+        with pytest.raises(NotImplementedError, match="attention_mask has padding"):
+            compiled(ids[:, :1], attention_mask=mask, past_key_values=got, use_cache=True)
+
+
 def test_what_it_does_not_serve_raises() -> None:
     model, ids = make_model("cpu"), tokens(2, 6)
     for window, num_sink_tokens in ((0, 4), (8, -1)):
