@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache for endless generation with transformers: a sequence's first tokens and its last ones (StreamingLLM).
 
+    import sinkattn.cache, sinkattn.hf
+
     sinkattn.hf.register()
     model.set_attn_implementation("sinkattn")
     cache = sinkattn.cache.StreamingCache(model, window=1024)
