@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache for endless generation with transformers: a sequence's first tokens and its last ones (StreamingLLM).
 
+    import sinkattn.cache, sinkattn.hf
+
     sinkattn.hf.register()
     model.set_attn_implementation("sinkattn")
     cache = sinkattn.cache.StreamingCache(model, window=1024)
@@ -23,9 +25,12 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not follow the length
 
-
-class Dropped(int):
-    """The kv_offset of a mask: so many tokens are gone, from behind the first ones and not from ahead of them."""
+# Every layer hands its cache keys that were rotated last, by all of head_dim: a test runs each of these model_types.
+_ROTATED_MODELS = (
+    "apertus", "bitnet", "cohere", "ernie4_5", "gpt_oss", "granite", "granitemoe", "llama", "ministral", "mistral",
+    "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "starcoder2",
+)  # fmt: skip
 
 
 class StreamingCache(Cache):
@@ -33,12 +38,13 @@ class StreamingCache(Cache):
 
     Goes into generate() and forward() as past_key_values. The rows of one call see all that was kept before it and each
     other, causally; then the cache is cut. So a prompt sees itself whole, unless it comes in chunks
-    (prefill_chunk_size). The model must run attn_implementation="sinkattn" and have rotary embeddings; positions count
-    on, those of the first tokens with them. Sequences of a batch have one length: padding raises NotImplementedError.
-    Reordering for beams works; crop() does until something was dropped.
+    (prefill_chunk_size). The model must run attn_implementation="sinkattn" and be one whose rotary embeddings are
+    known; positions count on, those of the first tokens with them. Sequences of a batch have one length: padding raises
+    NotImplementedError. Reordering for beams works; crop() raises ValueError, and changes nothing, once a layer has
+    dropped tokens.
 
     Raises ValueError for a window below 1 or a negative num_sink_tokens, NotImplementedError for a model whose layers
-    or positions it does not know.
+    or positions it does not know, or that has no layer that sees all tokens.
     """
 
     def __init__(self, model: Any, window: int, num_sink_tokens: int = 4) -> None:
@@ -52,6 +58,11 @@ class StreamingCache(Cache):
                 f"sinkattn: attn_implementation is {config._attn_implementation!r}; a StreamingCache needs"
                 ' model.set_attn_implementation("sinkattn"), which knows padding from tokens that are gone'
             )
+        if config.model_type not in _ROTATED_MODELS:
+            raise NotImplementedError(
+                f"sinkattn: a StreamingCache rotates keys again, which is known to be right for the model_types"
+                f" {', '.join(_ROTATED_MODELS)}; this one is {config.model_type!r}, use a DynamicCache"
+            )
         types = getattr(config, "layer_types", None)
         if types is None:
             sliding = getattr(config, "sliding_window", None) is not None
@@ -59,14 +70,31 @@ class StreamingCache(Cache):
         unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise NotImplementedError(f"sinkattn: layers of type {unknown} have no StreamingCache; use a DynamicCache")
+        if "full_attention" not in types:
+            raise NotImplementedError(
+                "sinkattn: each layer has a window of its own and none sees the first tokens; use a DynamicCache"
+            )
         turn = _Turn(model.base_model, config)
         layers: list[Any] = [
             _StreamingLayer(window, num_sink_tokens, turn)
             if t == "full_attention"
-            else DynamicSlidingWindowLayer(sliding_window=config.sliding_window)
+            else _SlidingLayer(sliding_window=config.sliding_window)
             for t in types
         ]
         super().__init__(layers=layers)
+
+    def crop(self, max_length: int) -> None:
+        """Takes back the tokens from max_length on, or the last -max_length ones; first it sees that all layers can."""
+        length = self.get_seq_length()
+        if max_length < 0:
+            max_length = max(length + max_length, 0)
+        if max_length >= length:
+            return
+        layers: list[Any] = self.layers
+        dropped = max(layer.dropped for layer in layers)
+        if dropped:
+            raise ValueError(f"sinkattn: a layer has dropped {dropped} tokens; the cache cannot be cropped any more")
+        super().crop(max_length)
 
 
 class _Turn:
@@ -96,17 +124,12 @@ class _Turn:
         return (turned / getattr(self.rotary, "attention_scaling", 1.0)).to(keys.dtype)
 
 
-class _StreamingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """keys, values [batch, num_kv_heads, at most num_sink_tokens + window - 1, head_dim]: the first, then the last."""
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """keys, values [batch, num_kv_heads, kept, head_dim] of cumulative_length tokens."""
 
-    is_sliding = False
     keys: Any
     values: Any
-
-    def __init__(self, window: int, num_sink_tokens: int, turn: _Turn) -> None:
-        super().__init__()
-        self.window, self.num_sink_tokens, self.turn = window, num_sink_tokens, turn
-        self.cumulative_length = 0
+    cumulative_length: int
 
     @property
     def dropped(self) -> int:
@@ -115,6 +138,25 @@ class _StreamingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def kept(self) -> int:
         return int(self.keys.shape[-2]) if self.is_initialized and self.keys.numel() else 0
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized, self.cumulative_length = False, 0
+
+
+class _SlidingLayer(_Layer, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """The one of transformers; but reset() there leaves zeros behind, which the next prompt would see as keys."""
+
+
+class _StreamingLayer(_Layer):  # type: ignore[no-untyped-call]
+    """Keeps at most num_sink_tokens + window - 1 tokens: the first, then the last."""
+
+    is_sliding = False
+
+    def __init__(self, window: int, num_sink_tokens: int, turn: _Turn) -> None:
+        super().__init__()
+        self.window, self.num_sink_tokens, self.turn = window, num_sink_tokens, turn
+        self.cumulative_length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -134,7 +176,8 @@ class _StreamingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return x if last <= first else torch.cat((x[..., :first, :], x[..., last:, :]), -2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.kept + query_length, Dropped(self.dropped)
+        """The offset is negative, so that hf.attention_mask knows: what is gone stood behind the first tokens."""
+        return self.kept + query_length, -1 - self.dropped
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -143,11 +186,5 @@ class _StreamingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.num_sink_tokens + self.window
 
     def crop(self, max_length: int) -> None:
-        if self.dropped:
-            raise ValueError(f"sinkattn: the cache has dropped {self.dropped} tokens; it cannot be cropped any more")
         super().crop(max_length)
         self.cumulative_length = self.kept
-
-    def reset(self) -> None:
-        self.keys = self.values = None
-        self.is_initialized, self.cumulative_length = False, 0

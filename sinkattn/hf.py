@@ -27,7 +27,6 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from sinkattn.cache import Dropped
 from sinkattn.ops import flash_attn_func, flash_attn_varlen_func
 
 NAME = "sinkattn"
@@ -155,6 +154,9 @@ def attention_mask(
                 f"sinkattn: mask {unknown} is not one of {sorted(_KNOWN_MASKS)}; use eager attention"
             )
     two_sided = "allow_is_bidirectional_skip" in kwargs  # an argument of two-sided masks alone, and they see every key
+    streaming = kv_offset < 0  # -1 and the tokens that a StreamingCache has dropped, see there
+    if streaming:
+        kv_offset = -1 - kv_offset
     in_use = kv_length if two_sided else int(q_offset) + q_length - kv_offset
     if attention_mask is None:
         return None if in_use == kv_length else torch.ones(batch_size, in_use, dtype=torch.bool, device=device)
@@ -163,7 +165,7 @@ def attention_mask(
             f"sinkattn: attention_mask covers {attention_mask.shape[1]} tokens; with what is cached there are"
             f" {kv_offset + in_use}"
         )
-    if isinstance(kv_offset, Dropped) and not attention_mask.all():
+    if streaming and not attention_mask.all():
         raise NotImplementedError(
             "sinkattn: attention_mask has padding, whose sequences have other first tokens; a StreamingCache takes"
             " sequences of one length"

@@ -207,9 +207,11 @@ def flash_attn_with_kvcache(
     whatever the batch, on CUDA up to head_dim 256 and in some multiple of the time; there a positive num_splits gives
     bits that do not depend on the batch either.
     head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
-    the cache raise ValueError on the CPU, before anything is written; on CUDA, where no length is read on the host,
-    they are clamped, keys of such pages are read as 0 and new ones without a slot not written, and check_errors()
-    raises. Where new keys ask for gradients, NotImplementedError.
+    the cache raise ValueError on the CPU: before anything is written where new keys lack a slot, while other errors
+    may come when they are in their slots already, behind the keys in use. On CUDA, where no length is read on the host,
+    lengths are clamped, keys of such pages are read as 0 and new ones without a slot not written, and check_errors()
+    raises. Caches that overlap each other, or new keys that lie within one, raise ValueError; new keys that ask for
+    gradients, NotImplementedError.
     """
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes)

@@ -18,7 +18,14 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers
 from packaging.version import Version
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.masking_utils import eager_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
@@ -28,7 +35,7 @@ import sinkattn.hf as hf
 if Version(transformers.__version__) < Version(hf.MIN_TRANSFORMERS):
     pytest.skip(f"transformers is {transformers.__version__}, older than sinkattn.hf needs", allow_module_level=True)
 
-from sinkattn.cache import StreamingCache
+from sinkattn.cache import _ROTATED_MODELS, StreamingCache
 
 hf.register()
 
@@ -213,10 +220,35 @@ def test_the_cache_stops_growing() -> None:
         assert cache.get_seq_length() == PROMPT + step
         sizes = [layer.keys.shape[-2] for layer in cache.layers]
         assert sizes == [7, min(PROMPT + step, SINKS + WINDOW - 1)]
-    with pytest.raises(ValueError, match="has dropped 54 tokens; it cannot be cropped"):
-        cache.layers[1].crop(10)
-    cache.reset()
-    assert cache.layers[1].get_seq_length() == 0
+
+
+def test_after_reset_it_is_as_new() -> None:
+    model, ids = make_model("cpu"), tokens(1, PROMPT)
+    cache = StreamingCache(model, WINDOW, SINKS)
+    with torch.no_grad():
+        want = [model(ids, past_key_values=cache, use_cache=True).logits for ids in ids.split(7, 1)]
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        got = [model(ids, past_key_values=cache, use_cache=True).logits for ids in ids.split(7, 1)]
+    assert torch.equal(torch.cat(got, 1), torch.cat(want, 1))
+
+
+@pytest.mark.parametrize(("sliding_window", "window"), [(8, WINDOW), (32, 4)])  # one layer or the other has dropped
+def test_cropping_all_layers_or_none(sliding_window: int, window: int) -> None:
+    model, ids = make_model("cpu", sliding_window=sliding_window), tokens(1, 12)
+    cache, fresh = StreamingCache(model, window, 1), StreamingCache(model, window, 1)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache, use_cache=True)
+        model(ids[:, :3], past_key_values=fresh, use_cache=True)
+        cache.crop(-1)
+        more = [model(ids[:, 3:], past_key_values=x, use_cache=True).logits for x in (cache, fresh)]
+        assert torch.equal(*more)
+        with pytest.raises(ValueError, match=r"has dropped [58] tokens; the cache cannot be cropped"):
+            cache.crop(10)
+        cache.crop(12)
+        assert [layer.get_seq_length() for layer in cache.layers] == [12, 12]
+        more = [model(ids[:, :1], past_key_values=x, use_cache=True).logits for x in (cache, fresh)]
+    assert torch.equal(*more)
 
 
 @pytest.mark.parametrize(("window", "num_sink_tokens"), [(1, 0), (1, 2), (5, 0)])
@@ -232,11 +264,73 @@ def test_small_windows(window: int, num_sink_tokens: int) -> None:
 
 
 def test_beams_are_reordered() -> None:
-    model, ids = make_model("cpu"), tokens(2, 5)
-    options: dict[str, Any] = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False}
-    want = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicCache(), **options)
-    cache = StreamingCache(model, window=64)
-    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options), want)
+    """Beams that outgrow the window, against beams without a cache."""
+    model, ids = make_model("cpu"), tokens(2, PROMPT)
+    options: dict[str, Any] = {"max_new_tokens": 24, "num_beams": 3, "do_sample": False}
+    options["attention_mask"] = torch.ones_like(ids)
+    got = model.generate(ids, past_key_values=StreamingCache(model, WINDOW, SINKS), **options)
+    AttentionInterface.register("streaming_from_scratch", Streaming(model, PROMPT))
+    AttentionMaskInterface.register("streaming_from_scratch", eager_mask)
+    model.set_attn_implementation("streaming_from_scratch")
+    assert torch.equal(got, model.generate(ids, use_cache=False, **options))
+
+
+SMALL_EXPERTS = {
+    "num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+def make_known(model_type: str, **config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "initializer_range": 0.2, "pad_token_id": 0,
+        "eos_token_id": None, "bos_token_id": None, "layer_types": ["full_attention"],
+        "sliding_window": 16 if model_type in ("gpt_oss", "ministral", "olmo3") else None,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **sizes | SMALL_EXPERTS | config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sinkattn").eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.2, 2.0)
+    return model
+
+
+@pytest.mark.parametrize("model_type", _ROTATED_MODELS)
+def test_known_models_turn_their_keys(model_type: str) -> None:
+    """Token by token through one layer: the logits of a text of the kept tokens."""
+    model, ids = make_known(model_type), tokens(1, 40)
+    cache = StreamingCache(model, 8, SINKS)
+    with torch.no_grad():
+        for token in ids.split(1, 1):
+            got = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+        model.set_attn_implementation("eager")
+        assert_close(got, model(torch.cat((ids[:, :SINKS], ids[:, -8:]), 1), use_cache=False).logits[:, -1], "cpu")
+    assert cache.layers[0].dropped == 40 - SINKS - 7
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "cohere2", "exaone4", "hunyuan_v1_dense", "gemma3_text", "afmoe"])
+def test_models_with_other_keys_raise(model_type: str) -> None:
+    """Without positions in some layers, normalised after they were rotated, or with two kinds of rotary embeddings."""
+    with pytest.raises(NotImplementedError, match=f"this one is '{model_type}', use a DynamicCache"):
+        StreamingCache(make_known(model_type), 8)
+
+
+def test_a_compiled_model() -> None:
+    """Through the prompt, the first token that is dropped and some more; and padding raises there, too."""
+    model, ids = make_model("cpu"), tokens(2, 12)
+    compiled = torch.compile(model, backend="eager")
+    got, want = StreamingCache(model, 8, SINKS), StreamingCache(model, 8, SINKS)
+    with torch.no_grad():
+        for piece in (ids[:, :7], *ids[:, 7:].split(1, 1)):
+            a, b = (m(piece, past_key_values=c, use_cache=True).logits for m, c in ((compiled, got), (model, want)))
+            assert_close(a, b, "cpu")
+        assert [layer.dropped for layer in got.layers] == [5, 2]
+        mask = torch.ones(2, 13, dtype=torch.long)
+        mask[0, :2] = 0
+        with pytest.raises(NotImplementedError, match="attention_mask has padding"):
+            compiled(ids[:, :1], attention_mask=mask, past_key_values=got, use_cache=True)
 
 
 def test_what_it_does_not_serve_raises() -> None:
@@ -259,3 +353,5 @@ def test_what_it_does_not_serve_raises() -> None:
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(NotImplementedError, match=r"layers of type .'linear_attention'. have no StreamingCache"):
         StreamingCache(model, 8)
+    with pytest.raises(NotImplementedError, match="each layer has a window of its own"):
+        StreamingCache(make_model("cpu", layer_types=["sliding_attention"] * 2), 8)

@@ -351,7 +351,7 @@ def test_appending_past_2_31_elements() -> None:
     cache = torch.zeros(pages, 64, 8, 64, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(1, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
     table = torch.tensor([[pages - 1, 0, pages - 2]], dtype=torch.int32, device="cuda")
-    append_op(cache, cache, k, k, torch.tensor([62], dtype=torch.int32, device="cuda"), table)
+    append_op(cache, torch.zeros_like(cache), k, k, torch.tensor([62], dtype=torch.int32, device="cuda"), table)
     assert_same((cache[-1, 62:], cache[0, :1]), (k[0, :2], k[0, 2:]))
     cache[-1, 62:], cache[0, :1] = 0, 0
     assert not cache.any()

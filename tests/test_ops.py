@@ -473,7 +473,8 @@ def test_appending_writes_the_new_slots_and_no_other(layout: str, dtype: torch.d
     assert torch.equal(after, lens + 3)
     assert torch.equal(k_cache, wanted[0])
     assert torch.equal(v_cache, wanted[1])
-    assert (k_cache._version, v_cache._version) > versions
+    assert k_cache._version > versions[0]
+    assert v_cache._version > versions[1]
 
 
 @pytest.mark.parametrize("layout", STRIDES)
@@ -526,6 +527,50 @@ def test_appending_wrong_tensors_is_refused(name: str) -> None:
         ops.append_kv(*arguments)
 
 
+OVERLAPS: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor, ...]], str]] = {
+    "one": (lambda x, k: (x[0], x[0], k, k), "k_cache and v_cache overlap"),
+    "shifted": (lambda x, k: (x[0, :, :-1], x[0, :, 1:], k, k), "k_cache and v_cache overlap"),
+    "unaligned": (lambda x, k: (x[0, ..., 1:], x[0, ..., 1:], k[..., 1:], k[..., 1:]), "k_cache and v_cache overlap"),
+    "k": (lambda x, k: (x[0], x[1], x[0, :, 1:4], k), "k lies within k_cache"),
+    "v": (lambda x, k: (x[0], x[1], k, x[1, :, 1:4]), "v lies within v_cache"),
+    "crosswise": (lambda x, k: (x[0], x[1], x[1, :, 1:4], k), "k lies within v_cache"),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_appending_within_the_cache_is_refused(name: str) -> None:
+    change, message = OVERLAPS[name]
+    _, _, k, _, lens, _ = append_args()
+    both = torch.randn(2, 2, 8, 2, 8)
+    before = both.clone()
+    with pytest.raises(ValueError, match=message):
+        ops.append_kv(*change(both, k), lens, None)
+    assert torch.equal(both, before)
+
+
+@pytest.mark.parametrize("dim", range(5))
+def test_appending_to_keys_beside_values(dim: int) -> None:
+    """One tensor for both, halved along any of its dimensions."""
+    k_cache, v_cache, k, v, lens, _ = append_args()
+    halves = torch.stack((k_cache, v_cache), dim).unbind(dim)
+    for caches in ((k_cache, v_cache), halves):
+        ops.append_kv(*caches, k, v, lens, None)
+    assert torch.equal(halves[0], k_cache)
+    assert torch.equal(halves[1], v_cache)
+
+
+def test_what_was_made_for_inference_is_not_written_elsewhere() -> None:
+    _, _, k, v, lens, _ = append_args()
+    with torch.inference_mode():
+        caches = torch.zeros(2, 2, 8, 2, 8).unbind()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"k_cache was made under torch.inference_mode"):
+        ops.append_kv(*caches, k, v, lens, None)
+    assert not caches[0].any()
+    with torch.inference_mode():
+        ops.append_kv(*caches, k, v, lens, None)
+    assert caches[0].any()
+
+
 def test_appending_outside_the_cache_writes_nothing() -> None:
     q, k_cache, v_cache, _, _ = cache()
     new = torch.randn(2, 2, 2, 8)
@@ -541,6 +586,18 @@ def test_appending_outside_the_cache_writes_nothing() -> None:
                 q, k_pages, v_pages, new, new, cache_seqlens=0, block_table=table, causal=True
             )
     assert torch.equal(k_cache, before)
+
+
+def test_appending_behind_a_window_whose_past_is_unmapped() -> None:
+    """Caches give back the pages that a window has left; neither the new keys nor the rows need them."""
+    q, k_cache, v_cache, s_aux, _ = cache()
+    new = torch.randn(2, 2, 2, 8)
+    k_pages, v_pages, table = paged(k_cache, v_cache)
+    options = {"cache_seqlens": 6, "causal": True, "window_size": (1, 0), "s_aux": s_aux}
+    want = sinkattn.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, **options)
+    table[:, 0] = -1
+    got = sinkattn.flash_attn_with_kvcache(q, k_pages, v_pages, new, new, block_table=table, **options)
+    torch.testing.assert_close(got, want)
 
 
 def test_one_row_needs_no_causal() -> None:

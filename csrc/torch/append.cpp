@@ -7,7 +7,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
-#include <cstdlib>
+#include <algorithm>
+#include <array>
+#include <utility>
 
 #include "convert.h"
 
@@ -48,6 +50,46 @@ void run(const sinkattn_append_args &args, const at::Tensor &k_cache) {
     if (check && *check == '1') raise_on(sinkattn_check_errors(k_cache.get_device()));
 }
 
+// Addresses of the first byte and of the one behind the last.
+std::pair<uintptr_t, uintptr_t> extent(const at::Tensor &tensor) {
+    if (tensor.numel() == 0) return {0, 0};
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    return {begin, begin + static_cast<uintptr_t>((last + 1) * tensor.element_size())};
+}
+
+bool may_overlap(const at::Tensor &a, const at::Tensor &b) {
+    const auto [a_begin, a_end] = extent(a);
+    const auto [b_begin, b_end] = extent(b);
+    return a_begin < b_end && b_begin < a_end;
+}
+
+// Keys beside values in one tensor: two views of one shape with the same strides, which are one view with an axis of two more. Nothing in
+// it overlaps when a step of each axis is longer than all shorter ones together.
+bool are_interleaved(const at::Tensor &k_cache, const at::Tensor &v_cache) {
+    if (k_cache.strides() != v_cache.strides()) return false;
+    const auto [first, second] = std::minmax(extent(k_cache).first, extent(v_cache).first);
+    std::array<std::pair<int64_t, int64_t>, 5> axes{{{static_cast<int64_t>(second - first), 2}}}; // bytes a step, size
+    for (int64_t dim = 0; dim < 4; ++dim) axes[dim + 1] = {k_cache.stride(dim) * k_cache.element_size(), k_cache.size(dim)};
+    std::sort(axes.begin(), axes.end());
+    int64_t last = k_cache.element_size() - 1;
+    for (const auto &[step, size] : axes) {
+        if (size > 1 && step <= last) return false;
+        last += (size - 1) * step;
+    }
+    return true;
+}
+
+void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
+    TORCH_CHECK_VALUE(!may_overlap(k_cache, v_cache) || are_interleaved(k_cache, v_cache),
+                      "sinkattn: k_cache and v_cache overlap; both are written, so each needs memory of its own");
+    for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(&v, "v")})
+        for (const auto &[cache, cache_name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")})
+            TORCH_CHECK_VALUE(!may_overlap(*rows, *cache), "sinkattn: ", name, " lies within ", cache_name,
+                              ", which is written while it is read; give a clone of it");
+}
+
 // A cache whose rows C does not take is copied there and back.
 at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
                      const Maybe &block_table) {
@@ -61,6 +103,7 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     TORCH_CHECK_VALUE(block_table || k_cache.size(0) == k.size(0), "sinkattn: k_cache has batch ", k_cache.size(0), ", k has ", k.size(0));
     TORCH_CHECK_VALUE(!block_table || block_table->dim() == 2, "sinkattn: block_table has ", block_table->dim(),
                       " dimensions, it must be [batch, max_pages]");
+    check_overlap(k_cache, v_cache, k, v);
     const at::Tensor before = lengths(cache_seqlens, "cache_seqlens", k_cache, {k.size(0)});
     const at::Tensor table = block_table ? lengths(*block_table, "block_table", k_cache, {k.size(0), block_table->size(1)}) : at::Tensor();
     const at::Tensor read_k = readable(k), read_v = readable(v);

@@ -147,12 +147,21 @@ struct FlashDecode : torch::autograd::Function<FlashDecode> {
     }
 };
 
+// torch refuses these too, but only when their versions are counted, which is after the write.
+void check_writable(const at::Tensor &tensor, const char *name) {
+    TORCH_CHECK(!tensor.is_inference(), "sinkattn: ", name,
+                " was made under torch.inference_mode(); write to it there, or make it under torch.no_grad()");
+}
+
 // As torch's own out= functions, this one refuses at the call.
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, c10::SymInt window_size_left,
                       c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant, at::Tensor &out, at::Tensor &lse,
                       at::Tensor &scratch) {
     TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(q, k_cache, v_cache, s_aux, out, lse), kDecodeHasNoBackward);
+    check_writable(out, "out");
+    check_writable(lse, "lse");
+    check_writable(scratch, "scratch");
     static const auto op = find<decltype(flash_decode_out)>("sinkattn::flash_decode_out");
     {
         const at::AutoDispatchBelowADInplaceOrView guard;
@@ -167,6 +176,8 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     TORCH_CHECK_NOT_IMPLEMENTED(
         !wants_grad(k_cache, v_cache, k, v),
         "sinkattn: keys and values in a cache have no gradients; append under torch.no_grad(), or what is detached");
+    check_writable(k_cache, "k_cache");
+    check_writable(v_cache, "v_cache");
     static const auto op = find<decltype(append_kv)>("sinkattn::append_kv");
     at::Tensor after;
     {
