@@ -63,9 +63,10 @@ __global__ void write_lengths(sinkattn_decode_args args, Memory memory, int64_t 
     if (args.cache_seqlens && args.cache_seqlens[b] != used) atomicOr(error_word, kBadCacheSeqlens);
 }
 
-__device__ __forceinline__ void copy_row(char *to, const sinkattn_tensor &cache, int64_t offset, int64_t bytes, int64_t head_bytes) {
+__device__ __forceinline__ void copy_row(char *to, const sinkattn_tensor &cache, int64_t offset, int64_t bytes, int64_t head_bytes,
+                                         int64_t element_bytes) {
     for (int64_t x = threadIdx.x * 16; x < bytes; x += kThreads * 16) {
-        const int64_t element_bytes = 2, head = x / head_bytes;
+        const int64_t head = x / head_bytes;
         const char *from =
             static_cast<const char *>(cache.data) + (offset + head * cache.head_stride) * element_bytes + x - head * head_bytes;
         *reinterpret_cast<uint4 *>(to + x) = offset < 0 ? uint4{} : *reinterpret_cast<const uint4 *>(from);
@@ -75,7 +76,8 @@ __device__ __forceinline__ void copy_row(char *to, const sinkattn_tensor &cache,
 // Keys of unmapped pages are zeros.
 __global__ __launch_bounds__(kThreads) void gather_pages(sinkattn_decode_args args, Memory memory, unsigned *error_word) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t b = blockIdx.y, head_bytes = problem.head_dim * sa_dtype_bytes(problem.dtype), bytes = problem.num_kv_heads * head_bytes;
+    const int64_t b = blockIdx.y, element_bytes = sa_dtype_bytes(problem.dtype), head_bytes = problem.head_dim * element_bytes,
+                  bytes = problem.num_kv_heads * head_bytes;
     const sa_band band =
         sa_band_of(&problem.mask, static_cast<sa_position_t>(problem.q_len), static_cast<sa_position_t>(sa_cache_len(&args, b)));
     sa_position_t sink_end;
@@ -84,8 +86,8 @@ __global__ __launch_bounds__(kThreads) void gather_pages(sinkattn_decode_args ar
         if (key >= sink_end && key < keys.begin) continue;
         const int64_t k = sa_cache_offset(&args, &args.fwd.k, b, key, 0), v = sa_cache_offset(&args, &args.fwd.v, b, key, 0);
         if (k < 0 && threadIdx.x == 0) atomicOr(error_word, kBadBlockTable);
-        copy_row(memory.k + (b * problem.k_len + key) * bytes, args.fwd.k, k, bytes, head_bytes);
-        copy_row(memory.v + (b * problem.k_len + key) * bytes, args.fwd.v, v, bytes, head_bytes);
+        copy_row(memory.k + (b * problem.k_len + key) * bytes, args.fwd.k, k, bytes, head_bytes, element_bytes);
+        copy_row(memory.v + (b * problem.k_len + key) * bytes, args.fwd.v, v, bytes, head_bytes, element_bytes);
     }
 }
 

@@ -4,7 +4,6 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -15,13 +14,6 @@
 
 namespace sinkattn {
 namespace {
-
-// int32 on the cache's device, its last dimension contiguous; a slice of a table is read where it is.
-at::Tensor lengths(const at::Tensor &tensor, const char *name, const at::Tensor &k_cache, at::IntArrayRef shape) {
-    check_like(tensor, name, k_cache, at::kInt, "k_cache");
-    check_shape(tensor, name, shape);
-    return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
-}
 
 sinkattn_problem problem_of(const at::Tensor &k_cache, const at::Tensor &k, const at::Tensor &table) {
     sinkattn_problem problem{};
@@ -43,11 +35,9 @@ sinkattn_problem problem_of(const at::Tensor &k_cache, const at::Tensor &k, cons
 void run(const sinkattn_append_args &args, const at::Tensor &k_cache) {
     const c10::DeviceGuard guard(k_cache.device());
     sinkattn_context context{};
-    if (k_cache.is_cuda())
-        context.stream = c10::impl::VirtualGuardImpl(k_cache.device().type()).getStream(k_cache.device()).native_handle();
-    raise_on(sinkattn_append(&args, k_cache.is_cuda() ? SINKATTN_CUDA : SINKATTN_CPU, &context));
-    const char *check = k_cache.is_cuda() ? std::getenv("SINKATTN_CHECK") : nullptr;
-    if (check && *check == '1') raise_on(sinkattn_check_errors(k_cache.get_device()));
+    if (!k_cache.is_cpu()) context.stream = stream_of(k_cache);
+    raise_on(sinkattn_append(&args, k_cache.is_cpu() ? SINKATTN_CPU : SINKATTN_CUDA, &context));
+    if (!k_cache.is_cpu()) check_if_asked(k_cache);
 }
 
 // Addresses of the first byte and of the one behind the last.
@@ -69,7 +59,7 @@ bool may_overlap(const at::Tensor &a, const at::Tensor &b) {
 // it overlaps when a step of each axis is longer than all shorter ones together.
 bool are_interleaved(const at::Tensor &k_cache, const at::Tensor &v_cache) {
     if (k_cache.strides() != v_cache.strides()) return false;
-    const auto [first, second] = std::minmax(extent(k_cache).first, extent(v_cache).first);
+    const auto [first, second] = std::minmax({extent(k_cache).first, extent(v_cache).first});
     std::array<std::pair<int64_t, int64_t>, 5> axes{{{static_cast<int64_t>(second - first), 2}}}; // bytes a step, size
     for (int64_t dim = 0; dim < 4; ++dim) axes[dim + 1] = {k_cache.stride(dim) * k_cache.element_size(), k_cache.size(dim)};
     std::sort(axes.begin(), axes.end());
@@ -101,11 +91,9 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
         check_shape(*tensor, name, {k.size(0), k.size(1), k_cache.size(2), k_cache.size(3)});
     }
     TORCH_CHECK_VALUE(block_table || k_cache.size(0) == k.size(0), "sinkattn: k_cache has batch ", k_cache.size(0), ", k has ", k.size(0));
-    TORCH_CHECK_VALUE(!block_table || block_table->dim() == 2, "sinkattn: block_table has ", block_table->dim(),
-                      " dimensions, it must be [batch, max_pages]");
     check_overlap(k_cache, v_cache, k, v);
-    const at::Tensor before = lengths(cache_seqlens, "cache_seqlens", k_cache, {k.size(0)});
-    const at::Tensor table = block_table ? lengths(*block_table, "block_table", k_cache, {k.size(0), block_table->size(1)}) : at::Tensor();
+    const at::Tensor before = indices(cache_seqlens, "cache_seqlens", {k.size(0)}, k_cache, "k_cache");
+    const at::Tensor table = block_table ? block_table_of(*block_table, k.size(0), k_cache, "k_cache") : at::Tensor();
     const at::Tensor read_k = readable(k), read_v = readable(v);
     at::Tensor written_k = readable(k_cache), written_v = readable(v_cache);
     at::Tensor after = at::empty(before.sizes(), before.options());

@@ -2,7 +2,10 @@
 
 #include "convert.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+
+#include <cstdlib>
 
 namespace sinkattn {
 
@@ -71,6 +74,24 @@ void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q,
 
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape) {
     TORCH_CHECK_VALUE(tensor.sizes() == shape, "sinkattn: ", name, " has shape ", tensor.sizes(), ", it must be ", shape);
+}
+
+at::Tensor indices(const at::Tensor &tensor, const char *name, at::IntArrayRef shape, const at::Tensor &q, const char *q_name) {
+    check_like(tensor, name, q, at::kInt, q_name);
+    check_shape(tensor, name, shape);
+    return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+at::Tensor block_table_of(const at::Tensor &tensor, int64_t batch, const at::Tensor &q, const char *q_name) {
+    TORCH_CHECK_VALUE(tensor.dim() == 2, "sinkattn: block_table has ", tensor.dim(), " dimensions, it must be [batch, max_pages]");
+    return indices(tensor, "block_table", {batch, tensor.size(1)}, q, q_name);
+}
+
+void *stream_of(const at::Tensor &q) { return c10::impl::VirtualGuardImpl(q.device().type()).getStream(q.device()).native_handle(); }
+
+void check_if_asked(const at::Tensor &q) {
+    const char *check = std::getenv("SINKATTN_CHECK");
+    if (check && *check == '1') raise_on(sinkattn_check_errors(q.get_device()));
 }
 
 // Whether a dimension's stride is ever taken; where it is not, it may be anything and says nothing.

@@ -31,6 +31,14 @@ void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name = "q");
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape);
 
+// int32 lengths or a table of pages, their last dimension contiguous; a slice of a table is read where it is.
+at::Tensor indices(const at::Tensor &tensor, const char *name, at::IntArrayRef shape, const at::Tensor &q, const char *q_name = "q");
+at::Tensor block_table_of(const at::Tensor &tensor, int64_t batch, const at::Tensor &q, const char *q_name = "q");
+
+// The stream that torch is on, for calls on CUDA; and what SINKATTN_CHECK=1 asks for after them.
+void *stream_of(const at::Tensor &q);
+void check_if_asked(const at::Tensor &q);
+
 // [.., row, head, head_dim], with batch or pages in front unless packed, as C reads it. A tensor whose rows are not contiguous and
 // 16-byte aligned is copied by `readable`; one that is to be written cannot be.
 bool has_usable_rows(const at::Tensor &tensor);

@@ -6,10 +6,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
-#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -39,13 +37,6 @@ struct Inputs {
     at::Tensor q, k, v, s_aux, lengths_q, lengths_k, block_table;
     sinkattn_fwd_args args{};
 };
-
-// int32 on q's device, its last dimension contiguous.
-at::Tensor lengths(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::IntArrayRef shape) {
-    check_like(tensor, name, q, at::kInt);
-    check_shape(tensor, name, shape);
-    return tensor.contiguous();
-}
 
 // What every operation has. Packed and dense tensors differ in front of [.., row, head, head_dim] only.
 Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
@@ -94,8 +85,8 @@ Inputs prefill_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, 
     if (packed) {
         TORCH_CHECK_VALUE(cu_seqlens_q->numel() > 0, "sinkattn: cu_seqlens_q is empty, it must hold batch + 1 offsets");
         problem.batch = cu_seqlens_q->numel() - 1;
-        in.lengths_q = lengths(*cu_seqlens_q, "cu_seqlens_q", q, {problem.batch + 1});
-        in.lengths_k = lengths(*cu_seqlens_k, "cu_seqlens_k", q, {problem.batch + 1});
+        in.lengths_q = indices(*cu_seqlens_q, "cu_seqlens_q", {problem.batch + 1}, q);
+        in.lengths_k = indices(*cu_seqlens_k, "cu_seqlens_k", {problem.batch + 1}, q);
         in.args.cu_seqlens_q = in.lengths_q.const_data_ptr<int32_t>();
         in.args.cu_seqlens_k = in.lengths_k.const_data_ptr<int32_t>();
         problem.max_seqlen_q = max_seqlen_q.value_or(0);
@@ -165,10 +156,9 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
     if (q.is_cpu())
         context.executor.run = run_on_torch_threads;
     else
-        context.stream = c10::impl::VirtualGuardImpl(q.device().type()).getStream(q.device()).native_handle();
+        context.stream = stream_of(q);
     raise_on(run(&args, &plan, &context));
-    const char *check = q.is_cpu() ? nullptr : std::getenv("SINKATTN_CHECK");
-    if (check && *check == '1') raise_on(sinkattn_check_errors(q.get_device()));
+    if (!q.is_cpu()) check_if_asked(q);
 }
 
 Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
@@ -235,16 +225,11 @@ sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tens
                       problem.batch);
     sinkattn_decode_args args{};
     if (cache_seqlens) {
-        in.lengths_k = lengths(*cache_seqlens, "cache_seqlens", q, {problem.batch});
+        in.lengths_k = indices(*cache_seqlens, "cache_seqlens", {problem.batch}, q);
         args.cache_seqlens = in.lengths_k.const_data_ptr<int32_t>();
     }
     if (block_table) {
-        TORCH_CHECK_VALUE(block_table->dim() == 2, "sinkattn: block_table has ", block_table->dim(),
-                          " dimensions, it must be [batch, max_pages]");
-        check_like(*block_table, "block_table", q, at::kInt);
-        check_shape(*block_table, "block_table", {problem.batch, block_table->size(1)});
-        const bool rows_are_contiguous = block_table->size(1) <= 1 || block_table->stride(1) == 1; // of a slice, as of a whole table
-        in.block_table = rows_are_contiguous ? *block_table : block_table->contiguous();
+        in.block_table = block_table_of(*block_table, problem.batch, q);
         args.block_table = in.block_table.const_data_ptr<int32_t>();
         args.block_table_stride = in.block_table.stride(0);
         problem.num_pages = k_cache.size(0);
