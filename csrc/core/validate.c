@@ -410,6 +410,9 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     SA_TRY(check_operands_null(&all));
     if (p->batch != 0 && !cache->cache_seqlens) return null_error("cache.cache_seqlens", "to say where new keys go");
     if (p->batch != 0 && !args->cache_seqlens) return null_error("cache_seqlens", "for the keys in use afterwards");
+    if (p->batch != 0 && args->cache_seqlens == cache->cache_seqlens)
+        return sa_status(SINKATTN_INVALID,
+                         "cache_seqlens is cache.cache_seqlens; it must be another array, which is read while this is written");
     SA_TRY(check_table_null(cache));
     SA_TRY(check_op(p, SINKATTN_DECODE));
     SA_TRY(check_dtype(p));
