@@ -8,7 +8,7 @@
     cache = sinkattn.cache.StreamingCache(model, window=1024)
     model.generate(input_ids, past_key_values=cache, max_new_tokens=100_000)
 
-Memory and time of a token do not grow: a layer that sees all tokens keeps the first num_sink_tokens and the last window
+The cache does not grow: a layer that sees all tokens keeps the first num_sink_tokens and the last window
 of them, and a layer with a window of its own keeps that, as ever. What is kept counts as one run of text: the distance
 from a token to the first ones, by which rotary embeddings turn keys, is the one that it would be if the tokens between
 had never been there. dynamic and static caches of transformers need nothing from here.

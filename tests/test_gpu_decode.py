@@ -388,19 +388,24 @@ def test_a_captured_graph_appends_where_lengths_say(page_size: int) -> None:
         assert torch.equal(out, want)
 
 
-def test_appending_is_one_launch_without_a_sync() -> None:
-    arguments_ = to_device(make_append([5, 17, 60], 1, 16))
-    append_op(*arguments_)
-    torch.cuda.synchronize()
+def launched(call: Callable[[], object]) -> list[str]:
+    """What the call puts on the device; it must not wait for that."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            append_op(*arguments_)
+            call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def test_appending_is_one_launch_without_a_sync() -> None:
+    arguments_ = to_device(make_append([5, 17, 60], 1, 16))
+    append_op(*arguments_)
+    torch.cuda.synchronize()
+    on_gpu = launched(lambda: append_op(*arguments_))
     assert len(on_gpu) == 1, on_gpu
     assert "append_kernel" in on_gpu[0]
 
@@ -615,16 +620,8 @@ def test_one_launch_no_sync_no_allocation(options: dict[str, int]) -> None:
     decode_out_op(*call)
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            decode_out_op(*call)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
+    on_gpu = launched(lambda: decode_out_op(*call))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
-    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert len(on_gpu) == 1, on_gpu
     assert "decode_kernel" in on_gpu[0]
 

@@ -18,7 +18,7 @@
 // K it becomes 0 in every tile, and NaN comes back by way of V.
 
 #include "cuda/attn/bwd_work.cuh"
-#include "cuda/attn/unfinite.cuh"
+#include "cuda/attn/wgmma_tile.cuh"
 #include "cuda/tensor_map.cuh"
 
 namespace sa {
@@ -286,28 +286,6 @@ template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int
     bar_sync<C::kMathThreads>(1);
 }
 
-// d = a b^T, a from row 64 * math_group on.
-template <class C> __device__ __forceinline__ void product_abt(float (&d)[C::kRows / 2], uint32_t a, uint32_t b) {
-    const uint64_t left = operand(a, 0), right = operand(b, 0);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < C::kHeadDim / 16; step++)
-        wgmma_shared<typename C::Element>(d, operand_at(left, step / 4 * C::kKeyHalf + step % 4 * 32),
-                                          operand_at(right, step / 4 * C::kRowHalf + step % 4 * 32), step > 0);
-    wgmma_commit();
-}
-
-// d += p b, p as packed pairs.
-template <class C>
-__device__ __forceinline__ void product_pb(float (&d)[C::kHeadDim / 2], const uint32_t (&p)[C::kRows / 16][4], uint32_t b) {
-    const uint64_t right = operand(b, C::kRowHalf);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < C::kRows / 16; step++)
-        wgmma_registers<typename C::Element>(d, p[step], operand_at(right, step * 16 * kRowBytes), true);
-    wgmma_commit();
-}
-
 template <class C> __device__ __forceinline__ void dq_product(float (&dq)[32], uint32_t ds, uint32_t keys) {
     const uint64_t left = operand(ds, 0), right = operand(keys, 0);
     wgmma_fence();
@@ -316,11 +294,6 @@ template <class C> __device__ __forceinline__ void dq_product(float (&dq)[32], u
         wgmma_shared_transposed<typename C::Element>(dq, operand_at(left, step * 16 * kRowBytes), operand_at(right, step * 16 * kRowBytes),
                                                      step > 0);
     wgmma_commit();
-}
-
-template <class C> __device__ __forceinline__ void pack(uint32_t (&packed)[C::kRows / 16][4], const float (&x)[C::kRows / 2]) {
-#pragma unroll
-    for (int i = 0; i < C::kRows / 2; i += 2) packed[i / 8][i / 2 % 4] = pack_halves<typename C::Element>(x[i], x[i + 1]);
 }
 
 // Which of a thread's columns of a tile its two keys see: a bit each, columns 8 n and 8 n + 1 after its first at 2 n and 2 n + 1.
@@ -552,11 +525,13 @@ template <class C, TermsOf kTerms> struct Math {
     __device__ __forceinline__ void begin_scores(float (&s)[C::kRows / 2]) {
         const uint32_t stage = warp_uniform(ring.place());
         barrier_wait(&smem.rows_full[stage], ring.phase());
-        product_abt<C>(s, address(smem.keys) + 64 * math_group * kRowBytes, address(smem.queries[stage]));
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, address(smem.keys) + 64 * math_group * kRowBytes,
+                                                                              address(smem.queries[stage]));
     }
     __device__ __forceinline__ void begin_dp(float (&dp)[C::kRows / 2]) {
         const uint32_t stage = warp_uniform(ring.place());
-        product_abt<C>(dp, address(smem.values) + 64 * math_group * kRowBytes, address(smem.douts[stage]));
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(dp, address(smem.values) + 64 * math_group * kRowBytes,
+                                                                              address(smem.douts[stage]));
     }
 
     // P and dS from S and dP, which have been begun.
@@ -576,11 +551,11 @@ template <class C, TermsOf kTerms> struct Math {
         wgmma_wait<1>();
         computed(s);
         find_weights<C, kMasked>(s, stats, seen, p.scale_log2);
-        pack<C>(weights, s);
+        pack<typename C::Element>(weights, s);
         wgmma_wait<0>();
         computed(dp);
         find_ds<C, kMasked>(dp, s, terms, p.period, stats, seen);
-        pack<C>(ds, dp);
+        pack<typename C::Element>(ds, dp);
     }
 
     // The group's part of dQ goes to the adder, or out.
@@ -619,8 +594,8 @@ template <class C, TermsOf kTerms> struct Math {
             else
                 find_operands<true>(s, dp, weights, ds, keys, t);
             const uint32_t stage = warp_uniform(ring.place());
-            product_pb<C>(dv, weights, address(smem.douts[stage]));
-            product_pb<C>(dk, ds, address(smem.queries[stage]));
+            wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
+            wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
             const Ring<C::kSums> last = {dq_ring.n - 1};
             if (dq_ring.n > 0) barrier_wait(&smem.dq_full[last.place()], last.phase()); // nobody reads the last dS
             write_ds<C>(smem, ds, math_group);

@@ -16,6 +16,7 @@
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
 #include "cuda/attn/launch_counter.cuh"
+#include "cuda/attn/wgmma_tile.cuh"
 #include "cuda/sm90/fwd_softmax.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -123,28 +124,7 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
 }
 
 template <class C> __device__ __forceinline__ void qk_product(float (&s)[C::kTileK / 2], uint32_t q, uint32_t k) {
-    const uint64_t a = operand(q, 0), b = operand(k, 0);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < C::kHeadDim / 16; step++)
-        wgmma_shared<typename C::Element>(s, operand_at(a, step / 4 * C::kQueryHalf + step % 4 * 32),
-                                          operand_at(b, step / 4 * C::kKeyHalf + step % 4 * 32), step > 0);
-    wgmma_commit();
-}
-
-template <class C>
-__device__ __forceinline__ void pv_product(float (&o)[C::kHeadDim / 2], const uint32_t (&weights)[C::kTileK / 16][4], uint32_t v) {
-    const uint64_t b = operand(v, C::kKeyHalf);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < C::kTileK / 16; step++)
-        wgmma_registers<typename C::Element>(o, weights[step], operand_at(b, step * 16 * kRowBytes), true);
-    wgmma_commit();
-}
-
-template <class C> __device__ __forceinline__ void pack(uint32_t (&weights)[C::kTileK / 16][4], const float (&s)[C::kTileK / 2]) {
-#pragma unroll
-    for (int i = 0; i < C::kTileK / 2; i += 2) weights[i / 8][i / 2 % 4] = pack_halves<typename C::Element>(s[i], s[i + 1]);
+    wgmma_abt<typename C::Element, C::kHeadDim, C::kQueryHalf, C::kKeyHalf>(s, q, k);
 }
 
 template <class C>
@@ -230,7 +210,7 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
     barrier_wait(&smem.v_ready[ring.place()], ring.phase());
     bool hidden = masked && has_hidden(ring.place());
-    pack<C>(weights, s);
+    pack<typename C::Element>(weights, s);
     const auto finish_values = [&] {
         wgmma_wait<0>();
         computed(o);
@@ -244,7 +224,7 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     while (next < end) {
         const auto keys = ring.next();
         qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
-        pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
+        wgmma_pb<typename C::Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.place()]));
         const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
         const int after_next = sa_key_tile_from(&key_tiles, next + 1);
         wgmma_wait<1>();
@@ -268,9 +248,9 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
         t = next;
         hidden = next_hidden;
         next = after_next;
-        pack<C>(weights, s);
+        pack<typename C::Element>(weights, s);
     }
-    pv_product<C>(o, weights, shared_address(smem.values[ring.place()]));
+    wgmma_pb<typename C::Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.place()]));
     finish_softmax<C>(factor, softmax, args, p, rows, math_group);
     finish_values();
 }
