@@ -136,19 +136,15 @@ def plot(path: Path, rows: list[CrossoverRow], sms: int) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", nargs="*", type=int, help="default: 1 to 256")
     parser.add_argument("--lengths", nargs="*", type=int, help="multiples of 64; default: 512 to 65536")
-    parser.add_argument("--json", type=Path, help=f"where rows go; default: benchmarks/results/<device>/{SUITE}.json")
-    parser.add_argument("--commit", help="the commit that rows name; default: git's")
+    gpu.add_output(parser, SUITE)
 
 
 def run(options: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks crossover needs a CUDA device")
+    gpu.require("crossover")
     commit, rows = options.commit or harness.commit(), list[CrossoverRow]()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for batch, length in cells(tuple(options.batches or BATCHES), tuple(options.lengths or LENGTHS)):
         rows += measure(batch, length, sms, commit)
     report.show(table(rows, sms))
     if options.json or not (options.batches or options.lengths):
-        path = options.json or harness.results_path(SUITE, torch.cuda.get_device_name())
-        harness.save(path, rows, gpu.machine())
-        print(f"wrote {path}")
+        gpu.keep(rows, SUITE, options.json)

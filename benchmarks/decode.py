@@ -11,7 +11,6 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -258,13 +257,11 @@ def table(rows: list[DecodeRow]) -> Table:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="*", choices=[case.id for case in CASES], help="default: all of them")
     parser.add_argument("--impls", nargs="*", choices=list(PEERS), help="default: all of them")
-    parser.add_argument("--json", type=Path, help="where rows go; default: benchmarks/results/<device>/decode.json")
-    parser.add_argument("--commit", help="the commit that rows name; default: git's")
+    gpu.add_output(parser, SUITE)
 
 
 def run(options: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks decode needs a CUDA device")
+    gpu.require("decode")
     commit, rows = options.commit or harness.commit(), []
     for case in CASES:
         if options.cases and case.id not in options.cases:
@@ -273,6 +270,4 @@ def run(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
     Console(width=160).print(table(rows))
     if options.json or not (options.cases or options.impls):
-        path = options.json or harness.results_path(SUITE, torch.cuda.get_device_name())
-        harness.save(path, rows, gpu.machine())
-        print(f"wrote {path}")
+        gpu.keep(rows, SUITE, options.json)

@@ -7,11 +7,14 @@ host is slower than the device, that is the host's time, and a captured graph sh
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +29,24 @@ from .peers import Peer
 FLUSH_BYTES = 256 << 20  # more than any L2
 MIN_ROUNDS, MAX_ROUNDS = 5, 500
 HOST_CALLS, HOST_ROUNDS = 200, 7
+
+
+def add_output(parser: argparse.ArgumentParser, suite: str) -> None:
+    parser.add_argument("--json", type=Path, help=f"where rows go; default: benchmarks/results/<device>/{suite}.json")
+    parser.add_argument("--commit", help="the commit that rows name; default: git's")
+
+
+def require(study: str) -> None:
+    """Raises SystemExit where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"benchmarks {study} needs a CUDA device")
+
+
+def keep(rows: Sequence[Any], suite: str, path: Path | None) -> None:
+    """Saves the rows of a study, at the suite's place where no path is given."""
+    path = path or harness.results_path(suite, torch.cuda.get_device_name())
+    harness.save(path, rows, machine())
+    print(f"wrote {path}")
 
 
 @dataclass(frozen=True)

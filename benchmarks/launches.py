@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,17 +141,13 @@ def table(rows: list[LaunchRow]) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, help=f"where rows go; default: benchmarks/results/<device>/{SUITE}.json")
-    parser.add_argument("--commit", help="the commit that rows name; default: git's")
+    gpu.add_output(parser, SUITE)
 
 
 def run(options: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks launches needs a CUDA device")
+    gpu.require("launches")
     commit, rows = options.commit or harness.commit(), list[LaunchRow]()
     for case in CASES:
         rows += measure(case, commit)
     report.show(table(rows))
-    path = options.json or harness.results_path(SUITE, torch.cuda.get_device_name())
-    harness.save(path, rows, gpu.machine())
-    print(f"wrote {path}")
+    gpu.keep(rows, SUITE, options.json)

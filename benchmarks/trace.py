@@ -235,13 +235,11 @@ def plot(path: Path, rows: list[TraceRow]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default: {STEPS}")
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"default: {LAYERS}, which take 18 GB")
-    parser.add_argument("--json", type=Path, help=f"where rows go; default: benchmarks/results/<device>/{SUITE}.json")
-    parser.add_argument("--commit", help="the commit that rows name; default: git's")
+    gpu.add_output(parser, SUITE)
 
 
 def run(options: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks trace needs a CUDA device")
+    gpu.require("trace")
     commit = options.commit or harness.commit()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     trace = lengths_of(options.steps)
@@ -249,6 +247,4 @@ def run(options: argparse.Namespace) -> None:
     server.check(trace[len(trace) // 2])
     rows = summarise(timed(server, trace), trace, sms, commit)
     report.show(table(rows))
-    path = options.json or harness.results_path(SUITE, torch.cuda.get_device_name())
-    harness.save(path, rows, gpu.machine())
-    print(f"wrote {path}")
+    gpu.keep(rows, SUITE, options.json)

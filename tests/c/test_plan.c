@@ -71,6 +71,18 @@ static void test_the_best_row_is_taken(void) {
 }
 
 #ifdef SA_WITH_CUDA
+static sinkattn_problem windowed(sinkattn_op op, int64_t len, int64_t left) {
+    return (sinkattn_problem){.op = op,
+                              .dtype = SINKATTN_BF16,
+                              .batch = 1,
+                              .num_q_heads = 16,
+                              .num_kv_heads = 2,
+                              .head_dim = 64,
+                              .q_len = len,
+                              .k_len = len,
+                              .mask = {.has_left = true, .left = left, .has_right = true}};
+}
+
 /* sm_90a code runs on 9.0 alone, the sm_80 rows everywhere from 8.0; a window must fit the row's key tile. */
 static void test_the_cuda_row_is_taken(void) {
     static const struct {
@@ -83,15 +95,8 @@ static void test_the_cuda_row_is_taken(void) {
         {90, 6, 128, "sa_fwd_cuda_sm90_d64"},     {90, 386, 128, "sa_fwd_cuda_sm80_d64"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const sinkattn_problem problem = {.op = SINKATTN_FWD,
-                                          .dtype = SINKATTN_BF16,
-                                          .batch = 1,
-                                          .num_q_heads = cases[i].num_q_heads,
-                                          .num_kv_heads = 2,
-                                          .head_dim = 64,
-                                          .q_len = 1000,
-                                          .k_len = 1000,
-                                          .mask = {.has_left = true, .left = cases[i].window - 1, .has_right = true}};
+        sinkattn_problem problem = windowed(SINKATTN_FWD, 1000, cases[i].window - 1);
+        problem.num_q_heads = cases[i].num_q_heads;
         const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = cases[i].arch, .workers = 132};
         const char *name = chosen(&problem, &device);
         CHECK(strcmp(name, cases[i].name) == 0, "arch %d, window %d: %s is taken, %s is best", (int)cases[i].arch, (int)cases[i].window,
@@ -102,15 +107,7 @@ static void test_the_cuda_row_is_taken(void) {
 /* One reason a row, and the right one. */
 static void test_the_window_row_says_why_not(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, 0, ""};
-    const sinkattn_problem base = {.op = SINKATTN_FWD,
-                                   .dtype = SINKATTN_BF16,
-                                   .batch = 1,
-                                   .num_q_heads = 16,
-                                   .num_kv_heads = 2,
-                                   .head_dim = 64,
-                                   .q_len = 1000,
-                                   .k_len = 1000,
-                                   .mask = {.has_left = true, .left = 127, .has_right = true}};
+    const sinkattn_problem base = windowed(SINKATTN_FWD, 1000, 127);
     sinkattn_problem wide = base, sinks = base, ungrouped = base, negative = base, large = base;
     wide.mask.left = 137;
     sinks.mask.num_sink_tokens = 1;
@@ -188,16 +185,8 @@ static void test_cuda_decode_plans(void) {
 /* A causal window of up to 128 keys before a row; its workspace holds a flag a block, and 12 sums a block and head with a sink. */
 static void test_the_backward_of_a_window_is_planned(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, 0, ""};
-    const sinkattn_problem base = {.op = SINKATTN_BWD,
-                                   .dtype = SINKATTN_BF16,
-                                   .s_aux_dtype = SINKATTN_FP32,
-                                   .batch = 1,
-                                   .num_q_heads = 16,
-                                   .num_kv_heads = 2,
-                                   .head_dim = 64,
-                                   .q_len = 2000,
-                                   .k_len = 2000,
-                                   .mask = {.has_left = true, .left = 128, .has_right = true}};
+    sinkattn_problem base = windowed(SINKATTN_BWD, 2000, 128);
+    base.s_aux_dtype = SINKATTN_FP32;
     sinkattn_plan plan = {0};
     CHECK(sinkattn_make_plan(&base, &device, &plan).code == SINKATTN_OK && plan.workers == 132 &&
               plan.workspace_bytes == 4 * 132 * (16 * 12 + 1) + 3,
