@@ -75,9 +75,11 @@ __device__ __forceinline__ bool begins(int i, const Softmax &softmax, const Prob
     return rows.first[ThreadRow(p, math_group, i).token] >= t || softmax.pivot[i] == -INFINITY;
 }
 
+// Whether any row of the group begins after tile t: one answer for all its warps, which wait for products by it.
 template <class C>
 __device__ __forceinline__ bool begins_after(const Softmax &softmax, const Problem &p, const Rows<C> &rows, int math_group, int t) {
-    return __any_sync(0xffffffffu, begins<C>(0, softmax, p, rows, math_group, t + 1) || begins<C>(1, softmax, p, rows, math_group, t + 1));
+    return bar_any<128>(1 + math_group,
+                        begins<C>(0, softmax, p, rows, math_group, t + 1) || begins<C>(1, softmax, p, rows, math_group, t + 1));
 }
 
 // The pivot of the thread's i-th row becomes its maximum, and what was summed so far is brought to it.
