@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from . import cpu, crossover, decode, launches, plot, prefill, trace
+from . import cpu, crossover, decode, launches, plot, prefill, stack, trace
 
 STUDIES = {
     "cpu": cpu,
@@ -13,6 +13,7 @@ STUDIES = {
     "crossover": crossover,
     "trace": trace,
     "launches": launches,
+    "stack": stack,
     "plot": plot,
 }
 

@@ -153,10 +153,8 @@ def _block_mask(visible: Visible, length: int, device: str) -> BlockMask:
     return BlockMask.from_kv_blocks(*listed(partly), *listed(whole), BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible)
 
 
-def _flex_with_sink(case: Case, direction: str) -> Attention:
+def flex_with_sink(case: Case) -> Attention:
     """The sink by rescaling: exp(lse) / (exp(lse) + exp(s)) of what attention without it gives."""
-    if case.id not in BARS or case.length % FLEX_BLOCK:
-        raise Absent("not run: it compiles for seconds a shape, so only where there is a bar")
     mask = _block_mask(_positions(case), case.length, case.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
@@ -164,9 +162,15 @@ def _flex_with_sink(case: Case, direction: str) -> Attention:
         assert aux.lse is not None
         return out * torch.sigmoid(aux.lse - s_aux[:, None])[..., None].to(out.dtype)
 
+    return torch.compile(attention, dynamic=False)
+
+
+def _flex_with_sink(case: Case, direction: str) -> Attention:
+    if case.id not in BARS or case.length % FLEX_BLOCK:
+        raise Absent("not run: it compiles for seconds a shape, so only where there is a bar")
     torch._dynamo.reset()
     functorch_config.donated_buffer = False  # a backward is timed again and again on one forward
-    return torch.compile(attention, dynamic=False)
+    return flex_with_sink(case)
 
 
 EAGER_BACKWARD_LENGTH = 2048
@@ -215,14 +219,15 @@ def _fa4(case: Case, direction: str, deterministic: bool = False) -> Attention:
 
 OURS = Peer("sinkattn", _sinkattn, has_sink=True, heads_first=False)
 OURS_WITHOUT = Peer("sinkattn-no-sink", partial(_sinkattn, with_sink=False), heads_first=False)
+EAGER = Peer("eager", _eager, has_sink=True)
 # The first of those that compute the same thing is what the others are compared with.
-CPU = (OURS, OURS_WITHOUT, Peer("sdpa", _sdpa), Peer("flex", _flex), Peer("eager", _eager, has_sink=True))
+CPU = (OURS, OURS_WITHOUT, Peer("sdpa", _sdpa), Peer("flex", _flex), EAGER)
 PREFILL_QUICK = (OURS, OURS_WITHOUT, Peer("fa2", _sdpa_flash, heads_first=False))
 PREFILL = (
     *PREFILL_QUICK,
     Peer("cudnn", _sdpa_cudnn),
     Peer("flex", _flex_with_sink, has_sink=True),
-    Peer("eager", _eager, has_sink=True),
+    EAGER,
     Peer("fa4", _fa4, has_sink=True, heads_first=False, s_aux_dtype=torch.bfloat16),
     Peer("fa4-deterministic", partial(_fa4, deterministic=True), True, False, torch.bfloat16),
 )

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import sinkattn
-from benchmarks import cases, crossover, gpu, harness, launches, peers, prefill, report, trace
+from benchmarks import cases, crossover, gpu, harness, launches, peers, prefill, report, stack, trace
 from benchmarks.__main__ import main
 
 CASE = cases.Case(length=96, head_dim=16, dtype="fp32", window=8)
@@ -345,7 +345,7 @@ def test_studies_of_decoding_are_drawn_without_a_gpu(tmp_path: Path) -> None:
         assert b"</svg>" in (tmp_path / f"{suite}-nvidia-h200.svg").read_bytes()
 
 
-@pytest.mark.parametrize("study", ["crossover", "trace", "launches"])
+@pytest.mark.parametrize("study", ["crossover", "trace", "launches", "stack"])
 def test_studies_of_decoding_need_a_gpu(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=f"benchmarks {study} needs a CUDA device"):
@@ -371,3 +371,38 @@ def test_studies_of_decoding_measure(tmp_path: Path) -> None:
         both = found[case.id, "flash_attn_with_kvcache, k and v"]
         assert (both.kernels, both.copies, both.syncs) == (2, 0, 0)
         assert found[case.id, "graph of append and decode"].kernels == 2
+
+
+# ---- the stack of layers, as far as a CPU shows it ----
+
+
+def stack_cases() -> list[cases.Case]:
+    return [cases.Case(96, 16, "bf16", window) for window in (8, 0)]
+
+
+def measured_stack(monkeypatch: pytest.MonkeyPatch, planted: object = None, name: str = "flex") -> list[stack.StackRow]:
+    impls = {impl: stack.IMPLS[impl] for impl in ("sinkattn", "eager")}
+    monkeypatch.setattr(stack, "IMPLS", impls | ({name: (planted, False)} if planted else {}))
+    return stack.measure(stack_cases(), 64, "none", lambda step: len(step()), lambda step: 1.0)
+
+
+def test_a_stack_s_gradients_are_those_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = measured_stack(monkeypatch)
+    assert [(row.impl, row.ms, row.reference, row.note) for row in rows] == [
+        ("sinkattn", 21, "eager in fp32", ""),
+        ("eager", 21, "eager in fp32", ""),
+    ]
+    assert all(0 < x < stack.DISTANCE for row in rows for x in (row.distance, row.of_sinks) if x is not None)
+    assert [str(x) for x in stack.table(rows).columns[1].cells] == ["sinkattn", "eager"]
+
+
+@pytest.mark.parametrize("wrong", [off_by_one, without_sink])
+def test_a_wrong_stack_is_not_timed(monkeypatch: pytest.MonkeyPatch, wrong: object) -> None:
+    def build(case: cases.Case) -> peers.Attention:
+        return wrong(case, "both")  # type: ignore[operator]
+
+    planted = measured_stack(monkeypatch, build)[-1]
+    assert (planted.impl, planted.ms, planted.peak_mib) == ("flex", None, None)
+    assert "a gradient is off from eager in fp32" in planted.note
+    with pytest.raises(RuntimeError, match="a gradient is off from eager in fp32"):
+        measured_stack(monkeypatch, build, "sinkattn")
