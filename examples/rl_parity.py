@@ -120,7 +120,7 @@ def by_trainer(model: GptOssForCausalLM, ids: Tensor, packed: bool) -> Tensor:
 
 @torch.no_grad()
 def in_steps(model: GptOssForCausalLM, ids: Tensor, lengths: list[int]) -> Tensor:
-    """With a cache that keeps all keys on windowed layers too: cut to the window, they would be counted from elsewhere."""
+    """With a cache that keeps all keys, also on windowed layers: cut to the window, they would count from elsewhere."""
     cache = DynamicCache()
     return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(lengths, dim=1)], dim=1)
 

@@ -98,6 +98,11 @@ def attention_forward(
 
     Raises ValueError for arguments at odds with each other, NotImplementedError for what is not computed.
     """
+    widths = value.shape[-1], query.shape[-1]
+    if widths[0] != widths[1]:
+        raise NotImplementedError(
+            f"sinkattn: value has head_dim {widths[0]}, query {widths[1]}; they must be equal: use eager attention"
+        )
     _refuse(module, query.shape[1], s_aux, dropout, softcap, sliding_window, output_attentions, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
@@ -153,6 +158,10 @@ def attention_mask(
             raise NotImplementedError(
                 f"sinkattn: mask {unknown} is not one of {sorted(_KNOWN_MASKS)}; use eager attention"
             )
+    # An indexer picks keys for each row: it reads a 4-D mask, and its layers pass no mask of what it picked.
+    config = kwargs.get("config")
+    if getattr(config, "index_topk", None) is not None:
+        raise NotImplementedError(f"sinkattn: {type(config).__name__} has index_topk, an indexer; use eager attention")
     two_sided = "allow_is_bidirectional_skip" in kwargs  # an argument of two-sided masks alone, and they see every key
     streaming = kv_offset < 0  # -1 and the tokens that a StreamingCache has dropped, see there
     if streaming:
