@@ -82,16 +82,16 @@ def make_model(args: argparse.Namespace) -> GptOssForCausalLM:
     torch.manual_seed(args.seed)
     config = GptOssConfig(
         vocab_size=256,
-        hidden_size=128,
+        hidden_size=args.hidden,
         intermediate_size=128,
         num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads // 4,
         head_dim=64,
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=64,
-        initializer_range=0.1,
+        initializer_range=args.hidden**-0.5,
         pad_token_id=None,
         eos_token_id=None,
     )
@@ -147,6 +147,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences")
     parser.add_argument("--prompt", type=int, default=192, help="tokens ahead of the decoded ones")
     parser.add_argument("--tokens", type=int, default=32, help="decoded a sequence")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model; gpt-oss-20b's is 2880")
+    parser.add_argument("--heads", type=int, default=8, help="of queries, four for each of keys")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
 
