@@ -69,14 +69,12 @@ def test_generate(tuned: Path) -> None:
     assert "The print " in printed
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rl_parity(dtype: str) -> None:
-    printed = run("rl_parity.py", "--dtype", dtype, "--prompt", "140", "--tokens", "6")
+def test_rl_parity() -> None:
+    printed = run("rl_parity.py", "--dtype", "float32", "--prompt", "140", "--tokens", "6")
     assert "trainer, chunks and decode agree bit for bit" in printed
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
     found = {(attention, matmuls, name): (gap, same) for attention, matmuls, name, gap, _, same in rows}
     assert len(found) == 12
     for name in ("chunks", "decode", "decode, invariant"):
         assert found["sinkattn", "16 rows", name] == ("0.0e+00", "100.0%")
-    if dtype == "float32":  # where the gap is, or nothing was compared
-        assert 0 < float(found["eager", "16 rows", "decode"][0]) < 1e-4
+    assert 0 < float(found["eager", "16 rows", "decode"][0]) < 1e-4, "nothing was compared"
