@@ -19,10 +19,10 @@ for name in ("transformers", "matplotlib", "rich", "tqdm"):
         pytest.skip(f"{name} is not installed: pip install sinkattn[demo]", allow_module_level=True)
 
 
-def run(script: str, *arguments: str) -> str:
+def run(script: str, *arguments: str, **environment: str) -> str:
     path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(EXAMPLES / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path} | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -70,7 +70,8 @@ def test_generate(tuned: Path) -> None:
 
 
 def test_rl_parity() -> None:
-    printed = run("rl_parity.py", "--dtype", "float32", "--prompt", "140", "--tokens", "6")
+    sizes = ("--prompt", "140", "--tokens", "6")
+    printed = run("rl_parity.py", "--dtype", "float32", *sizes, OMP_NUM_THREADS="1")  # a second thread only waits
     assert "trainer, chunks and decode agree bit for bit" in printed
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
     found = {(attention, matmuls, name): (gap, same) for attention, matmuls, name, gap, _, same in rows}

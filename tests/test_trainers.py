@@ -26,6 +26,12 @@ STEPS = 50
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
+@pytest.fixture(autouse=True)
+def one_thread(threads: None) -> None:
+    """For tensors this small, others only wait, and long where the machine is busy."""
+    torch.set_num_threads(1)
+
+
 def pieces(count: int = 400) -> list[dict[str, list[int]]]:
     """Bytes of the language reference that Python ships, 2 to 60 of them a piece."""
     text = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items())).encode()
