@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the general backward of sm_90 prepares for its blocks, and does after them: where each sequence's tiles of rows and key blocks
-// begin, lse and g - delta of every row, and ds_aux from the terms that tiles and key blocks leave.
+// begin, what each key block meets, lse and g - delta of every row, and ds_aux from the terms that tiles and key blocks leave.
 //
 // A kernel's Config says kHeadDim, kRows and kKeys of a tile, kTileFloats of its dQ.
 #pragma once
@@ -18,19 +18,34 @@ struct Entry {
     bool has_sink;
 };
 
+// A key block of a kv head, once a round, and the tiles of rows that see some of it.
+struct alignas(16) Item {
+    int batch, q_begin, k_begin; // of the sequence
+    sa_band band;
+    int key;
+    int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
+    int finish_end;                       // tiles before it have no later key block
+    int first_tile, num_tiles;            // of the sequence: before its first kv head, and a kv head
+    int first_place, num_places;          // of the last tile in the first kv head; a kv head of all sequences
+    bool descending;
+    int num_rounds, nth_round; // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
+    int carry, nth;            // places among what is carried over, and among the items of a kv head
+};
+
 struct BwdProblem {
     int64_t num_entries, num_slots, num_carries;
     bool is_local;     // a window, of whose tiles each item's fit the slots
     int group, tokens; // heads and tokens of a tile of rows
-    int period;        // columns of a tile that are 8 * period apart are of the same head
     float scale, scale_log2;
     int64_t num_tiles, num_blocks; // of a kv head, at most; a key block once a round
     uint32_t shared_begin;         // address of the kernel's shared memory, which the device begins with some of its own
 };
 
 struct BwdBuffers {
-    Entry *entries; // num_entries, and where the last ends
-    unsigned long long *counter, *turns, *carry_turns;
+    Entry *entries;    // num_entries, and where the last ends
+    Item *items;       // of a kv head
+    unsigned *counter; // of items
+    unsigned long long *turns, *carry_turns;
     float *stats; // RowStats of each tile
     float *slots, *carries;
     float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_blocks]; NULL where it is not wanted
@@ -160,13 +175,63 @@ __device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_
     return low;
 }
 
+// ---- items ----
+
+template <class C>
+__device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t n) {
+    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n);
+    if (e >= p.num_entries) return;
+    const Entry &entry = buffers.entries[e];
+    const sa_sequence sequence = entry.sequence;
+    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
+    const int blocks = static_cast<int>(sa_ceil_div(sequence.k_len, C::kKeys)), local = static_cast<int>(n - entry.first_item),
+              block = local % blocks, tiles = static_cast<int>(num_tiles_of(sequence, p.tokens));
+    const sa_band band = sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
+    Item item = {};
+    item.batch = static_cast<int>(sequence.batch);
+    item.q_begin = static_cast<int>(sequence.q_begin);
+    item.k_begin = static_cast<int>(sequence.k_begin);
+    item.band = band;
+    item.key = block * C::kKeys;
+    item.num_rounds = is_tail ? 1 : static_cast<int>(num_rounds_of<C>(tiles, p));
+    item.nth_round = local / blocks;
+    item.carry = static_cast<int>(entry.first_carry) + block;
+    item.nth = static_cast<int>(n);
+    const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)}, rows = sa_keys_rows(&band, keys);
+    if (rows.begin < rows.end) {
+        const int first = (item.num_rounds - 1 - item.nth_round) * static_cast<int>(kRoundTiles<C>),
+                  past = item.num_rounds == 1 ? tiles : first + static_cast<int>(kRoundTiles<C>);
+        item.begin = max(rows.begin / p.tokens, first);
+        item.end = min((rows.end + p.tokens - 1) / p.tokens, past);
+    }
+    if (item.begin >= item.end) item.begin = item.end = 0;
+    const int blind = static_cast<int>(num_blind_tiles(sequence, band, p.tokens)), slots = tiles - blind;
+    const Entry &end = buffers.entries[p.num_entries];
+    item.first_tile = static_cast<int>(args.fwd.problem.num_kv_heads * entry.first_tile);
+    item.num_tiles = tiles;
+    item.descending = !p.is_local || slots <= p.num_slots;
+    item.first_place = static_cast<int>(entry.first_slot) + (item.descending ? tiles - item.end : item.end - 1 - blind);
+    item.num_places = static_cast<int>(end.first_slot);
+    const int reach = sa_last_row_before(&band, keys.end - 1); // the last row whose last key lies here or before
+    item.finish_end = keys.end == band.k_len || reach >= band.q_len - 1 ? item.end : max(reach + 1, 0) / p.tokens;
+    if (keys.end - keys.begin == C::kKeys) {
+        // The last key is seen latest; the first beyond the sink tokens is lost from sight first.
+        const sa_position_t past_sink = sa_within(band.num_sink, keys.begin, keys.end - 1);
+        item.full_begin = (sa_keys_rows(&band, {keys.end - 1, keys.end}).begin + p.tokens - 1) / p.tokens;
+        item.full_end = sa_keys_rows(&band, {past_sink, past_sink + 1}).end / p.tokens;
+    }
+    buffers.items[n] = item;
+}
+
 // ---- rows ----
 
+// The last blocks write items.
 template <class C>
 __global__ __launch_bounds__(128, 7) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
     constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
     __shared__ float deltas[C::kRows], terms[C::kRows];
-    const int64_t heads = args.fwd.problem.num_kv_heads, n = blockIdx.x;
+    const int64_t heads = args.fwd.problem.num_kv_heads, n = blockIdx.x, all = p.num_tiles * heads;
+    if (n >= all) return write_item<C>(args, p, buffers, (n - all) * 128 + threadIdx.x);
     const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_tile, n / heads);
     if (e >= p.num_entries) return;
     const Entry &entry = buffers.entries[e];
@@ -259,8 +324,8 @@ static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_
 // ---- the workspace ----
 
 struct BwdSizes {
-    int64_t entries, tiles, blocks, slots, carries, entries_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at,
-        key_terms_at, bytes;
+    int64_t entries, tiles, blocks, slots, carries, entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at,
+        row_terms_at, key_terms_at, bytes;
     bool is_local;
 };
 
@@ -287,6 +352,7 @@ template <class C> BwdSizes sizes_of(const sinkattn_problem &problem) {
         return from;
     };
     sizes.entries_at = take((sizes.entries + 1) * static_cast<int64_t>(sizeof(Entry)));
+    sizes.items_at = take(sizes.blocks * static_cast<int64_t>(sizeof(Item)));
     sizes.turns_at = take((sizes.slots + 1) * 8);
     sizes.carry_turns_at = take(sizes.carries * 8);
     sizes.stats_at = take(sizes.tiles * stats_length<C>(problem.s_aux_dtype) * 4);

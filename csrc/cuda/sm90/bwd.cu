@@ -41,19 +41,10 @@ struct Maps {
     CUtensorMap q, k, v, dout;
 };
 
-// A key block and the tiles of rows that see some of it.
-struct Item {
-    sa_sequence sequence;
-    sa_band band;
-    int64_t kv_head, first_stats;
-    int64_t first_place;                  // of the last tile
-    int key, q_len, num_sink;             // as the band has them
-    int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
-    int finish_end;                       // tiles before it have no later key block
-    bool exists, descending;
-    int num_rounds, nth_round; // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
-    int64_t carry, nth_block;  // places among what is carried over, and among the kv head's terms of ds_aux
-    unsigned long long carry_turn;
+// The one that the block works on: of a kv head.
+struct OwnItem : Item {
+    int kv_head;
+    bool exists;
 };
 
 template <class C> struct Smem {
@@ -62,9 +53,11 @@ template <class C> struct Smem {
     alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
     alignas(128) float dq[C::kSums][C::kTileFloats];
     RowStats<C> stats[C::kStages];
-    int64_t dq_offset[C::kRows]; // of a tile's rows from its first
+    float terms[C::kRows / 32][C::kMathThreads]; // of ds_aux, a thread's own: registers are short
+    int64_t dq_offset[C::kRows];                 // of a tile's rows from its first
     int token[C::kRows];
-    Item items[2];
+    OwnItem items[2];
+    sa_range seen_by[C::kKeys];     // rows that see each key
     bool poisoned[C::kKeys], hides; // keys that were not finite; whether some dO was
     bool finish_alone;              // nothing was added before to the tile to be finished
     uint64_t item_full[2], item_empty[2], kv_full, kv_empty, rows_full[C::kStages], rows_empty[C::kStages];
@@ -72,57 +65,6 @@ template <class C> struct Smem {
 };
 
 // ---- keys ----
-
-template <class C>
-__device__ __forceinline__ void find_item(Item &item, const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers) {
-    const int64_t heads = args.fwd.problem.num_kv_heads, n = static_cast<int64_t>(atomicAdd(buffers.counter, 1ull));
-    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n / heads);
-    item.exists = e < p.num_entries;
-    if (!item.exists) return;
-    const Entry &entry = buffers.entries[e];
-    const sa_sequence sequence = entry.sequence;
-    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
-    const int64_t local = n - heads * entry.first_item, blocks = sa_ceil_div(sequence.k_len, C::kKeys), block = local % blocks;
-    const int64_t tiles = num_tiles_of(sequence, p.tokens), rounds = is_tail ? 1 : num_rounds_of<C>(tiles, p),
-                  nth_round = local / blocks % rounds;
-    item.sequence = sequence;
-    item.kv_head = local / blocks / rounds;
-    item.num_rounds = static_cast<int>(rounds);
-    item.nth_round = static_cast<int>(nth_round);
-    item.carry = entry.first_carry + block;
-    item.nth_block = entry.first_item + nth_round * blocks + block;
-    item.carry_turn = static_cast<unsigned long long>(item.kv_head * rounds + nth_round);
-    item.key = static_cast<int>(block * C::kKeys);
-    item.begin = item.end = item.finish_end = item.full_begin = item.full_end = 0;
-    const sa_band band = sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
-    item.band = band;
-    if (is_tail || !sequence.q_len) return;
-    const sa_range keys = {item.key, static_cast<sa_position_t>(sa_min(item.key + C::kKeys, sequence.k_len))},
-                   rows = sa_keys_rows(&band, keys);
-    const int64_t blind = num_blind_tiles(sequence, band, p.tokens), slots = tiles - blind;
-    item.first_stats = heads * entry.first_tile + item.kv_head * tiles;
-    item.descending = !p.is_local || slots <= p.num_slots;
-    item.q_len = static_cast<int>(band.q_len);
-    item.num_sink = static_cast<int>(band.num_sink);
-    if (rows.begin >= rows.end) return;
-    const int64_t first = (rounds - 1 - nth_round) * kRoundTiles<C>, past = rounds == 1 ? tiles : first + kRoundTiles<C>;
-    item.begin = static_cast<int>(sa_max(rows.begin / p.tokens, first));
-    item.end = static_cast<int>(sa_min(sa_ceil_div(rows.end, p.tokens), past));
-    if (item.begin >= item.end) {
-        item.begin = item.end = 0;
-        return;
-    }
-    const int64_t nth = item.descending ? tiles - item.end : item.end - 1 - blind;
-    item.first_place = heads * entry.first_slot + item.kv_head * slots + nth;
-    const int64_t reach = sa_last_row_before(&band, keys.end - 1); // the last row whose last key lies here or before
-    item.finish_end =
-        keys.end == sequence.k_len || reach >= sequence.q_len - 1 ? item.end : static_cast<int>(sa_max(reach + 1, 0) / p.tokens);
-    if (keys.end - keys.begin < C::kKeys) return;
-    // The last key is seen latest; the first beyond the sink tokens is lost from sight first.
-    const sa_position_t past_sink = sa_clamp(band.num_sink, keys.begin, keys.end - 1);
-    item.full_begin = static_cast<int>(sa_ceil_div(sa_keys_rows(&band, {keys.end - 1, keys.end}).begin, p.tokens));
-    item.full_end = static_cast<int>(sa_keys_rows(&band, {past_sink, past_sink + 1}).end / p.tokens);
-}
 
 // Where a tile's dQ is summed, from the item's last tile to its first: a slot, and how many tiles had it before.
 struct Place {
@@ -138,9 +80,9 @@ struct Place {
 
 // How many key blocks before this one see the tile: of sinks, and from that of the first row's first key on.
 template <class C> __device__ __forceinline__ int find_turn(const Item &item, const BwdProblem &p, int t) {
-    const int first = t * p.tokens, last = min(first + p.tokens, item.q_len) - 1;
+    const int first = t * p.tokens, last = min(first + p.tokens, item.band.q_len) - 1;
     const int begin = sa_row_band(&item.band, first).begin, end = sa_row_band(&item.band, last).end;
-    const int sinks = (min(min(item.num_sink, end), begin) + C::kKeys - 1) / C::kKeys, block = item.key / C::kKeys;
+    const int sinks = (min(min(item.band.num_sink, end), begin) + C::kKeys - 1) / C::kKeys, block = item.key / C::kKeys;
     return block < sinks ? block : sinks + block - max(begin / C::kKeys, sinks);
 }
 
@@ -157,31 +99,37 @@ template <class C>
 __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p,
                                            const BwdBuffers &buffers) {
     const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
+    const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item); // items of a kv head
     Ring<C::kStages> ring;
     for (Ring<2> items;; items.n++) {
-        Item &item = smem.items[items.place()];
+        OwnItem &item = smem.items[items.place()];
+        uint64_t *item_full = &smem.item_full[items.place()];
         barrier_wait(&smem.item_empty[items.place()], items.phase() ^ 1);
-        find_item<C>(item, args, p, buffers);
-        barrier_arrive(&smem.item_full[items.place()]);
-        if (!item.exists) return;
-        const int head = static_cast<int>(item.kv_head), batch = static_cast<int>(item.sequence.batch);
+        const uint32_t n = atomicAdd(buffers.counter, 1u);
+        item.exists = n < all * static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
+        if (!item.exists) return barrier_arrive(item_full);
+        const int head = static_cast<int>(n / all);
+        item.kv_head = head;
+        barrier_arrive_expect(item_full, sizeof(Item));
+        bulk_load(&item, buffers.items + n % all, sizeof(Item), item_full);
         barrier_wait(&smem.kv_empty, (items.n & 1) ^ 1);
+        barrier_wait(item_full, items.phase());
         barrier_arrive_expect(&smem.kv_full, 2 * C::kHalves * C::kKeyHalf);
         for (int half = 0; half < C::kHalves; half++) {
-            const int key = static_cast<int>(item.sequence.k_begin + item.key);
-            tensor_load(smem.keys + half * C::kKeyHalf, &maps.k, &smem.kv_full, 64 * half, head, key, batch);
-            tensor_load(smem.values + half * C::kKeyHalf, &maps.v, &smem.kv_full, 64 * half, head, key, batch);
+            tensor_load(smem.keys + half * C::kKeyHalf, &maps.k, &smem.kv_full, 64 * half, head, item.k_begin + item.key, item.batch);
+            tensor_load(smem.values + half * C::kKeyHalf, &maps.v, &smem.kv_full, 64 * half, head, item.k_begin + item.key, item.batch);
         }
         for (int t = item.end - 1; t >= item.begin; t--, ring.n++) {
             uint64_t *full = &smem.rows_full[ring.place()];
             barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
             barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
-            const int row = static_cast<int>(item.sequence.q_begin) + t * p.tokens;
+            const int row = item.q_begin + t * p.tokens;
             for (int half = 0; half < C::kHalves; half++) {
-                tensor_load(smem.queries[ring.place()] + half * C::kRowHalf, &maps.q, full, 64 * half, head * p.group, row, batch);
-                tensor_load(smem.douts[ring.place()] + half * C::kRowHalf, &maps.dout, full, 64 * half, head * p.group, row, batch);
+                tensor_load(smem.queries[ring.place()] + half * C::kRowHalf, &maps.q, full, 64 * half, head * p.group, row, item.batch);
+                tensor_load(smem.douts[ring.place()] + half * C::kRowHalf, &maps.dout, full, 64 * half, head * p.group, row, item.batch);
             }
-            bulk_load(&smem.stats[ring.place()], buffers.stats + (item.first_stats + t) * (stats_bytes / 4), stats_bytes, full);
+            const int tile = item.first_tile + head * item.num_tiles + t;
+            bulk_load(&smem.stats[ring.place()], buffers.stats + static_cast<int64_t>(tile) * (stats_bytes / 4), stats_bytes, full);
         }
     }
 }
@@ -189,7 +137,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
 template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers) {
     Ring<C::kSums> ring;
     for (Ring<2> items;; items.n++) {
-        const Item &item = smem.items[items.place()];
+        const OwnItem &item = smem.items[items.place()];
         barrier_wait(&smem.item_full[items.place()], items.phase());
         if (!item.exists) return;
         if (item.begin == item.end) {
@@ -197,7 +145,8 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
             continue;
         }
         const int num_slots = static_cast<int>(p.num_slots);
-        Place place = {static_cast<int>(item.first_place % num_slots), static_cast<unsigned>(item.first_place / num_slots)};
+        const auto first = static_cast<unsigned>(item.first_place + item.kv_head * item.num_places);
+        Place place = {static_cast<int>(first % num_slots), first / num_slots};
         for (int t = item.end - 1; t >= item.begin; t--, ring.n++, place.advance(item.descending, num_slots)) {
             const int turn = find_turn<C>(item, p, t), slot = place.slot;
             const unsigned long long value = turn_value(place.generation, turn);
@@ -231,33 +180,21 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
     }
 }
 
-// A thread's two keys, and the rows that see each: tokens [begin, end).
-struct ThreadKeys {
-    int begin[2], end[2];
-};
-
+// A thread's two of 64 rows of an accumulator.
 __device__ __forceinline__ int thread_row(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
-
-template <class C> __device__ __forceinline__ ThreadKeys find_thread_keys(const Item &item, int math_group) {
-    ThreadKeys keys;
-    for (int r = 0; r < 2; r++) {
-        const int key = item.key + 64 * math_group + thread_row(r);
-        const sa_range rows = key < item.sequence.k_len ? sa_keys_rows(&item.band, {key, key + 1}) : sa_range{0, 0};
-        keys.begin[r] = static_cast<int>(rows.begin);
-        keys.end[r] = static_cast<int>(rows.end);
-    }
-    return keys;
-}
 
 // Values of rows that are not finite become 0, and bad(row) is called.
 template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void zero_rows(unsigned char *tile, const Bad &bad) {
-    for (int x = threadIdx.x - 128; x < C::kHalves * kHalfBytes / 16; x += C::kMathThreads)
+    for (int x = computed_here(threadIdx.x - 128); x < C::kHalves * kHalfBytes / 16; x += C::kMathThreads)
         if (zero_unfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
 }
 
-template <class C> __device__ __forceinline__ void clean_keys(Smem<C> &smem) {
-    const int i = threadIdx.x - 128;
-    if (i < C::kKeys) smem.poisoned[i] = false;
+template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const Item &item) {
+    const int i = threadIdx.x - 128, key = item.key + i;
+    if (i < C::kKeys) {
+        smem.seen_by[i] = key < item.band.k_len ? sa_keys_rows(&item.band, {key, key + 1}) : sa_range{0, 0};
+        smem.poisoned[i] = false;
+    }
     if (i == 0) smem.hides = false;
     bar_sync<C::kMathThreads>(1);
     zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
@@ -303,15 +240,15 @@ struct Seen {
     __device__ __forceinline__ bool operator()(int r, int column) const { return bits[r] >> (column / 4 + column % 2) & 1; }
 };
 
-__device__ __forceinline__ bool sees(const ThreadKeys &keys, int r, int token) { return token >= keys.begin[r] && token < keys.end[r]; }
-
-__device__ __forceinline__ Seen find_seen(const ThreadKeys &keys, const BwdProblem &p, int t) {
+template <class C> __device__ __forceinline__ Seen find_seen(const Smem<C> &smem, const BwdProblem &p, int math_group, int t) {
     const auto bits_before = [&](int token) {
         const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4),
                   count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
         return count < 32 ? (1u << count) - 1 : ~0u;
     };
-    return {{bits_before(keys.end[0]) & ~bits_before(keys.begin[0]), bits_before(keys.end[1]) & ~bits_before(keys.begin[1])}};
+    const auto bits = [&](const sa_range &rows) { return bits_before(rows.end) & ~bits_before(rows.begin); };
+    const sa_range *seen_by = smem.seen_by + 64 * math_group + thread_row(0);
+    return {{bits(seen_by[0]), bits(seen_by[8])}};
 }
 
 template <class C, bool kMasked>
@@ -330,18 +267,32 @@ __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const Row
 
 enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
 
-// Sums of p_sink dS over a thread's columns, apart for columns of different heads: those 8 * period apart are of the same. Where heads
-// repeat with 8 columns that is two sums; for any other group they lie in local memory.
-template <class C, TermsOf kTerms> struct Terms {
-    float sums[kTerms == kTermsOfAny ? C::kRows / 4 : 2];
-};
+// Of p_sink dS, a thread keeps sums over its columns. Where heads repeat with 8 columns they are of two heads; for any other group lanes
+// share the columns, and each has one of 32.
+template <class C, TermsOf kTerms> constexpr int kTermSums = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kRows / 32;
+
+__device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2; }
+
+// Of columns 8 n and 8 n + 1 after the lane's first, at 2 n and 2 n + 1: the sum over lanes of lane_column().
+__device__ __forceinline__ float sum_column(float (&columns)[8]) {
+#pragma unroll
+    for (int kept = 4; kept > 0; kept /= 2) {
+        const bool upper = threadIdx.x & 4 * kept;
+#pragma unroll
+        for (int i = 0; i < kept; i++) {
+            const float got = __shfl_xor_sync(0xffffffffu, upper ? columns[i] : columns[i + kept], 4 * kept);
+            columns[i] = (upper ? columns[i + kept] : columns[i]) + got;
+        }
+    }
+    return columns[0];
+}
+
 // dp becomes dS.
 template <class C, bool kMasked, TermsOf kTerms>
-__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], Terms<C, kTerms> &terms, int period,
-                                        const RowStats<C> &stats, const Seen &seen) {
+__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], float *terms, const RowStats<C> &stats,
+                                        const Seen &seen) {
     const int column = 2 * (threadIdx.x % 4);
-    float of_tile[2] = {0.0f, 0.0f};
-    int place = 0;
+    float of_tile[2] = {0.0f, 0.0f}, columns[8];
 #pragma unroll
     for (int n = 0; n < C::kRows / 8; n++) {
         const float2 bias = *reinterpret_cast<const float2 *>(&stats.bias[8 * n + column]);
@@ -351,30 +302,28 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (
             x = !kMasked || seen(i / 2, 8 * n + i % 2) ? p[4 * n + i] * (x + (i % 2 ? bias.y : bias.x)) : 0.0f;
         }
         if (kTerms == kNoTerms) continue;
-        const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
         const float even = dp[4 * n] + dp[4 * n + 2], odd = dp[4 * n + 1] + dp[4 * n + 3];
         if (kTerms == kTermsOf8) {
+            const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
             of_tile[0] = fmaf(p_sink.x, even, of_tile[0]);
             of_tile[1] = fmaf(p_sink.y, odd, of_tile[1]);
         } else {
-            float2 &sums = reinterpret_cast<float2 *>(terms.sums)[place];
-            sums = {fmaf(p_sink.x, even, sums.x), fmaf(p_sink.y, odd, sums.y)};
-            if (++place == period) place = 0;
+            columns[2 * n % 8] = even;
+            columns[2 * n % 8 + 1] = odd;
+            if (n % 4 == 3) terms[n / 4 * C::kMathThreads] += stats.p_sink[n / 4 * 32 + lane_column()] * sum_column(columns);
         }
     }
     if (kTerms == kTermsOf8) {
-        terms.sums[0] += of_tile[0];
-        terms.sums[1] += of_tile[1];
+        terms[0] += of_tile[0];
+        terms[C::kMathThreads] += of_tile[1];
     }
 }
 
 template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_group) {
-    const int lane = threadIdx.x % 32, key = 64 * math_group + threadIdx.x % 128 / 32 * 16 + (lane & 15);
+    const int thread = computed_here(threadIdx.x), key = 64 * math_group + thread % 128 / 32 * 16 + (thread & 15);
+    const uint32_t first = shared_address(smem.ds[0]) + key * kRowBytes + ((thread % 32 >> 4 ^ (key & 7)) << 4);
 #pragma unroll
-    for (int n = 0; n < C::kRows / 16; n++) {
-        const int chunk = 2 * n % 8 + (lane >> 4);
-        stmatrix_x4(shared_address(smem.ds[n / 4]) + key * kRowBytes + ((chunk ^ (key & 7)) << 4), ds[n]);
-    }
+    for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4((first ^ 2 * n % 8 << 4) + n / 4 * static_cast<uint32_t>(sizeof smem.ds[0]), ds[n]);
 }
 
 // 8 lines of 16-bit pairs of the thread's row r, as whole chunks: columns column, column + 1 ... of each n, times a factor.
@@ -396,10 +345,9 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
 // The tile's last part: `before` is what was added until now, and dq leaves.
 template <class C>
 __device__ __forceinline__ void finish_tile(float (&dq)[32], const float *before, const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                            const BwdProblem &p, const Item &item, int t, int math_group) {
+                                            const BwdProblem &p, const OwnItem &item, int t, int math_group) {
     const int first = t * p.tokens;
-    auto *to = static_cast<uint16_t *>(args.dq.data) +
-               sa_offset(&args.dq, item.sequence.batch, item.sequence.q_begin + first, item.kv_head * p.group);
+    auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.kv_head * p.group);
     if (!smem.finish_alone) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -414,55 +362,62 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], const float *before
     for (int r = 0; r < 2; r++) {
         const int row = (C::kRows == 64 ? 0 : 64 * math_group) + thread_row(r);
         write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, C::kRows == 64 ? 64 * math_group : 0,
-                                       args.fwd.problem.head_dim, first + smem.token[row] < item.q_len);
+                                       args.fwd.problem.head_dim, first + smem.token[row] < item.band.q_len);
     }
 }
 
 // Of each head of the item: what its rows and these keys add to ds_aux.
 template <class C, TermsOf kTerms>
-__device__ __forceinline__ void write_terms(const Terms<C, kTerms> &terms, Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers,
-                                            const Item &item) {
-    auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp 8 * period columns
-    const int columns = 8 * p.period;
+__device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers,
+                                            const OwnItem &item) {
+    constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kRows;
+    auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
+    auto *own = sums + (threadIdx.x / 32 - 4) * kColumns;
     bar_sync<C::kMathThreads>(1); // the last dS has been read
-    for (int i = 0; i < (kTerms == kTermsOf8 ? 2 : 2 * p.period); i++) {
-        float sum = terms.sums[i];
-        for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-        if (threadIdx.x % 32 < 4) sums[(threadIdx.x / 32 - 4) * columns + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2] = sum;
+    if constexpr (kTerms == kTermsOf8) {
+        for (int i = 0; i < 2; i++) {
+            float sum = terms[i * C::kMathThreads];
+            for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+            if (threadIdx.x % 32 < 4) own[threadIdx.x % 4 * 2 + i] = sum;
+        }
+    } else {
+        for (int i = 0; i < kColumns / 32; i++) own[32 * i + lane_column()] = terms[i * C::kMathThreads];
     }
     bar_sync<C::kMathThreads>(1);
     const int head = threadIdx.x - 128;
     if (head >= p.group) return;
     float sum = 0.0f;
     for (int warp = 0; warp < C::kMathWarps; warp++)
-        for (int column = head; column < columns; column += p.group) sum += sums[warp * columns + column];
-    buffers.key_terms[(item.kv_head * p.group + head) * p.num_blocks + item.nth_block] = -sum;
+        for (int column = head; column < kColumns; column += p.group) sum += sums[warp * kColumns + column];
+    buffers.key_terms[(item.kv_head * p.group + head) * p.num_blocks + item.nth] = -sum;
 }
 
 // What is not finite in dO, in the tiles where it was left out, for the keys that its rows see.
 template <class C>
 __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                           const BwdProblem &p, const Item &item, const ThreadKeys &keys) {
+                                           const BwdProblem &p, const OwnItem &item, int math_group) {
+    const sa_range *seen_by = smem.seen_by + 64 * math_group + thread_row(0);
 #pragma unroll 1
     for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
         const int t = n / C::kRows, row = n % C::kRows;
         const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
-        if ((t >= item.full_begin && t < item.full_end) || token >= item.q_len) continue;
+        if ((t >= item.full_begin && t < item.full_end) || token >= item.band.q_len) continue;
         const int64_t head = item.kv_head * p.group + row % p.group;
-        add_unfinite<typename C::Element>(dv,
-                                          static_cast<const uint16_t *>(args.dout.data) +
-                                              sa_offset(&args.dout, item.sequence.batch, item.sequence.q_begin + token, head),
-                                          args.fwd.problem.head_dim, [&](int r) { return sees(keys, r, static_cast<int>(token)); });
+        add_unfinite<typename C::Element>(
+            dv, static_cast<const uint16_t *>(args.dout.data) + sa_offset(&args.dout, item.batch, item.q_begin + token, head),
+            args.fwd.problem.head_dim, [&](int r) { return token >= seen_by[8 * r].begin && token < seen_by[8 * r].end; });
     }
 }
 
 // dK and dV so far, of the rounds before and of this one; left for the next.
 template <class C>
 __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdBuffers &buffers,
-                                          const Item &item) {
+                                          const OwnItem &item) {
     unsigned long long *turns = buffers.carry_turns + item.carry;
-    wait_for_turn(turns, item.carry_turn);
-    auto *at = reinterpret_cast<float4 *>(buffers.carries + item.carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
+    const auto turn = static_cast<unsigned long long>(item.kv_head) * item.num_rounds + item.nth_round;
+    wait_for_turn(turns, turn);
+    auto *at =
+        reinterpret_cast<float4 *>(buffers.carries + static_cast<int64_t>(item.carry) * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
     const auto add = [&](float (&d)[C::kHeadDim / 2]) {
 #pragma unroll
         for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
@@ -479,25 +434,22 @@ __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&
     add(dk);
     add(dv);
     bar_sync<C::kMathThreads>(1);
-    if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
+    if (threadIdx.x == 128) store_release(turns, turn + 1);
 }
 
 template <class C>
 __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const float (&poison)[2],
-                                           const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, const ThreadKeys &keys,
-                                           int math_group) {
-    const sa_sequence &sequence = item.sequence;
+                                           const sinkattn_bwd_args &args, const BwdProblem &p, const OwnItem &item, int math_group) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int own = 64 * math_group + thread_row(r);
         const int64_t key = item.key + own;
-        const bool real = key < sequence.k_len;
-        const bool has_rows = keys.begin[r] < keys.end[r];
-        const float added = has_rows ? poison[r] : 0.0f;
+        const bool real = key < item.band.k_len;
+        const float added = poison[r];
         auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
         if (real) {
-            to_dk += sa_offset(&args.dk, sequence.batch, sequence.k_begin + key, item.kv_head);
-            to_dv += sa_offset(&args.dv, sequence.batch, sequence.k_begin + key, item.kv_head);
+            to_dk += sa_offset(&args.dk, item.batch, item.k_begin + key, item.kv_head);
+            to_dv += sa_offset(&args.dv, item.batch, item.k_begin + key, item.kv_head);
         }
         write_row<typename C::Element>(to_dk, dk, r, p.scale + added, 0, args.fwd.problem.head_dim, real);
         write_row<typename C::Element>(to_dv, dv, r, 1.0f + added, 0, args.fwd.problem.head_dim, real);
@@ -513,13 +465,14 @@ template <class C, TermsOf kTerms> struct Math {
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
     uint32_t finished; // tiles
-    Terms<C, kTerms> terms;
 
     // In a way that the compiler knows to be the same in all lanes.
     __device__ __forceinline__ uint32_t address(const void *at) const {
         return p.shared_begin +
                static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
     }
+
+    __device__ __forceinline__ float *terms() const { return smem.terms[0] + threadIdx.x - 128; }
 
     // S and dP of the tile that the ring holds.
     __device__ __forceinline__ void begin_scores(float (&s)[C::kRows / 2]) {
@@ -537,12 +490,11 @@ template <class C, TermsOf kTerms> struct Math {
     // P and dS from S and dP, which have been begun.
     template <bool kMasked>
     __device__ __forceinline__ void find_operands(float (&s)[C::kRows / 2], float (&dp)[C::kRows / 2],
-                                                  uint32_t (&weights)[C::kRows / 16][4], uint32_t (&ds)[C::kRows / 16][4],
-                                                  const ThreadKeys &keys, int t) {
+                                                  uint32_t (&weights)[C::kRows / 16][4], uint32_t (&ds)[C::kRows / 16][4], int t) {
         const RowStats<C> &stats = smem.stats[ring.place()];
         Seen seen;
         if (kMasked) {
-            seen = find_seen(keys, p, t);
+            seen = find_seen<C>(smem, p, math_group, t);
             wgmma_wait<0>();
             computed(s);
             computed(dp);
@@ -554,12 +506,13 @@ template <class C, TermsOf kTerms> struct Math {
         pack<typename C::Element>(weights, s);
         wgmma_wait<0>();
         computed(dp);
-        find_ds<C, kMasked>(dp, s, terms, p.period, stats, seen);
+        find_ds<C, kMasked, kTerms>(dp, s, terms(), stats, seen);
         pack<typename C::Element>(ds, dp);
     }
 
     // The group's part of dQ goes to the adder, or out.
-    template <int kPending> __device__ __forceinline__ void pass_on(float (&dq)[32], const Item &item, int t) {
+    template <int kPending> __device__ __forceinline__ void pass_on(float (&dq)[32], const OwnItem &item, int t) {
+        const int thread = computed_here(threadIdx.x % 128);
         float *to = smem.dq[dq_ring.place()];
         if (t < item.finish_end) {
             barrier_wait(&smem.finish_full, finished++ & 1);
@@ -572,8 +525,8 @@ template <class C, TermsOf kTerms> struct Math {
             computed(dq);
 #pragma unroll
             for (int i = 0; i < 8; i++)
-                reinterpret_cast<float4 *>(to)[(math_group * 8 + i) * 128 + threadIdx.x % 128] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
-                                                                                                  dq[4 * i + 3]};
+                reinterpret_cast<float4 *>(to)[(math_group * 8 + i) * 128 + thread] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
+                                                                                       dq[4 * i + 3]};
             async_fence();
         }
         __syncwarp();
@@ -582,17 +535,16 @@ template <class C, TermsOf kTerms> struct Math {
     }
 
     // All tiles of an item. While dQ of one is passed on, S of the next is computed.
-    __device__ __forceinline__ void meet_tiles(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const Item &item,
-                                               const ThreadKeys &keys) {
+    __device__ __forceinline__ void meet_tiles(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const OwnItem &item) {
         float s[C::kRows / 2], dp[C::kRows / 2], dq[32];
         begin_scores(s);
         begin_dp(dp);
         for (int t = item.end - 1;; t--) {
             uint32_t weights[C::kRows / 16][4], ds[C::kRows / 16][4];
             if (t >= item.full_begin && t < item.full_end)
-                find_operands<false>(s, dp, weights, ds, keys, t);
+                find_operands<false>(s, dp, weights, ds, t);
             else
-                find_operands<true>(s, dp, weights, ds, keys, t);
+                find_operands<true>(s, dp, weights, ds, t);
             const uint32_t stage = warp_uniform(ring.place());
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
@@ -618,26 +570,27 @@ template <class C, TermsOf kTerms> struct Math {
 
     __device__ __forceinline__ void run() {
         for (Ring<2> items;; items.n++) {
-            const Item &item = smem.items[items.place()];
+            const OwnItem &item = smem.items[items.place()];
             barrier_wait(&smem.item_full[items.place()], items.phase());
             if (!item.exists) return;
-            const ThreadKeys keys = find_thread_keys<C>(item, math_group);
             float dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
 #pragma unroll
             for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
-            terms = {};
+            for (int i = 0; i < kTermSums<C, kTerms>; i++) terms()[i * C::kMathThreads] = 0.0f;
             barrier_wait(&smem.kv_full, items.n & 1);
-            clean_keys<C>(smem);
-            if (item.begin < item.end) meet_tiles(dk, dv, item, keys);
-            const bool hides = smem.hides; // these two belong to the keys, which go now
-            const float poison[2] = {smem.poisoned[64 * math_group + thread_row(0)] ? NAN : 0.0f,
-                                     smem.poisoned[64 * math_group + thread_row(1)] ? NAN : 0.0f};
+            prepare_keys<C>(smem, item);
+            if (item.begin < item.end) meet_tiles(dk, dv, item);
+            if (smem.hides) add_hidden<C>(dv, smem, args, p, item, math_group);
+            float poison[2]; // it belongs to the keys, which go now
+            for (int r = 0; r < 2; r++) {
+                const int own = 64 * math_group + thread_row(r);
+                poison[r] = smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
+            }
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.kv_empty);
-            if (hides) add_hidden<C>(dv, smem, args, p, item, keys);
             if (item.num_rounds > 1) add_carry<C>(dk, dv, buffers, item);
-            if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, poison, args, p, item, keys, math_group);
-            if constexpr (kTerms != kNoTerms) write_terms(terms, smem, p, buffers, item);
+            if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, poison, args, p, item, math_group);
+            if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(terms(), smem, p, buffers, item);
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(&smem.item_empty[items.place()]);
         }
@@ -686,7 +639,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
     } else {
         registers_up<C::kMathRegisters>();
         const int math_group = warp_uniform(threadIdx.x / 128 - 1);
-        Math<C, kTerms>{smem, args, p, buffers, math_group, {}, {}, 0, {}}.run();
+        Math<C, kTerms>{smem, args, p, buffers, math_group, {}, {}, 0}.run();
     }
 #else
     __trap();
@@ -707,8 +660,10 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, c
 template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     const BwdSizes sizes = sizes_of<C>(problem);
-    if (sizes.tiles > INT32_MAX)
-        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds less than 2^31", static_cast<long long>(sizes.tiles));
+    const int64_t items = sizes.blocks * problem.num_kv_heads, item_writers = sa_ceil_div(sizes.blocks, 128);
+    if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",
+                         static_cast<long long>(sizes.tiles), static_cast<long long>(items));
     BwdProblem p;
     p.num_entries = sizes.entries;
     p.num_slots = sizes.slots;
@@ -716,8 +671,6 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     p.is_local = sizes.is_local;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = C::kRows / p.group;
-    for (p.period = 1; p.period < C::kRows / 8 && 8 * p.period % p.group; p.period++) {
-    }
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
     p.num_tiles = sizes.tiles / problem.num_kv_heads;
@@ -725,7 +678,8 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
     const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
-                                turns,
+                                reinterpret_cast<Item *>(base + sizes.items_at),
+                                reinterpret_cast<unsigned *>(turns),
                                 turns + 1,
                                 reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
                                 reinterpret_cast<float *>(base + sizes.stats_at),
@@ -752,10 +706,10 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     p.shared_begin = sa_ceil_div(reserved, 1024) * 1024;
     const auto stream = static_cast<cudaStream_t>(context.stream);
     table_kernel<C><<<1, kTableThreads, 0, stream>>>(args, p, buffers, error_word);
-    rows_kernel<C><<<static_cast<unsigned>(sizes.tiles), 128, 0, stream>>>(args, p, buffers);
-    const auto launch_keys = !args.ds_aux    ? launch_kernel<C, kNoTerms>
-                             : p.period == 1 ? launch_kernel<C, kTermsOf8>
-                                             : launch_kernel<C, kTermsOfAny>;
+    rows_kernel<C><<<static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream>>>(args, p, buffers);
+    const auto launch_keys = !args.ds_aux       ? launch_kernel<C, kNoTerms>
+                             : 8 % p.group == 0 ? launch_kernel<C, kTermsOf8>
+                                                : launch_kernel<C, kTermsOfAny>;
     status = launch_keys(args, maps, p, buffers, plan.workers, stream);
     if (status.code) return status;
     if (args.ds_aux) sink_kernel<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, p, buffers);
