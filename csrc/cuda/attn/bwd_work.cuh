@@ -38,7 +38,6 @@ struct BwdProblem {
     int group, tokens; // heads and tokens of a tile of rows
     float scale, scale_log2;
     int64_t num_tiles, num_blocks; // of a kv head, at most; a key block once a round
-    uint32_t shared_begin;         // address of the kernel's shared memory, which the device begins with some of its own
 };
 
 struct BwdBuffers {
@@ -209,7 +208,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const Entry &end = buffers.entries[p.num_entries];
     item.first_tile = static_cast<int>(args.fwd.problem.num_kv_heads * entry.first_tile);
     item.num_tiles = tiles;
-    item.descending = !p.is_local || slots <= p.num_slots;
+    item.descending = !p.is_local;
     item.first_place = static_cast<int>(entry.first_slot) + (item.descending ? tiles - item.end : item.end - 1 - blind);
     item.num_places = static_cast<int>(end.first_slot);
     const int reach = sa_last_row_before(&band, keys.end - 1); // the last row whose last key lies here or before

@@ -59,9 +59,9 @@ template <class C> struct Smem {
     OwnItem items[2];
     sa_range seen_by[C::kKeys];     // rows that see each key
     bool poisoned[C::kKeys], hides; // keys that were not finite; whether some dO was
-    bool finish_alone;              // nothing was added before to the tile to be finished
+    bool finish_alone[C::kSums];    // nothing was added before to the tile to be finished
     uint64_t item_full[2], item_empty[2], kv_full, kv_empty, rows_full[C::kStages], rows_empty[C::kStages];
-    uint64_t dq_full[C::kSums], dq_empty[C::kSums], finish_full;
+    uint64_t dq_ready[C::kSums], dq_full[C::kSums]; // room for a tile's dQ, or the sum that it completes; the tile's dQ, or its sum read
 };
 
 // ---- keys ----
@@ -134,47 +134,47 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
     }
 }
 
-template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers) {
-    Ring<C::kSums> ring;
+// One of kSums threads, each with every kSums-th tile: while the addition of one is on its way, the next is begun.
+template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
+    const int num_slots = static_cast<int>(p.num_slots);
+    float *dq = smem.dq[nth];
+    uint32_t use = 0; // of dq
+    int skip = nth;   // tiles until the next of this thread
     for (Ring<2> items;; items.n++) {
         const OwnItem &item = smem.items[items.place()];
         barrier_wait(&smem.item_full[items.place()], items.phase());
         if (!item.exists) return;
-        if (item.begin == item.end) {
-            barrier_arrive(&smem.item_empty[items.place()]);
-            continue;
-        }
-        const int num_slots = static_cast<int>(p.num_slots);
         const auto first = static_cast<unsigned>(item.first_place + item.kv_head * item.num_places);
         Place place = {static_cast<int>(first % num_slots), first / num_slots};
-        for (int t = item.end - 1; t >= item.begin; t--, ring.n++, place.advance(item.descending, num_slots)) {
-            const int turn = find_turn<C>(item, p, t), slot = place.slot;
-            const unsigned long long value = turn_value(place.generation, turn);
+        for (int t = item.end - 1; t >= item.begin; t--, place.advance(item.descending, num_slots)) {
+            if (skip-- > 0) continue;
+            skip = C::kSums - 1;
+            const int turn = find_turn<C>(item, p, t);
+            unsigned long long *turns = buffers.turns + place.slot, value = turn_value(place.generation, turn);
+            float *slot = buffers.slots + static_cast<int64_t>(place.slot) * C::kTileFloats;
             if (t < item.finish_end) {
-                wait_for_turn(buffers.turns + slot, value);
-                smem.finish_alone = turn == 0;
+                wait_for_turn(turns, value);
+                smem.finish_alone[nth] = turn == 0;
                 if (turn == 0) {
-                    barrier_arrive(&smem.finish_full);
+                    barrier_arrive(&smem.dq_ready[nth]);
                 } else {
-                    barrier_arrive_expect(&smem.finish_full, C::kTileFloats * sizeof(float));
-                    bulk_load(smem.dq[ring.place()], buffers.slots + static_cast<int64_t>(slot) * C::kTileFloats,
-                              C::kTileFloats * sizeof(float), &smem.finish_full);
+                    barrier_arrive_expect(&smem.dq_ready[nth], C::kTileFloats * sizeof(float));
+                    bulk_load(dq, slot, C::kTileFloats * sizeof(float), &smem.dq_ready[nth]);
                 }
-                barrier_wait(&smem.dq_full[ring.place()], ring.phase()); // the slot has been read
-                store_release(buffers.turns + slot, turn_value(place.generation + 1, 0));
+                barrier_wait(&smem.dq_full[nth], use++ & 1); // the slot has been read
+                store_release(turns, turn_value(place.generation + 1, 0));
             } else {
-                float *to = buffers.slots + static_cast<int64_t>(slot) * C::kTileFloats;
-                wait_for_turn(buffers.turns + slot, value);
-                barrier_wait(&smem.dq_full[ring.place()], ring.phase());
+                barrier_arrive(&smem.dq_ready[nth]);
+                wait_for_turn(turns, value);
+                barrier_wait(&smem.dq_full[nth], use++ & 1);
                 if (turn == 0)
-                    bulk_store(to, smem.dq[ring.place()], C::kTileFloats * sizeof(float));
+                    bulk_store(slot, dq, C::kTileFloats * sizeof(float));
                 else
-                    bulk_add(to, smem.dq[ring.place()], C::kTileFloats * sizeof(float));
+                    bulk_add(slot, dq, C::kTileFloats * sizeof(float));
                 store_commit();
                 store_wait();
-                store_release(buffers.turns + slot, value + 1);
+                store_release(turns, value + 1);
             }
-            barrier_arrive(&smem.dq_empty[ring.place()]);
         }
         barrier_arrive(&smem.item_empty[items.place()]);
     }
@@ -344,18 +344,18 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
 
 // The tile's last part: `before` is what was added until now, and dq leaves.
 template <class C>
-__device__ __forceinline__ void finish_tile(float (&dq)[32], const float *before, const Smem<C> &smem, const sinkattn_bwd_args &args,
+__device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem<C> &smem, const sinkattn_bwd_args &args,
                                             const BwdProblem &p, const OwnItem &item, int t, int math_group) {
     const int first = t * p.tokens;
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.kv_head * p.group);
-    if (!smem.finish_alone) {
+    if (!smem.finish_alone[sum]) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float4 sum = reinterpret_cast<const float4 *>(before)[(math_group * 8 + i) * 128 + threadIdx.x % 128];
-            dq[4 * i] += sum.x;
-            dq[4 * i + 1] += sum.y;
-            dq[4 * i + 2] += sum.z;
-            dq[4 * i + 3] += sum.w;
+            const float4 before = reinterpret_cast<const float4 *>(smem.dq[sum])[(math_group * 8 + i) * 128 + threadIdx.x % 128];
+            dq[4 * i] += before.x;
+            dq[4 * i + 1] += before.y;
+            dq[4 * i + 2] += before.z;
+            dq[4 * i + 3] += before.w;
         }
     }
 #pragma unroll
@@ -462,14 +462,13 @@ template <class C, TermsOf kTerms> struct Math {
     const BwdProblem &p;
     const BwdBuffers &buffers;
     const int math_group;
+    const uint32_t begin; // of smem
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
-    uint32_t finished; // tiles
 
     // In a way that the compiler knows to be the same in all lanes.
     __device__ __forceinline__ uint32_t address(const void *at) const {
-        return p.shared_begin +
-               static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
+        return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
     }
 
     __device__ __forceinline__ float *terms() const { return smem.terms[0] + threadIdx.x - 128; }
@@ -500,37 +499,38 @@ template <class C, TermsOf kTerms> struct Math {
             computed(dp);
             if (any_unfinite<C>(s, dp)) clean_rows<C>(smem, ring.place());
         }
-        wgmma_wait<1>();
-        computed(s);
+        if (!kMasked) {
+            wgmma_wait<1>();
+            computed(s);
+        }
         find_weights<C, kMasked>(s, stats, seen, p.scale_log2);
         pack<typename C::Element>(weights, s);
-        wgmma_wait<0>();
-        computed(dp);
+        if (!kMasked) {
+            wgmma_wait<0>();
+            computed(dp);
+        }
         find_ds<C, kMasked, kTerms>(dp, s, terms(), stats, seen);
         pack<typename C::Element>(ds, dp);
     }
 
     // The group's part of dQ goes to the adder, or out.
     template <int kPending> __device__ __forceinline__ void pass_on(float (&dq)[32], const OwnItem &item, int t) {
-        const int thread = computed_here(threadIdx.x % 128);
-        float *to = smem.dq[dq_ring.place()];
+        const uint32_t sum = dq_ring.place();
+        barrier_wait(&smem.dq_ready[sum], dq_ring.phase());
         if (t < item.finish_end) {
-            barrier_wait(&smem.finish_full, finished++ & 1);
             wgmma_wait<kPending>();
             computed(dq);
-            finish_tile<C>(dq, to, smem, args, p, item, t, math_group);
+            finish_tile<C>(dq, sum, smem, args, p, item, t, math_group);
         } else {
-            barrier_wait(&smem.dq_empty[dq_ring.place()], dq_ring.phase() ^ 1);
             wgmma_wait<kPending>();
             computed(dq);
+            auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + math_group * 1024 + computed_here(threadIdx.x % 128);
 #pragma unroll
-            for (int i = 0; i < 8; i++)
-                reinterpret_cast<float4 *>(to)[(math_group * 8 + i) * 128 + thread] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
-                                                                                       dq[4 * i + 3]};
+            for (int i = 0; i < 8; i++) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
             async_fence();
         }
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.dq_full[dq_ring.place()]);
+        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.dq_full[sum]);
         dq_ring.n++;
     }
 
@@ -605,16 +605,14 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
-        if (shared_address(shared) != p.shared_begin) __trap();
         for (int i = 0; i < 2; i++) {
             barrier_init(&smem.item_full[i], 1);
-            barrier_init(&smem.item_empty[i], C::kMathWarps + 1);
+            barrier_init(&smem.item_empty[i], C::kMathWarps + C::kSums);
             barrier_init(&smem.rows_full[i], 1);
             barrier_init(&smem.rows_empty[i], C::kMathWarps);
             barrier_init(&smem.dq_full[i], C::kMathWarps);
-            barrier_init(&smem.dq_empty[i], 1);
+            barrier_init(&smem.dq_ready[i], 1);
         }
-        barrier_init(&smem.finish_full, 1);
         barrier_init(&smem.kv_full, 1);
         barrier_init(&smem.kv_empty, C::kMathWarps);
         barrier_init_fence();
@@ -635,11 +633,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
     if (threadIdx.x < 128) {
         registers_down<C::kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles<C>(smem, args, maps, p, buffers);
-        if (threadIdx.x == 32) add_tiles<C>(smem, p, buffers);
+        const int warp = threadIdx.x / 32;
+        if (threadIdx.x % 32 == 0 && warp > 0 && warp <= C::kSums) add_tiles<C>(smem, p, buffers, warp - 1);
     } else {
         registers_up<C::kMathRegisters>();
         const int math_group = warp_uniform(threadIdx.x / 128 - 1);
-        Math<C, kTerms>{smem, args, p, buffers, math_group, {}, {}, 0}.run();
+        Math<C, kTerms>{smem, args, p, buffers, math_group, warp_uniform_register(shared_address(shared)), {}, {}}.run();
     }
 #else
     __trap();
@@ -697,13 +696,7 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
         status = encode_map(encode, &maps.dout, problem, args.dout, problem.q_len, problem.num_q_heads, p.tokens, p.group, "dout");
     if (!status.code) status = encode_map(encode, &maps.k, problem, args.fwd.k, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "k");
     if (!status.code) status = encode_map(encode, &maps.v, problem, args.fwd.v, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "v");
-    int device = 0, reserved = 0;
-    if (!status.code) status = sa_cuda_status("cudaGetDevice", cudaGetDevice(&device));
-    if (!status.code)
-        status =
-            sa_cuda_status("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
     if (status.code) return status;
-    p.shared_begin = sa_ceil_div(reserved, 1024) * 1024;
     const auto stream = static_cast<cudaStream_t>(context.stream);
     table_kernel<C><<<1, kTableThreads, 0, stream>>>(args, p, buffers, error_word);
     rows_kernel<C><<<static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream>>>(args, p, buffers);
