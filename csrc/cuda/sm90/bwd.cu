@@ -17,7 +17,7 @@
 // 0 * NaN is not 0: in tiles that need a mask, what is not finite in Q and dO becomes 0, and NaN comes back by way of lse and g - delta; in
 // K it becomes 0 in every tile, and NaN comes back by way of V.
 
-#include "cuda/attn/bwd_tile.cuh"
+#include "cuda/sm90/bwd_tile.cuh"
 #include "cuda/tensor_map.cuh"
 
 namespace sa {

@@ -4,8 +4,8 @@
 // and what leaves: dq of a tile that no later key block meets, dk, dv and the terms of an item.
 #pragma once
 
-#include "cuda/attn/bwd_copies.cuh"
 #include "cuda/attn/wgmma_tile.cuh"
+#include "cuda/sm90/bwd_copies.cuh"
 
 namespace sa {
 
