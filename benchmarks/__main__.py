@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from . import cpu, crossover, decode, launches, plot, prefill, stack, trace
+from . import cpu, crossover, decode, distributed, launches, plot, prefill, stack, trace
 
 STUDIES = {
     "cpu": cpu,
@@ -14,6 +14,7 @@ STUDIES = {
     "trace": trace,
     "launches": launches,
     "stack": stack,
+    "distributed": distributed,
     "plot": plot,
 }
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import crossover, gpu, harness, prefill, report, trace
+from . import crossover, distributed, gpu, harness, prefill, report, trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +30,10 @@ def run(options: argparse.Namespace) -> None:
         _, trace_rows = harness.load(path, trace.TraceRow)
         drawn.append(options.output / f"{trace.SUITE}-{path.parent.name}.svg")
         trace.plot(drawn[-1], trace_rows)
+    for path in sorted(options.results.glob(f"*/{distributed.SUITE}.json")):
+        machine, distributed_rows = harness.load(path, distributed.DistributedRow)
+        drawn.append(options.output / f"{distributed.SUITE}-{path.parent.name}.svg")
+        distributed.plot(drawn[-1], distributed_rows, machine)
     if not drawn:
         raise SystemExit(
             f"{options.results} holds no times of growing length; `python -m benchmarks prefill` keeps some."

@@ -33,13 +33,13 @@ def none_yet(suite: str) -> str:
     return f"No results yet; `python -m benchmarks {suite}` measures here."
 
 
-def placed(text: str, suite: str, shown: Sequence[str]) -> str:
+def placed(text: str, suite: str, shown: Sequence[str], where: str = "README") -> str:
     """text with what is shown of a suite between its marks. Raises ValueError when it has no place for it."""
     mark = f"<!-- benchmarks {suite}: begin -->", f"<!-- benchmarks {suite}: end -->"
     before, begin, rest = text.partition(mark[0])
     _, end, after = rest.partition(mark[1])
     if not begin or not end:
-        raise ValueError(f"README has no {mark[0]} ... {mark[1]}")
+        raise ValueError(f"{where} has no {mark[0]} ... {mark[1]}")
     return before + begin + "\n" + "\n\n".join(shown or [none_yet(suite)]) + "\n" + end + after
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import cpu, prefill, report
+from benchmarks import cpu, distributed, prefill, report
 from sinkattn.reference import visible
 
 ROOT = Path(__file__).parent.parent
@@ -49,11 +49,11 @@ def test_mask_picture() -> None:
     assert torch.equal(drawn, visible(length, length, 8, 8, left=2, right=0, num_sink_tokens=1)[0])
 
 
-@pytest.mark.parametrize("study", [cpu, prefill])
-def test_table_is_drawn_from_the_kept_results(study: ModuleType, tmp_path: Path) -> None:
-    assert study.readme(TEXT) == TEXT, f"python -m benchmarks {study.SUITE} --readme"
-    assert report.none_yet(study.SUITE) in study.readme(TEXT, tmp_path)
-    with pytest.raises(ValueError, match="README has no"):
+@pytest.mark.parametrize(("study", "text"), [(cpu, TEXT), (prefill, TEXT), (distributed, distributed.PAGE.read_text())])
+def test_table_is_drawn_from_the_kept_results(study: ModuleType, text: str, tmp_path: Path) -> None:
+    assert study.readme(text) == text, f"python -m benchmarks {study.SUITE} --readme"
+    assert report.none_yet(study.SUITE) in study.readme(text, tmp_path)
+    with pytest.raises(ValueError, match="has no <!-- benchmarks"):
         study.readme("# no place for a table\n")
 
 
