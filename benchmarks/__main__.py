@@ -4,13 +4,31 @@
 import argparse
 import sys
 
-from . import cpu, crossover, decode, distributed, launches, plot, prefill, stack, trace
+from . import (
+    accuracy,
+    cpu,
+    crossover,
+    decode,
+    decode_crossover,
+    distributed,
+    launches,
+    packed,
+    plot,
+    prefill,
+    scaling,
+    stack,
+    trace,
+)
 
 STUDIES = {
     "cpu": cpu,
     "prefill": prefill,
-    "decode": decode,
+    "packed": packed,
     "crossover": crossover,
+    "scaling": scaling,
+    "accuracy": accuracy,
+    "decode": decode,
+    "decode-crossover": decode_crossover,
     "trace": trace,
     "launches": launches,
     "stack": stack,

@@ -10,10 +10,11 @@ import torch
 
 import sinkattn
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOPS_PER_PAIR = {
     "forward": 4,
     "backward": 10,
+    "both": 14,
 }  # times head_dim: two products of scores and values, five in the backward
 
 
@@ -53,7 +54,7 @@ class Case:
 
 
 def _grid(lengths: tuple[int, ...], head_dims: tuple[int, ...]) -> list[Case]:
-    return [Case(n, d, t, w) for d in head_dims for t in DTYPES for w in (0, 128) for n in lengths]
+    return [Case(n, d, t, w) for d in head_dims for t in ("fp32", "bf16") for w in (0, 128) for n in lengths]
 
 
 CPU = _grid((512, 2048, 8192), (64,)) + _grid((2048, 8192), (128,))

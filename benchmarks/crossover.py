@@ -1,150 +1,253 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a decode that is split stops paying: batch by length, beside the planner's closed forms.
+"""From which length on one way of attending is faster than another, found by bisection.
 
-unsplit is one block a sequence and kv head, closed the P = SMs / (batch * kv heads) parts each that fill the machine,
-found what the kernel cuts by the lengths it finds (num_splits = 0). Unsplit rows fill the machine from
-B* = ceil(SMs / kv heads) sequences on. Times are warm, of a node in a captured graph; each result is held against fp64.
+naive is a kernel that keeps all scores of a block of rows in shared memory (naive.cu); on a CPU PyTorch's own formula
+stands for it. wN is sinkattn with a causal window of N, full with all keys before; fa2 is FlashAttention 2 as it is in
+torch, without a sink; on a CPU scaled_dot_product_attention stands for it. Every result is checked before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
-from . import decode, gpu, harness, report
-from .decode import COSINE, NUM_KV_HEADS, Cache, DecodeCase
+from . import gpu, harness, peers, studies
+from .cases import Case
+from .harness import Call
+from .naive import NAIVE
+from .peers import Peer
 
-SUITE = "decode-crossover"
-BATCHES = tuple(1 << i for i in range(9))
-LENGTHS = tuple(512 << i for i in range(8))
-MAX_TOKENS = 1 << 20  # of a batch
-NODES, ROUNDS = 20, 7
-NOISE = 1.02  # times so near each other are the same
-LABELS = {"unsplit": "one part", "closed": "P parts", "found": "by the lengths found"}
+SUITE = "crossover"
+GRAIN = 16  # tokens; and a sixteenth of the length: bisection goes no further
+SECONDS = 0.05
+LEAST = 3  # rounds
+
+
+@dataclass(frozen=True)
+class Field:
+    """Who is measured at the same lengths: name -> (window, peer); and which pairs are compared."""
+
+    name: str
+    title: str
+    lengths: tuple[int, ...]
+    directions: tuple[str, ...]
+    sizes: Mapping[str, int]  # of Case
+    batch: int
+    entries: Mapping[str, tuple[int, Peer]]
+    contests: tuple[tuple[str, str], ...]  # (which overtakes, whom)
+
+
+def fields(device: str, quick: bool = False) -> tuple[Field, ...]:
+    on_gpu = device == "cuda"
+    naive = ("naive", NAIVE) if on_gpu else ("PyTorch", next(peer for peer in peers.CPU if peer.name == "eager"))
+    full = ("fa2", peers.PREFILL_QUICK[-1]) if on_gpu else ("SDPA", next(p for p in peers.CPU if p.name == "sdpa"))
+    narrow = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128} if on_gpu else {"head_dim": 64}
+    wide = {"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64} if on_gpu else {"head_dim": 64}
+    short, longest = (64, 2048) if quick else (1024, 131072 if on_gpu else 8192)
+    return (
+        Field(
+            "short", "2 sequences", _doubled(16, short), ("forward",), narrow, 2,
+            {"flash": (0, peers.OURS), naive[0]: (0, naive[1])}, (("flash", naive[0]),),
+        ),
+        Field(
+            "long", "1 sequence", _doubled(512, longest), ("forward", "both"), wide, 1,
+            {"w128": (128, peers.OURS), "w1024": (1024, peers.OURS), "full": (0, peers.OURS), full[0]: (0, full[1])},
+            (("w128", "full"), ("w1024", "full"), ("full", full[0])),
+        ),
+    )  # fmt: skip
+
+
+def _doubled(least: int, most: int) -> tuple[int, ...]:
+    return tuple(least << i for i in range((most // least).bit_length()))
 
 
 @dataclass(frozen=True)
 class CrossoverRow:
-    """One measurement; num_splits is what was asked for, 0 the kernel's own choice."""
+    """One measurement; ms is None where the peer is absent, and note says why."""
 
     suite: str
-    batch: int
+    field: str
+    direction: str
     length: int
     impl: str
-    num_splits: int
-    us: float
+    ms: float | None
+    note: str
     commit: str
     torch: str
 
 
-def fill_batch(sms: int) -> int:
-    """B*: sequences from which on unsplit rows fill the machine."""
-    return -(-sms // NUM_KV_HEADS)
+def measure(field: Field, direction: str, length: int, commit: str) -> list[CrossoverRow]:
+    """Raises RuntimeError when a result of ours is wrong."""
+    lengths = (length,) * field.batch if field.batch > 1 and studies.device() == "cuda" else ()
+    batch = 1 if lengths else field.batch
+    total = length * len(lengths) if lengths else length
+    whole = Case(total, dtype="bf16", packed=lengths, batch=batch, device=studies.device(), **field.sizes)  # type: ignore[arg-type]
+    calls: dict[str, Call] = {}
+    notes: dict[str, str] = {}
+    for window in dict.fromkeys(window for window, _ in field.entries.values()):
+        case = replace(whole, window=window, name=f"{field.name}-{length}-{window}")
+        who = {peer: name for name, (its, peer) in field.entries.items() if its == window}
+        ready, why = harness.ready(case, direction, list(who))
+        calls |= {who[peer]: call for peer, call in ready.items()}
+        notes |= {who[peer]: note for peer, note in why.items()}
+    if studies.device() == "cuda" and total <= studies.GRAPHED:
+        gpu.capture(calls, notes)
+    times = studies.take_turns(calls, SECONDS, LEAST)
+    if studies.device() == "cuda":
+        torch.cuda.empty_cache()
+    shown = {name: harness.digits(ms) for name, ms in times.items()}
+    where = (SUITE, field.name, direction, length)
+    return [
+        CrossoverRow(*where, name, shown.get(name), notes.get(name, ""), commit, torch.__version__)
+        for name in field.entries
+    ]
 
 
-def fill_parts(batch: int, sms: int) -> int:
-    """P: parts of each sequence that fill the machine, at least 1."""
-    return max(1, sms // (batch * NUM_KV_HEADS))
+Crossing = tuple[int, int] | bool
 
 
-def cells(batches: tuple[int, ...] = BATCHES, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[int, int]]:
-    return [(batch, length) for length in lengths for batch in batches if batch * length <= MAX_TOKENS]
+def crossing(faster: Callable[[int], bool], lengths: Sequence[int]) -> Crossing:
+    """(slower at, faster at, and at all lengths after), as near as GRAIN allows; True where always faster, or False."""
+    known = [faster(length) for length in lengths]
+    if all(known):
+        return True
+    if not known[-1]:
+        return False
+    last = max(i for i, won in enumerate(known) if not won)
+    low, high = lengths[last], lengths[last + 1]
+    while high - low > max(GRAIN, low // 16):
+        middle = (low + high) // 2 // GRAIN * GRAIN
+        low, high = (low, middle) if faster(middle) else (middle, high)
+    return low, high
 
 
-def measure(batch: int, length: int, sms: int, commit: str) -> list[CrossoverRow]:
-    """Raises RuntimeError when a result is wrong."""
-    case = DecodeCase(f"b{batch}-{length}", batch, length, 0)
-    cache, rows, times = Cache.of(case), [], dict[int, float]()
-    for impl, num_splits in {"unsplit": 1, "closed": fill_parts(batch, sms), "found": 0}.items():
-        if num_splits not in times:
-            call = decode.prepare(case, cache, num_splits)
-            cosine = decode.cosine_to_fp64(case, cache, call())
-            if not cosine >= COSINE:
-                raise RuntimeError(f"{case.id}: {impl} is off from fp64, cosine {cosine}")
-            times[num_splits] = harness.digits(1e3 * decode.warm_ms(call, ROUNDS, NODES))
-        rows.append(CrossoverRow(SUITE, batch, length, impl, num_splits, times[num_splits], commit, torch.__version__))
-    return rows
-
-
-def by_cell(rows: list[CrossoverRow]) -> dict[tuple[int, int], dict[str, float]]:
-    """Times in us by (batch, length) and impl."""
-    found: dict[tuple[int, int], dict[str, float]] = {}
+def _times(rows: Sequence[CrossoverRow], field: str, direction: str) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
     for row in rows:
-        found.setdefault((row.batch, row.length), {})[row.impl] = row.us
+        if (row.field, row.direction) == (field, direction) and row.ms is not None:
+            found.setdefault(row.impl, {})[row.length] = row.ms
     return found
 
 
-def crossover(rows: list[CrossoverRow], length: int) -> int | None:
-    """The least batch from which on unsplit is as fast as found; None where it never is."""
-    times = by_cell(rows)
-    least = None
-    for batch in sorted({row.batch for row in rows if row.length == length}, reverse=True):
-        cell = times[batch, length]
-        if cell["unsplit"] > NOISE * cell["found"]:
-            break
-        least = batch
-    return least
+def found(rows: Sequence[CrossoverRow], field: Field, direction: str, contest: tuple[str, str]) -> Crossing | None:
+    """What the rows say of a contest, without measuring; None where the two were not measured."""
+    times = _times(rows, field.name, direction)
+    first, second = (times.get(name, {}) for name in contest)
+    both = sorted(first.keys() & second.keys())
+    if not both:
+        return None
+    known = {length: first[length] <= second[length] for length in both}
+    if all(known.values()):
+        return True
+    if not known[both[-1]]:
+        return False
+    low = max(length for length, won in known.items() if not won)
+    return low, min(length for length in both if length > low)
 
 
-def table(rows: list[CrossoverRow], sms: int) -> Table:
-    times, batches = by_cell(rows), sorted({row.batch for row in rows})
-    shown = Table(title=f"us found, then unsplit and closed as multiples of it; B* = {fill_batch(sms)}")
-    for name in ("length", *(f"b{batch}, P {fill_parts(batch, sms)}" for batch in batches), "unsplit as fast"):
-        shown.add_column(name, no_wrap=True)
-    for length in sorted({row.length for row in rows}):
-        shown_cells = []
-        for batch in batches:
-            cell = times.get((batch, length))
-            ratios = cell and [cell[impl] / cell["found"] for impl in ("unsplit", "closed")]
-            shown_cells.append(f"{cell['found']:.1f} {ratios[0]:.2f} {ratios[1]:.2f}" if cell and ratios else "-")
-        batch_from = crossover(rows, length)
-        shown.add_row(str(length), *shown_cells, "-" if batch_from is None else f"b{batch_from}")
-    return shown
+def sentence(contest: tuple[str, str], crossed: Crossing | None, lengths: Sequence[int]) -> str:
+    ours, theirs = contest
+    if crossed is None:
+        return f"{ours} against {theirs}: not measured."
+    if crossed is True:
+        return f"{ours} against {theirs}: none; {ours} is faster at every length from {min(lengths)} to {max(lengths)}."
+    if crossed is False:
+        return f"{ours} against {theirs}: none; at {max(lengths)} tokens {ours} is slower."
+    return (
+        f"{ours} against {theirs}: crossing between {crossed[0]} and {crossed[1]} tokens; {ours} is faster from there."
+    )
 
 
-def plot(path: Path, rows: list[CrossoverRow], sms: int) -> None:
-    """Times over that of `found` against the batch, a line for each length."""
-    from matplotlib import pyplot
+def _said(rows: Sequence[CrossoverRow], every: Sequence[Field]) -> list[str]:
+    said = []
+    for field in every:
+        lengths = [row.length for row in rows if row.field == field.name]
+        for direction in field.directions if lengths else ():
+            words = "forward + backward" if direction == "both" else direction
+            said += [f"{words}, {sentence(c, found(rows, field, direction, c), lengths)}" for c in field.contests]
+    return said
 
-    times = by_cell(rows)
-    with pyplot.rc_context({"svg.hashsalt": path.stem}):
-        figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharex=True, squeeze=False, layout="constrained")
-        for panel, impl in zip(axes[0], ("unsplit", "closed"), strict=True):
-            for length in sorted({row.length for row in rows}):
-                batches = sorted(batch for batch, n in times if n == length)
-                ratios = [times[batch, length][impl] / times[batch, length]["found"] for batch in batches]
-                panel.plot(batches, ratios, marker="o", label=f"{length} keys")
-            panel.axhline(1, color="black", linewidth=0.8)
-            panel.axvline(fill_batch(sms), color="black", linewidth=0.8, linestyle="--")
-            panel.set(title=f"{LABELS[impl]} / {LABELS['found']}", xscale="log", xlabel="sequences")
-            batches = sorted({batch for batch, _ in times})
-            panel.set_xticks(batches, [str(batch) for batch in batches])
+
+def _fields_of(machine: dict[str, object]) -> tuple[Field, ...]:
+    return fields("cuda" if "gpu" in machine else "cpu")
+
+
+def markdown(machine: dict[str, object], rows: Sequence[CrossoverRow]) -> list[str]:
+    shown = [studies.where(machine, rows)]
+    for field in _fields_of(machine):
+        for direction in field.directions:
+            times, names = _times(rows, field.name, direction), list(field.entries)
+            lengths = [n for n in sorted({n for of in times.values() for n in of}) if n & (n - 1) == 0]
+            lines = [[str(n), *(studies.milliseconds(times.get(name, {}).get(n)) for name in names)] for n in lengths]
+            words = "forward + backward" if direction == "both" else direction
+            shown.append(studies.table([f"{words}, ms: {field.title} of", *names], lines))
+    notes = dict.fromkeys(f"{row.impl}, {row.length} tokens: {row.note}." for row in rows if row.note)
+    return [*shown, "\n".join(f"* {line}" for line in (*_said(rows, _fields_of(machine)), *notes))]
+
+
+def plot(path: Path, machine: dict[str, object], rows: Sequence[CrossoverRow]) -> None:
+    """Time against length; a dot and a line where one overtakes."""
+    every = _fields_of(machine)
+    panels = [(field, direction) for field in every for direction in field.directions]
+    with studies.picture(path, 1, len(panels), (5.2 * len(panels), 4.4)) as (figure, axes):
+        for panel, (field, direction) in zip(axes[0], panels, strict=True):
+            times = _times(rows, field.name, direction)
+            for name in field.entries:
+                points = sorted(times.get(name, {}).items())
+                panel.plot([n for n, _ in points], [ms for _, ms in points], marker=".", label=name)
+            for contest in field.contests:
+                crossed = found(rows, field, direction, contest)
+                if isinstance(crossed, tuple):
+                    panel.axvline(crossed[1], color="black", linewidth=0.8, linestyle="--")
+                    label = f"{contest[0]} < {contest[1]}"
+                    panel.annotate(label, (crossed[1], times[contest[0]][crossed[1]]), rotation=90, fontsize=8)
+            words = "forward + backward" if direction == "both" else direction
+            panel.set(title=f"{field.title}, {words}", xscale="log", yscale="log", xlabel="tokens of a sequence")
+            ticks = field.lengths
+            panel.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks], fontsize=8)
             panel.minorticks_off()
             panel.grid(alpha=0.3)
-        axes[0][0].set_yscale("log")
-        axes[0][0].legend(fontsize=8)
-        axes[0][0].set_ylabel("times as long")
-        figure.suptitle(f"decode, 64:8 heads of 64, bf16; dashed: B* = {fill_batch(sms)}")
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+            panel.legend(fontsize=8)
+        axes[0][0].set_ylabel("ms")
+        figure.suptitle(f"who is faster from where, bf16, {machine.get('gpu') or machine['cpu']}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batches", nargs="*", type=int, help="default: 1 to 256")
-    parser.add_argument("--lengths", nargs="*", type=int, help="multiples of 64; default: 512 to 65536")
-    gpu.add_output(parser, SUITE)
+    studies.add_output(parser, SUITE)
 
 
 def run(options: argparse.Namespace) -> None:
-    gpu.require("crossover")
-    commit, rows = options.commit or harness.commit(), list[CrossoverRow]()
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    for batch, length in cells(tuple(options.batches or BATCHES), tuple(options.lengths or LENGTHS)):
-        rows += measure(batch, length, sms, commit)
-    report.show(table(rows, sms))
-    if options.json or not (options.batches or options.lengths):
-        gpu.keep(rows, SUITE, options.json)
+    path, commit, rows = studies.place(SUITE, options), options.commit or harness.commit(), list[CrossoverRow]()
+    every = fields(studies.device(), options.quick)
+
+    def race(field: Field, direction: str) -> None:
+        @cache
+        def times(length: int) -> dict[str, float | None]:
+            rows.extend(measure(field, direction, length, commit))
+            return {row.impl: row.ms for row in rows[-len(field.entries) :]}
+
+        for length in field.lengths:
+            times(length)
+        for ours, theirs in field.contests:
+            timed = [n for n in field.lengths if times(n)[ours] is not None and times(n)[theirs] is not None]
+
+            def faster(length: int, ours: str = ours, theirs: str = theirs) -> bool:
+                first, second = times(length)[ours], times(length)[theirs]
+                return first is not None and second is not None and first <= second
+
+            if timed:
+                crossing(faster, timed)
+
+    work = [(field, direction) for field in every for direction in field.directions]
+    with studies.one_stream():
+        for field, direction in harness.progress(work, lambda item: f"{item[0].name} {item[1]}"):
+            race(field, direction)
+            if path:  # after each: a run may be cut short
+                harness.save(path, rows, studies.machine())
+    studies.show(markdown(studies.machine(), rows))
+    studies.keep(path, rows, plot)

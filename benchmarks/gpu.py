@@ -23,7 +23,7 @@ from sinkattn import _C
 
 from . import cases, harness
 from .cases import Case
-from .harness import Call
+from .harness import Call, Name
 from .peers import Peer
 
 FLUSH_BYTES = 256 << 20  # more than any L2
@@ -72,10 +72,10 @@ class Row:
         return self.tflops
 
 
-def take_turns(calls: dict[Peer, Call], seconds: float) -> dict[Peer, float]:
-    """Median time of each in ms, over as many rounds as about `seconds` hold."""
+def take_turns(calls: dict[Name, Call], seconds: float, least: int = MIN_ROUNDS) -> dict[Name, float]:
+    """Median time of each in ms, over as many rounds as about `seconds` hold, at least `least`."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    events: dict[Peer, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {peer: [] for peer in calls}
+    events: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {peer: [] for peer in calls}
     order = list(calls)
     shuffle = random.Random(0).shuffle
 
@@ -97,7 +97,7 @@ def take_turns(calls: dict[Peer, Call], seconds: float) -> dict[Peer, float]:
     for pairs in events.values():
         pairs.clear()
     each = rounds(1)
-    rounds(min(max(int(seconds / each), MIN_ROUNDS), MAX_ROUNDS) - 1)
+    rounds(min(max(int(seconds / each), least), MAX_ROUNDS) - 1)
     return {peer: median(before.elapsed_time(after) for before, after in pairs) for peer, pairs in events.items()}
 
 
@@ -114,15 +114,28 @@ def captured(call: Call) -> Call:
     return replay
 
 
+def capture(calls: dict[Name, Call], notes: dict[Name, str]) -> None:
+    """Calls become graphs; one that cannot be captured goes, with a note. Raises when it is ours."""
+    for name in list(calls):
+        try:
+            calls[name] = captured(calls[name])
+        except RuntimeError as error:
+            del calls[name]
+            if isinstance(name, Peer) and name.is_ours:
+                raise
+            notes[name] = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
+
+
 def extra_mib(call: Call) -> float:
     """What a call allocates at its peak beside what it returns."""
+    if not torch.cuda.is_available():
+        return harness.extra_mib(call)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     results = call()
     torch.cuda.synchronize()
-    returned = sum(x.numel() * x.element_size() for x in results)
-    return harness.digits(max(0, torch.cuda.max_memory_allocated() - before - returned) / 2**20)
+    return harness.digits(max(0, torch.cuda.max_memory_allocated() - before - harness.num_bytes(results)) / 2**20)
 
 
 def host_times(calls: dict[Peer, Call]) -> dict[Peer, float]:
@@ -147,12 +160,8 @@ def measure(
     """A row for each peer. Raises RuntimeError when we are wrong."""
     calls, notes = harness.ready(case, direction, peers)
     memory = {peer: extra_mib(call) for peer, call in calls.items()}
-    for peer in list(calls) if graph else ():
-        try:
-            calls[peer] = captured(calls[peer])
-        except RuntimeError as error:
-            del calls[peer]
-            notes[peer] = harness.why(peer, error)
+    if graph:
+        capture(calls, notes)
     times = clock(calls)
 
     def row(peer: Peer) -> Row:

@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode call makes the device and the host do, counted by the profiler: kernels, copies, syncs, allocations.
+"""What a call makes the device and the host do, by the profiler: kernels, their blocks, copies, syncs, allocations.
 
-Counts are of CALLS calls less those of none, over CALLS. host_us is the wall time of a call while the device keeps up.
+Counts are of CALLS calls less those of none, over CALLS; a grid of 128 blocks is one kernel. host_us is the wall time
+of a call while the device keeps up. Prefills are held against fp64 first.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 import sinkattn
 
-from . import decode, gpu, harness, report
+from . import cases, decode, gpu, harness, peers, report, studies
 from .decode import HEAD_DIM, NUM_KV_HEADS, Cache, DecodeCase
 
-SUITE = "decode-launches"
+SUITE = "launches"
 CALLS = 20
+PREFILLS = tuple(
+    case for case in cases.PREFILL_QUICK if case.id in ("w128-16384", "w128-packed", "full-16384-d64", "w1024-d128")
+)
+PEERS = (peers.OURS, peers.PREFILL_QUICK[-1])
 CASES = (
     DecodeCase("b1-1k", 1, 1024, 0),
     DecodeCase("b8-8k", 8, 8192, 0),
@@ -32,12 +40,13 @@ CASES = (
 
 @dataclass(frozen=True)
 class LaunchRow:
-    """Of one call. copies are also memsets; syncs are the host's waits for the device."""
+    """Of one call. blocks: of each kernel; copies are also memsets; syncs are the host's waits for the device."""
 
     suite: str
     case: str
     call: str
     kernels: float
+    blocks: list[int]
     copies: float
     syncs: float
     allocations: float
@@ -89,21 +98,40 @@ def calls_of(case: DecodeCase) -> dict[str, Callable[[], object]]:
     }
 
 
-def counts(call: Callable[[], object], times: int) -> Counter[str]:
-    torch.cuda.synchronize()
-    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+def profiled(call: Callable[[], object], times: int) -> list[dict[str, Any]]:
+    """The profiler's events, in the order of time."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(times):
             call()
         torch.cuda.synchronize()
-    found = Counter(allocations=torch.cuda.memory_stats()["allocation.all.allocated"] - allocated)
-    for event in profile.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:  # type: ignore[attr-defined]
-            found["copies" if event.name.startswith(("Memcpy", "Memset")) else "kernels"] += 1
-        elif event.name.startswith("cu") and "Synchronize" in event.name:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return sorted((event for event in events if "ts" in event), key=lambda event: float(event["ts"]))
+
+
+def counts(events: Sequence[dict[str, Any]]) -> tuple[Counter[str], list[int]]:
+    """Kernels, copies and syncs among the events; and the blocks of each kernel."""
+    found, blocks = Counter[str](), []
+    for event in events:
+        category = event.get("cat")
+        if category == "kernel":
+            found["kernels"] += 1
+            blocks.append(math.prod(event["args"]["grid"]))
+        elif category in ("gpu_memcpy", "gpu_memset"):
+            found["copies"] += 1
+        elif category in ("cuda_runtime", "cuda_driver") and "Synchronize" in event["name"]:
             found["syncs"] += 1
-    return found
+    return found, blocks
+
+
+def allocations(call: Callable[[], object]) -> int:
+    before = int(torch.cuda.memory_stats()["allocation.all.allocated"])
+    call()
+    after = int(torch.cuda.memory_stats()["allocation.all.allocated"])
+    return after - before
 
 
 def host_us(call: Callable[[], object]) -> float:
@@ -118,36 +146,67 @@ def host_us(call: Callable[[], object]) -> float:
     return 1e6 * best
 
 
-def measure(case: DecodeCase, commit: str) -> list[LaunchRow]:
+def measure(case: str, calls: Mapping[str, Callable[[], object]], commit: str) -> list[LaunchRow]:
     rows = []
-    for name, call in calls_of(case).items():
+    for name, call in calls.items():
         for _ in range(3):
             call()
-        many, none = counts(call, CALLS), counts(call, 0)
-        each = {what: (many[what] - none[what]) / CALLS for what in ("kernels", "copies", "syncs", "allocations")}
-        time_us = harness.digits(host_us(call))
-        rows.append(LaunchRow(SUITE, case.id, name, host_us=time_us, commit=commit, torch=torch.__version__, **each))
+        torch.cuda.synchronize()
+        (many, blocks), (none, _) = counts(profiled(call, CALLS)), counts(profiled(call, 0))
+        each = {what: (many[what] - none[what]) / CALLS for what in ("kernels", "copies", "syncs")}
+        times = {"allocations": float(allocations(call)), "host_us": harness.digits(host_us(call))}
+        first = blocks[: len(blocks) // CALLS]
+        rows.append(LaunchRow(SUITE, case, name, blocks=first, commit=commit, torch=torch.__version__, **each, **times))
     return rows
 
 
-def table(rows: list[LaunchRow]) -> Table:
-    shown = Table(title="of one call")
-    for name in ("case", "call", "kernels", "copies", "syncs", "allocations", "host us"):
-        shown.add_column(name, no_wrap=True)
+def prefills(case: cases.Case) -> dict[str, Callable[[], object]]:
+    """Raises RuntimeError when we are wrong."""
+    found: dict[str, Callable[[], object]] = {}
+    for direction in report.DIRECTIONS:
+        calls, _ = harness.ready(case, direction, PEERS)
+        found |= {f"{report.LINES[peer.name]}: {direction}": call for peer, call in calls.items()}
+    return found
+
+
+def _blocks(row: LaunchRow) -> str:
+    return ", ".join(map(str, row.blocks)) or "-"
+
+
+def markdown(machine: dict[str, object], rows: Sequence[LaunchRow]) -> list[str]:
+    lines = []
     for row in rows:
-        counted = (row.kernels, row.copies, row.syncs, row.allocations)
-        shown.add_row(row.case, row.call, *(f"{x:g}" for x in counted), f"{row.host_us:.1f}")
-    return shown
+        counted = (row.copies, row.syncs, row.allocations)
+        cells = [row.case, row.call, f"{row.kernels:g}", _blocks(row), *(f"{x:g}" for x in counted)]
+        lines.append([*cells, f"{row.host_us:.3g}"])
+    heads = ["case", "call", "kernels", "blocks of each", "copies", "waits", "allocations", "host, us"]
+    return [studies.where(machine, rows), studies.table(heads, lines)]
+
+
+def plot(path: Path, machine: dict[str, object], rows: Sequence[LaunchRow]) -> None:
+    """Host time and kernels, call by call."""
+    with studies.picture(path, 1, 2, (13, 0.3 * len(rows) + 1.5)) as (figure, axes):
+        names = [f"{row.case}, {row.call}" for row in rows][::-1]
+        for panel, value, label in zip(axes[0], ("host_us", "kernels"), ("host, us", "kernels a call"), strict=True):
+            panel.barh(names, [getattr(row, value) for row in rows][::-1])
+            panel.set_xlabel(label)
+            panel.tick_params(axis="y", labelsize=7)
+            panel.grid(alpha=0.3, axis="x")
+        axes[0][1].set_yticks([])
+        figure.suptitle(f"one call, {machine['gpu']}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    gpu.add_output(parser, SUITE)
+    studies.add_output(parser, SUITE)
 
 
 def run(options: argparse.Namespace) -> None:
     gpu.require("launches")
     commit, rows = options.commit or harness.commit(), list[LaunchRow]()
-    for case in CASES:
-        rows += measure(case, commit)
-    report.show(table(rows))
-    gpu.keep(rows, SUITE, options.json)
+    for case in PREFILLS:
+        rows += measure(case.id, prefills(case), commit)
+        torch.cuda.empty_cache()
+    for step in CASES:
+        rows += measure(step.id, calls_of(step), commit)
+    studies.show(markdown(studies.machine(), rows))
+    studies.keep(studies.place(SUITE, options), rows, plot)

@@ -45,12 +45,12 @@ class Peer:
         return self.name.startswith("sinkattn")
 
 
-def _bounds(case: Case) -> Tensor:
+def row_bounds(case: Case) -> Tensor:
     """cu_seqlens of a packed case."""
     return torch.tensor([0, *accumulate(case.packed)], dtype=torch.int32, device=case.device)
 
 
-def _rows(attention: Attention) -> Attention:
+def on_rows(attention: Attention) -> Attention:
     """For functions that take packed rows [total, heads, head_dim]."""
     return lambda q, k, v, s_aux: attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), s_aux)[None]
 
@@ -58,7 +58,7 @@ def _rows(attention: Attention) -> Attention:
 def _sinkattn(case: Case, direction: str, with_sink: bool = True) -> Attention:
     function: Callable[..., Any] = sinkattn.flash_attn_func
     if case.packed:
-        bounds, longest = _bounds(case), max(case.packed)
+        bounds, longest = row_bounds(case), max(case.packed)
         lengths: dict[str, Any] = {
             "cu_seqlens_q": bounds,
             "cu_seqlens_k": bounds,
@@ -71,7 +71,7 @@ def _sinkattn(case: Case, direction: str, with_sink: bool = True) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
         return function(q, k, v, window_size=window, s_aux=s_aux if with_sink else None)  # type: ignore[no-any-return]
 
-    return _rows(attention) if case.packed else attention
+    return on_rows(attention) if case.packed else attention
 
 
 def _positions(case: Case) -> Visible:
@@ -100,14 +100,14 @@ def _sdpa(case: Case, direction: str) -> Attention:
 def _sdpa_flash(case: Case, direction: str) -> Attention:
     """FlashAttention 2 as it is in torch; by its operator, since SDPA itself passes no window on."""
     left, right = case.window_size if case.window else (None, None)
-    bounds, longest = (_bounds(case), max(case.packed)) if case.packed else (None, case.length)
+    bounds, longest = (row_bounds(case), max(case.packed)) if case.packed else (None, case.length)
     flash = torch.ops.aten._flash_attention_forward
 
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
         arguments = (q, k, v, bounds, bounds, longest, longest, 0.0, True, False)
         return flash(*arguments, window_size_left=left, window_size_right=right)[0]  # type: ignore[no-any-return]
 
-    return _rows(attention) if case.packed else attention
+    return on_rows(attention) if case.packed else attention
 
 
 def _sdpa_cudnn(case: Case, direction: str) -> Attention:
@@ -178,10 +178,14 @@ EAGER_GPU_LENGTH = 4096
 
 
 def _eager(case: Case, direction: str) -> Attention:
-    """The formula as models write it: scores, one more column for the sink, softmax, that column dropped."""
     longest = EAGER_GPU_LENGTH if case.device != "cpu" else EAGER_BACKWARD_LENGTH if direction == "backward" else None
     if longest and case.length > longest:
         raise Absent(f"not run: its N x N tensors, above N = {longest}")
+    return standard(case)
+
+
+def standard(case: Case, with_sink: bool = True) -> Attention:
+    """The formula as models write it: scores, one more column for the sink, softmax, that column dropped."""
     visible = _visible(case)
     hidden = torch.zeros(visible.shape, device=case.device).masked_fill(~visible, -torch.inf)
     group = case.num_q_heads // case.num_kv_heads
@@ -189,6 +193,8 @@ def _eager(case: Case, direction: str) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
         keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = q @ keys.mT * case.head_dim**-0.5 + hidden.to(q.dtype)
+        if not with_sink:
+            return scores.softmax(-1) @ values
         sinks = s_aux.to(q.dtype)[:, None, None].expand(case.batch, -1, case.length, 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ values
 
@@ -206,7 +212,7 @@ def _fa4(case: Case, direction: str, deterministic: bool = False) -> Attention:
     options["deterministic"] = deterministic
     function = cute.flash_attn_func
     if case.packed:
-        bounds, longest = _bounds(case), max(case.packed)
+        bounds, longest = row_bounds(case), max(case.packed)
         options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
         function = cute.flash_attn_varlen_func
 
@@ -214,7 +220,7 @@ def _fa4(case: Case, direction: str, deterministic: bool = False) -> Attention:
         result = function(q, k, v, learnable_sink=s_aux, **options)
         return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
 
-    return _rows(attention) if case.packed else attention
+    return on_rows(attention) if case.packed else attention
 
 
 OURS = Peer("sinkattn", _sinkattn, has_sink=True, heads_first=False)

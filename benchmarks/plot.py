@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import crossover, distributed, gpu, harness, prefill, report, trace
+from . import decode_crossover, distributed, gpu, harness, prefill, report, trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +22,10 @@ def run(options: argparse.Namespace) -> None:
             if report.swept(rows, direction):
                 drawn.append(options.output / f"{prefill.SUITE}-{direction}-{path.parent.name}.svg")
                 report.plot_sweeps(drawn[-1], rows, direction)
-    for path in sorted(options.results.glob(f"*/{crossover.SUITE}.json")):
-        machine, crossover_rows = harness.load(path, crossover.CrossoverRow)
-        drawn.append(options.output / f"{crossover.SUITE}-{path.parent.name}.svg")
-        crossover.plot(drawn[-1], crossover_rows, int(str(machine["sms"])))
+    for path in sorted(options.results.glob(f"*/{decode_crossover.SUITE}.json")):
+        machine, crossover_rows = harness.load(path, decode_crossover.CrossoverRow)
+        drawn.append(options.output / f"{decode_crossover.SUITE}-{path.parent.name}.svg")
+        decode_crossover.plot(drawn[-1], crossover_rows, int(str(machine["sms"])))
     for path in sorted(options.results.glob(f"*/{trace.SUITE}.json")):
         _, trace_rows = harness.load(path, trace.TraceRow)
         drawn.append(options.output / f"{trace.SUITE}-{path.parent.name}.svg")

@@ -23,8 +23,8 @@ import sinkattn
 from sinkattn import _C, reference
 
 from . import gpu, harness, report
-from .crossover import fill_parts
 from .decode import COSINE, HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
+from .decode_crossover import fill_parts
 
 SUITE = "decode-trace"
 SLOTS, LAYERS, STEPS = 64, 4, 800

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed prefill, 32:8 heads of 128: PyTorch's own formula, a kernel of one tile, and sinkattn, with and without sinks.
+
+Tensors are (total, heads, head_dim) with cu_seqlens. Each with a full causal mask and a window, in bf16 and fp16. Every
+result is held against fp64 and against sinkattn's, each run. PyTorch's formula computes the batch padded, here without
+padding, and keeps N x N scores; the naive kernel (naive.cu) keeps a block of rows' scores in shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from . import gpu, harness, peers, report, studies
+from .cases import Case
+from .naive import NAIVE, NAIVE_WITHOUT
+from .peers import Absent, Attention, Peer
+
+SUITE = "packed"
+CONFIGURATIONS = ((2, 60), (4, 64), (2, 1024), (1, 4096), (1, 16384), (1, 65536))  # sequences, tokens of each
+CPU_CONFIGURATIONS = CONFIGURATIONS[:4]
+QUICK_CONFIGURATIONS = CONFIGURATIONS[:2]
+SECONDS = {"cuda": 0.1, "cpu": 2.0}
+NAMES = {"sinkattn": "sinkattn", "naive": "naive kernel", "standard": "PyTorch"}
+
+
+def cases(configurations: Sequence[tuple[int, int]]) -> list[Case]:
+    found = []
+    for count, length in configurations:
+        for dtype in ("bf16", "fp16"):
+            for window in (0, 16 if length <= 64 else 128):
+                name = f"{count}x{length}-{f'w{window}' if window else 'full'}-{dtype}"
+                sizes = {"num_q_heads": 32, "num_kv_heads": 8, "packed": (length,) * count, "name": name}
+                found.append(Case(count * length, 128, dtype, window, device=studies.device(), **sizes))  # type: ignore[arg-type]
+    return found
+
+
+def standard(case: Case, direction: str, with_sink: bool = True) -> Attention:
+    """PyTorch's formula on sequences of one length."""
+    count, length = len(case.packed), case.packed[0]
+    needed, free = 4 * 2 * count * case.num_q_heads * length**2, studies.free_bytes()
+    if needed > free:
+        raise Absent(f"not run: its N x N tensors take {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} are free")
+    attention = peers.standard(replace(case, packed=(), batch=count, length=length), with_sink)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
+        q, k, v = (x.view(count, length, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
+        return attention(q, k, v, s_aux).transpose(1, 2).flatten(0, 1)[None]
+
+    return packed
+
+
+PEERS = (
+    peers.OURS,
+    NAIVE,
+    Peer("standard", standard, has_sink=True, heads_first=False),
+    peers.OURS_WITHOUT,
+    NAIVE_WITHOUT,
+    Peer("standard-no-sink", partial(standard, with_sink=False), heads_first=False),
+)
+
+
+def _found(rows: Sequence[gpu.Row]) -> dict[str, dict[str, gpu.Row]]:
+    found: dict[str, dict[str, gpu.Row]] = {}
+    for row in rows:
+        found.setdefault(row.case, {})[row.impl] = row
+    return found
+
+
+def _memory(row: gpu.Row) -> str:
+    return "-" if row.ms is None or row.extra_mib is None else f"{row.extra_mib:.4g}"
+
+
+def markdown(machine: dict[str, object], rows: Sequence[gpu.Row]) -> list[str]:
+    heads = ["case", "sinkattn + s_aux, ms (TFLOP/s)", "naive", "PyTorch", "sinkattn, no sink, ms", "naive", "PyTorch"]
+    lines = []
+    for case, row in _found(rows).items():
+        ours, without = row["sinkattn"], row["sinkattn-no-sink"]
+        times = f"{studies.milliseconds(ours.ms)} ({ours.tflops:.3g})"
+        ratios = [report.ratio(row[name], ours) for name in ("naive", "standard")]
+        others = [report.ratio(row[f"{name}-no-sink"], without) for name in ("naive", "standard")]
+        extra = ", ".join(_memory(row[name]) for name in NAMES)
+        lines.append([case, times, *ratios, studies.milliseconds(without.ms), *others, extra])
+    absent: dict[str, list[str]] = {}
+    for one in rows:
+        if one.note and one.impl in NAMES:
+            absent.setdefault(f"{NAMES[one.impl]}, {one.note}", []).append(one.case)
+    notes = [
+        f"* {note}: {', '.join(names) if len(names) < len(lines) else 'everywhere'}." for note, names in absent.items()
+    ]
+    shown = studies.table([*heads, "extra MiB: sinkattn, naive, PyTorch"], lines)
+    return [studies.where(machine, rows), shown, *(["\n".join(notes)] if notes else [])]
+
+
+def plot(path: Path, machine: dict[str, object], rows: Sequence[gpu.Row]) -> None:
+    """Time above, memory below, case by case; a column for each mask, bf16."""
+    with studies.picture(path, 2, 2, (12, 7)) as (figure, axes):
+        found = _found(rows)
+        for column, mask in enumerate(("full", "w")):
+            names = [name for name in found if name.endswith("bf16") and name.split("-")[1].startswith(mask)]
+            for panel, value, label in zip(axes[:, column], ("ms", "extra_mib"), ("ms", "extra MiB"), strict=True):
+                for impl, words in NAMES.items():
+                    values = [getattr(found[name][impl], value) for name in names]
+                    panel.plot(names, [x or None for x in values], marker="o", label=f"{words} + s_aux")
+                panel.set(yscale="log", ylabel=label)
+                panel.grid(alpha=0.3)
+                panel.tick_params(axis="x", labelsize=7)
+            axes[0][column].set_title("full causal" if mask == "full" else "window")
+        axes[0][0].legend()
+        figure.suptitle(f"packed forward, bf16, 32:8 heads of 128, {machine.get('gpu') or machine['cpu']}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    studies.add_output(parser, SUITE)
+
+
+def run(options: argparse.Namespace) -> None:
+    configurations = CONFIGURATIONS if studies.device() == "cuda" else CPU_CONFIGURATIONS
+    measured = cases(QUICK_CONFIGURATIONS if options.quick else configurations)
+    path, commit, rows = studies.place(SUITE, options), options.commit or harness.commit(), list[Any]()
+    with studies.one_stream():
+        for case, direction in harness.walk([(case, "forward") for case in measured]):
+            rows += studies.measure(SUITE, case, direction, PEERS, SECONDS[studies.device()], commit)
+    studies.show(markdown(studies.machine(), rows))
+    studies.keep(path, rows, plot)
