@@ -25,8 +25,9 @@ from .harness import Inputs
 from .peers import Absent, Attention, Peer
 
 SUITE = "accuracy"
-LENGTH, QUICK_LENGTH = 2048, 256
+LENGTH, QUICK_LENGTH = 2048, 160
 STRENGTHS = (None, -8.0, -4.0, 0.0, 3.0, 8.0, 20.0, 50.0, 100.0)  # None: no sink
+QUICK_STRENGTHS = (None, 3.0)
 QUANTITIES = ("out", "lse", "dq", "dk", "dv", "ds_aux")
 
 
@@ -106,9 +107,9 @@ def results(peer: Peer, case: Case, inputs: Inputs, attention: Attention) -> dic
     return found
 
 
-def measure(case: Case, commit: str) -> list[AccuracyRow]:
+def measure(case: Case, strengths: Sequence[float | None], commit: str) -> list[AccuracyRow]:
     rows = []
-    for who, strengths in ((WITHOUT[case.device], (None,)), (WITH_SINK, STRENGTHS[1:])):
+    for who, over in ((WITHOUT[case.device], (None,)), (WITH_SINK, strengths[1:])):
         built: dict[Peer, Attention] = {}
         notes: dict[Peer, str] = {}
         for peer in who:
@@ -116,7 +117,7 @@ def measure(case: Case, commit: str) -> list[AccuracyRow]:
                 built[peer] = peer.build(case, "both")
             except Absent as reason:
                 notes[peer] = str(reason)
-        for s in strengths:
+        for s in over:
             inputs = Inputs.of(case)
             inputs = replace(inputs, s_aux=torch.full_like(inputs.s_aux, 0.0 if s is None else s))
             want, terms = exact(case, inputs, None if s is None else inputs.s_aux)
@@ -181,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     path, commit, rows = studies.place(SUITE, options), options.commit or harness.commit(), list[AccuracyRow]()
     for case in harness.progress(cases(QUICK_LENGTH if options.quick else LENGTH), lambda case: case.id):
-        rows += measure(case, commit)
+        rows += measure(case, QUICK_STRENGTHS if options.quick else STRENGTHS, commit)
         if path:
             harness.save(path, rows, studies.machine())
     studies.show(markdown(studies.machine(), rows))

@@ -105,5 +105,5 @@ _PREFILL = [
 ]
 # Those with a bar come first.
 PREFILL_QUICK = [case for name in BARS for case in _PREFILL if case.id == name]
-PREFILL = PREFILL_QUICK + [case for case in _PREFILL if case.id not in BARS]
+PREFILL = PREFILL_QUICK + sorted((case for case in _PREFILL if case.id not in BARS), key=lambda case: case.length)
 HOST = _gpu("host", 16, 64, 128)  # so small that the kernel waits for the host

@@ -34,8 +34,7 @@ class Field:
 
     name: str
     title: str
-    lengths: tuple[int, ...]
-    directions: tuple[str, ...]
+    lengths: Mapping[str, tuple[int, ...]]  # by direction
     sizes: Mapping[str, int]  # of Case
     batch: int
     entries: Mapping[str, tuple[int, Peer]]
@@ -48,14 +47,14 @@ def fields(device: str, quick: bool = False) -> tuple[Field, ...]:
     full = ("fa2", peers.PREFILL_QUICK[-1]) if on_gpu else ("SDPA", next(p for p in peers.CPU if p.name == "sdpa"))
     narrow = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128} if on_gpu else {"head_dim": 64}
     wide = {"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64} if on_gpu else {"head_dim": 64}
-    short, longest = (64, 2048) if quick else (1024, 131072 if on_gpu else 8192)
+    short, longest = (64, 1024) if quick else (1024, 131072 if on_gpu else 8192)
     return (
         Field(
-            "short", "2 sequences", _doubled(16, short), ("forward",), narrow, 2,
+            "short", "2 sequences", {"forward": _doubled(16, short)}, narrow, 2,
             {"flash": (0, peers.OURS), naive[0]: (0, naive[1])}, (("flash", naive[0]),),
         ),
         Field(
-            "long", "1 sequence", _doubled(512, longest), ("forward", "both"), wide, 1,
+            "long", "1 sequence", {"forward": _doubled(512, longest), "both": _doubled(512, longest // 2)}, wide, 1,
             {"w128": (128, peers.OURS), "w1024": (1024, peers.OURS), "full": (0, peers.OURS), full[0]: (0, full[1])},
             (("w128", "full"), ("w1024", "full"), ("full", full[0])),
         ),
@@ -166,10 +165,11 @@ def sentence(contest: tuple[str, str], crossed: Crossing | None, lengths: Sequen
 def _said(rows: Sequence[CrossoverRow], every: Sequence[Field]) -> list[str]:
     said = []
     for field in every:
-        lengths = [row.length for row in rows if row.field == field.name]
-        for direction in field.directions if lengths else ():
+        for direction in field.lengths:
+            lengths = [row.length for row in rows if (row.field, row.direction) == (field.name, direction)]
             words = "forward + backward" if direction == "both" else direction
-            said += [f"{words}, {sentence(c, found(rows, field, direction, c), lengths)}" for c in field.contests]
+            for contest in field.contests if lengths else ():
+                said.append(f"{words}, {sentence(contest, found(rows, field, direction, contest), lengths)}")
     return said
 
 
@@ -180,7 +180,7 @@ def _fields_of(machine: dict[str, object]) -> tuple[Field, ...]:
 def markdown(machine: dict[str, object], rows: Sequence[CrossoverRow]) -> list[str]:
     shown = [studies.where(machine, rows)]
     for field in _fields_of(machine):
-        for direction in field.directions:
+        for direction in field.lengths:
             times, names = _times(rows, field.name, direction), list(field.entries)
             lengths = [n for n in sorted({n for of in times.values() for n in of}) if n & (n - 1) == 0]
             lines = [[str(n), *(studies.milliseconds(times.get(name, {}).get(n)) for name in names)] for n in lengths]
@@ -193,7 +193,7 @@ def markdown(machine: dict[str, object], rows: Sequence[CrossoverRow]) -> list[s
 def plot(path: Path, machine: dict[str, object], rows: Sequence[CrossoverRow]) -> None:
     """Time against length; a dot and a line where one overtakes."""
     every = _fields_of(machine)
-    panels = [(field, direction) for field in every for direction in field.directions]
+    panels = [(field, direction) for field in every for direction in field.lengths]
     with studies.picture(path, 1, len(panels), (5.2 * len(panels), 4.4)) as (figure, axes):
         for panel, (field, direction) in zip(axes[0], panels, strict=True):
             times = _times(rows, field.name, direction)
@@ -208,7 +208,7 @@ def plot(path: Path, machine: dict[str, object], rows: Sequence[CrossoverRow]) -
                     panel.annotate(label, (crossed[1], times[contest[0]][crossed[1]]), rotation=90, fontsize=8)
             words = "forward + backward" if direction == "both" else direction
             panel.set(title=f"{field.title}, {words}", xscale="log", yscale="log", xlabel="tokens of a sequence")
-            ticks = field.lengths
+            ticks = field.lengths[direction]
             panel.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks], fontsize=8)
             panel.minorticks_off()
             panel.grid(alpha=0.3)
@@ -231,10 +231,10 @@ def run(options: argparse.Namespace) -> None:
             rows.extend(measure(field, direction, length, commit))
             return {row.impl: row.ms for row in rows[-len(field.entries) :]}
 
-        for length in field.lengths:
+        for length in field.lengths[direction]:
             times(length)
         for ours, theirs in field.contests:
-            timed = [n for n in field.lengths if times(n)[ours] is not None and times(n)[theirs] is not None]
+            timed = [n for n in field.lengths[direction] if times(n)[ours] is not None and times(n)[theirs] is not None]
 
             def faster(length: int, ours: str = ours, theirs: str = theirs) -> bool:
                 first, second = times(length)[ours], times(length)[theirs]
@@ -243,7 +243,7 @@ def run(options: argparse.Namespace) -> None:
             if timed:
                 crossing(faster, timed)
 
-    work = [(field, direction) for field in every for direction in field.directions]
+    work = [(field, direction) for field in every for direction in field.lengths]
     with studies.one_stream():
         for field, direction in harness.progress(work, lambda item: f"{item[0].name} {item[1]}"):
             race(field, direction)

@@ -9,13 +9,14 @@ B* = ceil(SMs / kv heads) sequences on. Times are warm, of a node in a captured 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
-from . import decode, gpu, harness, report
+from . import decode, gpu, harness, report, studies
 from .decode import COSINE, NUM_KV_HEADS, Cache, DecodeCase
 
 SUITE = "decode-crossover"
@@ -70,7 +71,7 @@ def measure(batch: int, length: int, sms: int, commit: str) -> list[CrossoverRow
     return rows
 
 
-def by_cell(rows: list[CrossoverRow]) -> dict[tuple[int, int], dict[str, float]]:
+def by_cell(rows: Sequence[CrossoverRow]) -> dict[tuple[int, int], dict[str, float]]:
     """Times in us by (batch, length) and impl."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
@@ -106,13 +107,10 @@ def table(rows: list[CrossoverRow], sms: int) -> Table:
     return shown
 
 
-def plot(path: Path, rows: list[CrossoverRow], sms: int) -> None:
+def plot(path: Path, machine: dict[str, object], rows: Sequence[CrossoverRow]) -> None:
     """Times over that of `found` against the batch, a line for each length."""
-    from matplotlib import pyplot
-
-    times = by_cell(rows)
-    with pyplot.rc_context({"svg.hashsalt": path.stem}):
-        figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharex=True, squeeze=False, layout="constrained")
+    times, sms = by_cell(rows), int(str(machine["sms"]))
+    with studies.picture(path, 1, 2, (11, 4.2)) as (figure, axes):
         for panel, impl in zip(axes[0], ("unsplit", "closed"), strict=True):
             for length in sorted({row.length for row in rows}):
                 batches = sorted(batch for batch, n in times if n == length)
@@ -129,8 +127,6 @@ def plot(path: Path, rows: list[CrossoverRow], sms: int) -> None:
         axes[0][0].legend(fontsize=8)
         axes[0][0].set_ylabel("times as long")
         figure.suptitle(f"decode, 64:8 heads of 64, bf16; dashed: B* = {fill_batch(sms)}")
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -189,10 +189,10 @@ def readme(text: str, results: Path = harness.RESULTS) -> str:
         )
         plot = f"{SUITE}-{path.parent.name}.svg"
         shown += [f"{about} {exchange}", "\n".join(lines), f"![speed over one GPU]({plot})"]
-    return report.placed(text, SUITE, shown, PAGE.name)
+    return report.placed(text, SUITE, shown)
 
 
-def plot(path: Path, rows: list[DistributedRow], machine: dict[str, object]) -> None:
+def plot(path: Path, machine: dict[str, object], rows: list[DistributedRow]) -> None:
     """Speed over one GPU, a panel for each case; the dashed line is as many times as there are GPUs."""
     from matplotlib import pyplot
 

@@ -32,11 +32,11 @@ def source(head_dim: int, dtype: str) -> str:
 
 
 @cache
-def _kernel(head_dim: int, dtype: str, shared: int) -> Any:
+def _kernel(head_dim: int, dtype: str, limit: int) -> Any:
     # torch names a toolkit's include folder, and raises where there is none; naive.cu includes nothing.
     cpp_extension.CUDA_HOME = cpp_extension.CUDA_HOME or str(SOURCE.parent)
-    kernel = torch.cuda._compile_kernel(source(head_dim, dtype), "naive_forward")  # type: ignore[attr-defined]
-    kernel.set_shared_memory_config(shared)
+    kernel = torch.cuda._compile_kernel(source(head_dim, dtype), "naive_forward")
+    kernel.set_shared_memory_config(limit)
     return kernel
 
 
@@ -50,7 +50,7 @@ def build(case: Case, direction: str, with_sink: bool = True) -> Attention:
         raise Absent(
             f"not supported: the scores of {ROWS} rows take {shared} bytes of shared memory, a block has {limit}"
         )
-    kernel = _kernel(case.head_dim, case.dtype, shared)
+    kernel = _kernel(case.head_dim, case.dtype, limit)
     bounds, window = row_bounds(case), case.window or case.length
     grid = (-(-max(case.packed) // ROWS), case.num_q_heads, len(case.packed))
     none = torch.full((case.num_q_heads,), -torch.inf, device=case.device)

@@ -1,12 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TFLOP/s and time against length, and the decode studies, as SVG under docs/, from what is kept; needs no GPU."""
+"""The pictures under docs/ and the tables of docs/studies.md, from what is kept; needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from . import decode_crossover, distributed, gpu, harness, prefill, report, trace
+from . import (
+    accuracy,
+    crossover,
+    decode_crossover,
+    distributed,
+    gpu,
+    harness,
+    launches,
+    packed,
+    prefill,
+    report,
+    scaling,
+    trace,
+)
+
+# Each has a SUITE, and plot(path, machine, rows); those of the page markdown(machine, rows) too.
+PICTURES: dict[ModuleType, type[Any]] = {
+    decode_crossover: decode_crossover.CrossoverRow,
+    trace: trace.TraceRow,
+    packed: gpu.Row,
+    crossover: crossover.CrossoverRow,
+    launches: launches.LaunchRow,
+    scaling: scaling.ScalingRow,
+    accuracy: accuracy.AccuracyRow,
+    distributed: distributed.DistributedRow,
+}
+ON_PAGE = (packed, crossover, launches, scaling, accuracy)
+PAGE = harness.ROOT / "docs" / "studies.md"
+
+
+def page(text: str, results: Path = harness.RESULTS) -> str:
+    """docs/studies.md's text with the tables that the kept results give, and links to their pictures."""
+    for study in ON_PAGE:
+        shown: list[str] = []
+        for path in sorted(results.glob(f"*/{study.SUITE}.json"), reverse=True):
+            shown += study.markdown(*harness.load(path, PICTURES[study]))
+            shown.append(f"![{study.SUITE}]({study.SUITE}-{path.parent.name}.svg)")
+        text = report.placed(text, study.SUITE, shown)
+    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,20 +62,12 @@ def run(options: argparse.Namespace) -> None:
             if report.swept(rows, direction):
                 drawn.append(options.output / f"{prefill.SUITE}-{direction}-{path.parent.name}.svg")
                 report.plot_sweeps(drawn[-1], rows, direction)
-    for path in sorted(options.results.glob(f"*/{decode_crossover.SUITE}.json")):
-        machine, crossover_rows = harness.load(path, decode_crossover.CrossoverRow)
-        drawn.append(options.output / f"{decode_crossover.SUITE}-{path.parent.name}.svg")
-        decode_crossover.plot(drawn[-1], crossover_rows, int(str(machine["sms"])))
-    for path in sorted(options.results.glob(f"*/{trace.SUITE}.json")):
-        _, trace_rows = harness.load(path, trace.TraceRow)
-        drawn.append(options.output / f"{trace.SUITE}-{path.parent.name}.svg")
-        trace.plot(drawn[-1], trace_rows)
-    for path in sorted(options.results.glob(f"*/{distributed.SUITE}.json")):
-        machine, distributed_rows = harness.load(path, distributed.DistributedRow)
-        drawn.append(options.output / f"{distributed.SUITE}-{path.parent.name}.svg")
-        distributed.plot(drawn[-1], distributed_rows, machine)
+    for study, kind in PICTURES.items():
+        for path in sorted(options.results.glob(f"*/{study.SUITE}.json")):
+            drawn.append(options.output / f"{study.SUITE}-{path.parent.name}.svg")
+            study.plot(drawn[-1], *harness.load(path, kind))
     if not drawn:
-        raise SystemExit(
-            f"{options.results} holds no times of growing length; `python -m benchmarks prefill` keeps some."
-        )
+        raise SystemExit(f"{options.results} holds nothing to draw; `python -m benchmarks prefill` keeps some.")
+    if options.results == harness.RESULTS:
+        PAGE.write_text(page(PAGE.read_text()))
     print("\n".join(f"wrote {path}" for path in drawn))

@@ -43,7 +43,7 @@ def chosen(names: list[str] | None, quick: bool) -> list[cases.Case]:
         raise ValueError(f"--case is {', '.join(unknown)}; known are {', '.join(known)}")
     if names:
         return [known[name] for name in names]
-    return [*(cases.PREFILL_QUICK if quick else cases.PREFILL), cases.HOST]
+    return [*cases.PREFILL_QUICK, cases.HOST, *(cases.PREFILL[len(cases.PREFILL_QUICK) :] if not quick else ())]
 
 
 def readme(text: str, results: Path = harness.RESULTS) -> str:

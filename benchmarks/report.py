@@ -33,13 +33,13 @@ def none_yet(suite: str) -> str:
     return f"No results yet; `python -m benchmarks {suite}` measures here."
 
 
-def placed(text: str, suite: str, shown: Sequence[str], where: str = "README") -> str:
+def placed(text: str, suite: str, shown: Sequence[str]) -> str:
     """text with what is shown of a suite between its marks. Raises ValueError when it has no place for it."""
     mark = f"<!-- benchmarks {suite}: begin -->", f"<!-- benchmarks {suite}: end -->"
     before, begin, rest = text.partition(mark[0])
     _, end, after = rest.partition(mark[1])
     if not begin or not end:
-        raise ValueError(f"{where} has no {mark[0]} ... {mark[1]}")
+        raise ValueError(f"the page has no {mark[0]} ... {mark[1]}")
     return before + begin + "\n" + "\n\n".join(shown or [none_yet(suite)]) + "\n" + end + after
 
 
@@ -102,8 +102,17 @@ def markdown(
     unit: str,
     bars: Bars | None = None,
 ) -> str:
-    """For the README: one line a case. columns: direction -> heading -> peer."""
-    head = ["case"]
+    """For the README: one line a case. columns: direction -> heading -> peer; the untimed are named below."""
+    cases, absent = list(cases), dict[str, dict[str, None]]()  # reason -> headings
+    timed: dict[str, dict[str, str]] = {}
+    for direction, peers in columns.items():
+        of = {peer: [r for r in rows if (r.impl, r.direction) == (peer, direction)] for peer in peers.values()}
+        timed[direction] = {h: peer for h, peer in peers.items() if any(row.ms is not None for row in of[peer])}
+        for heading, peer in peers.items():
+            if heading not in timed[direction]:
+                why = of[peer][0].note if of[peer] else "not measured"
+                absent.setdefault(why, {}).setdefault(heading)
+    columns, head = timed, ["case"]
     for direction, peers in columns.items():
         head += [f"{direction}, ms ({unit})", *(["bar"] if bars else []), *peers]
     lines = [
@@ -117,11 +126,13 @@ def markdown(
         for direction, peers in columns.items():
             found = _by_impl(rows, case.id, direction)
             ours: Any = found.get(OURS)
-            timed = ours is not None and ours.ms is not None
-            cells.append(f"{_milliseconds(ours.ms)} ({ours.speed:.0f})" if timed else "-")
+            known = ours is not None and ours.ms is not None
+            cells.append(f"{_milliseconds(ours.ms)} ({ours.speed:.0f})" if known else "-")
             cells += [_bar(bars, case.id, direction)] if bars else []
-            cells += [ratio(found.get(peer), ours) if timed else "-" for peer in peers.values()]
+            cells += [ratio(found.get(peer), ours) if known else "-" for peer in peers.values()]
         lines.append("| " + " | ".join(cells) + " |")
+    if absent:
+        lines += ["", "Not in the table: " + "; ".join(f"{', '.join(who)}: {why}" for why, who in absent.items()) + "."]
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import gpu, harness, peers, studies
+from .cases import Case
 from .harness import Call, Inputs
 
 SUITE = "scaling"
@@ -29,12 +30,12 @@ DIRECTIONS = ("forward", "both")
 LEAST = {"cuda": 1024, "cpu": 512}
 _KINDS = [(name, direction) for name in WINDOWS for direction in DIRECTIONS]
 MOST = {
-    "cuda": dict(zip(_KINDS, (1 << 20, 1 << 20, 1 << 18, 1 << 17), strict=True)),
+    "cuda": dict(zip(_KINDS, (1 << 20, 1 << 20, 1 << 18, 1 << 16), strict=True)),
     "cpu": dict(zip(_KINDS, (1 << 16, 1 << 15, 1 << 13, 1 << 12), strict=True)),
 }
-STACK = {"cuda": 1 << 15, "cpu": 1 << 12}
-QUICK = 1 << 10
-SECONDS, ROUNDS = 0.05, 3
+STACK = {"cuda": 1 << 14, "cpu": 1 << 12}
+QUICK = 256
+SECONDS, ROUNDS = 0.05, 2
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,16 @@ class ScalingRow:
     torch: str
 
 
-def _mib(tensors: Sequence[Tensor]) -> float:
-    return harness.num_bytes(tensors) / 2**20
+def _held(case: Case, direction: str) -> float:
+    """MiB of input and output: q, k, v, out; with a backward dout and three gradients, and no out."""
+    q, kv = case.num_q_heads, 2 * case.num_kv_heads
+    heads = 2 * q + kv if direction == "forward" else 3 * q + 2 * kv
+    return heads * case.length * case.head_dim * 2 / 2**20
 
 
-def _row(layer: str, direction: str, tokens: int, ms: float, call: Call, given: float, commit: str) -> ScalingRow:
+def _row(layer: str, direction: str, tokens: int, ms: float, call: Call, held: float, commit: str) -> ScalingRow:
     extra = gpu.extra_mib(call)
-    peak = harness.digits(given + extra + _mib(call()))
+    peak = harness.digits(held + extra)
     return ScalingRow(SUITE, layer, direction, tokens, harness.digits(ms), extra, peak, commit, torch.__version__)
 
 
@@ -69,9 +73,7 @@ def layer(name: str, direction: str, tokens: int, commit: str) -> ScalingRow:
     if not calls:
         raise RuntimeError(f"{case.id} {direction}: {notes[peers.OURS]}")
     ms = studies.take_turns(calls, SECONDS, ROUNDS)[peers.OURS]
-    rows = tokens * case.head_dim * 2 / 2**20  # MiB of one head
-    given = rows * (case.num_q_heads * (1 if direction == "forward" else 2) + 2 * case.num_kv_heads)
-    return _row(name, direction, tokens, ms, calls[peers.OURS], given, commit)
+    return _row(name, direction, tokens, ms, calls[peers.OURS], _held(case, direction), commit)
 
 
 def stack(direction: str, tokens: int, layers: int, commit: str) -> ScalingRow:
@@ -92,8 +94,7 @@ def stack(direction: str, tokens: int, layers: int, commit: str) -> ScalingRow:
     if not all(bool(torch.isfinite(x).all()) for x in call()):
         raise RuntimeError(f"stack of {layers} layers, {tokens} tokens, {direction}: not finite")
     ms = median(studies.take_turns({"stack": call}, SECONDS, ROUNDS).values())
-    given = _mib((inputs.q, inputs.k, inputs.v) + ((inputs.dout,) if direction == "both" else ()))
-    return _row("stack", direction, tokens, ms, call, given, commit)
+    return _row("stack", direction, tokens, ms, call, _held(cases[0], direction), commit)
 
 
 def projected(rows: Sequence[ScalingRow], direction: str, tokens: int, layers: int = LAYERS) -> float | None:
@@ -169,7 +170,7 @@ def work(quick: bool) -> list[tuple[str, str, int]]:
     device = studies.device()
     found = []
     for (name, direction), most in MOST[device].items():
-        tokens = LEAST[device]
+        tokens = QUICK if quick else LEAST[device]
         while tokens <= (QUICK if quick else most):
             found.append((name, direction, tokens))
             tokens *= 2

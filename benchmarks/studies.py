@@ -50,7 +50,7 @@ def measure(
 ) -> list[gpu.Row]:
     """A row for each peer, checked. Raises RuntimeError when we are wrong."""
     graph = case.device == "cuda" and case.length <= GRAPHED
-    rows = gpu.measure(suite, case, direction, peers, partial(take_turns, seconds=seconds), commit, graph)
+    rows = gpu.measure(suite, case, direction, peers, partial(take_turns, seconds=seconds, least=3), commit, graph)
     if case.device == "cuda":
         torch.cuda.empty_cache()
     return rows

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torch import Tensor
 import sinkattn
 from sinkattn import _C, reference
 
-from . import gpu, harness, report
+from . import gpu, harness, report, studies
 from .decode import COSINE, HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
 from .decode_crossover import fill_parts
 
@@ -215,12 +216,10 @@ def table(rows: list[TraceRow]) -> Table:
     return shown
 
 
-def plot(path: Path, rows: list[TraceRow]) -> None:
+def plot(path: Path, machine: dict[str, object], rows: Sequence[TraceRow]) -> None:
     """Time of a step against the share of steps that take less."""
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"svg.hashsalt": path.stem}):
-        figure, panel = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    with studies.picture(path, 1, 1, (7, 4.2)) as (figure, axes):
+        panel = axes[0][0]
         for row in rows:
             width = 2.5 if row.impl == "by-lengths" else 1.2
             panel.plot(PERCENTILES, row.percentiles, marker="o", label=row.impl, linewidth=width)
@@ -228,8 +227,6 @@ def plot(path: Path, rows: list[TraceRow]) -> None:
         panel.grid(alpha=0.3, which="both")
         panel.legend(fontsize=8)
         figure.suptitle("decode steps of a server, 70 % short and 30 % long requests")
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
