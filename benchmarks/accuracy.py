@@ -27,7 +27,7 @@ from .peers import Absent, Attention, Peer
 SUITE = "accuracy"
 LENGTH, QUICK_LENGTH = 2048, 160
 STRENGTHS = (None, -8.0, -4.0, 0.0, 3.0, 8.0, 20.0, 50.0, 100.0)  # None: no sink
-QUICK_STRENGTHS = (None, 3.0)
+QUICK_STRENGTHS = (None, -8.0, 3.0)
 QUANTITIES = ("out", "lse", "dq", "dk", "dv", "ds_aux")
 
 

@@ -45,7 +45,7 @@ def build(case: Case, direction: str, with_sink: bool = True) -> Attention:
         raise Absent("not supported: it is a CUDA kernel")
     if direction != "forward" or not case.packed:
         raise Absent("not supported: it computes packed forwards alone")
-    shared, limit = shared_bytes(case), torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    shared, limit = shared_bytes(case), torch.cuda.get_device_properties(0).shared_memory_per_block_optin  # type: ignore[attr-defined]
     if shared > limit:
         raise Absent(
             f"not supported: the scores of {ROWS} rows take {shared} bytes of shared memory, a block has {limit}"
