@@ -40,8 +40,8 @@ class StreamingCache(Cache):
     other, causally; then the cache is cut. So a prompt sees itself whole, unless it comes in chunks
     (prefill_chunk_size). The model must run attn_implementation="sinkattn" and be one whose rotary embeddings are
     known; positions count on, those of the first tokens with them. Sequences of a batch have one length: padding raises
-    NotImplementedError. Reordering for beams works; crop() raises ValueError, and changes nothing, once a layer has
-    dropped tokens.
+    NotImplementedError, and so do packed rows, whose positions start again. Reordering for beams works; crop() raises
+    ValueError, and changes nothing, once a layer has dropped tokens.
 
     Raises ValueError for a window below 1 or a negative num_sink_tokens, NotImplementedError for a model whose layers
     or positions it does not know, or that has no layer that sees all tokens.
@@ -52,12 +52,8 @@ class StreamingCache(Cache):
             raise ValueError(
                 f"sinkattn: window is {window} and num_sink_tokens {num_sink_tokens}; they must be at least 1 and 0"
             )
-        config = model.config.get_text_config(decoder=True)
-        if config._attn_implementation != "sinkattn":
-            raise NotImplementedError(
-                f"sinkattn: attn_implementation is {config._attn_implementation!r}; a StreamingCache needs"
-                ' model.set_attn_implementation("sinkattn"), which knows padding from tokens that are gone'
-            )
+        self._config = config = model.config.get_text_config(decoder=True)
+        self._check_attention()
         if config.model_type not in _ROTATED_MODELS:
             raise NotImplementedError(
                 f"sinkattn: a StreamingCache rotates keys again, which is known to be right for the model_types"
@@ -82,6 +78,18 @@ class StreamingCache(Cache):
             for t in types
         ]
         super().__init__(layers=layers)
+
+    def _check_attention(self) -> None:
+        if self._config._attn_implementation != "sinkattn":
+            raise NotImplementedError(
+                f"sinkattn: attn_implementation is {self._config._attn_implementation!r}; a StreamingCache needs"
+                ' model.set_attn_implementation("sinkattn"), which knows padding from tokens that are gone'
+            )
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Each layer's, in each forward: the model may have been switched since the cache was made."""
+        self._check_attention()
+        return super().update(*args, **kwargs)
 
     def crop(self, max_length: int) -> None:
         """Takes back the tokens from max_length on, or the last -max_length ones; first it sees that all layers can."""

@@ -45,6 +45,9 @@ _PASSENGERS = {
     "use_cache",
 }
 
+# The dtype of a mask that hides nothing and says that each batch row is one sequence, as a StreamingCache keeps it.
+_ONE_SEQUENCE = torch.uint8
+
 # The mask functions of transformers whose meaning the arguments of attention_forward repeat.
 _KNOWN_MASKS = {
     "bidirectional_mask_function",
@@ -167,19 +170,21 @@ def attention_mask(
     if streaming:
         kv_offset = -1 - kv_offset
     in_use = kv_length if two_sided else int(q_offset) + q_length - kv_offset
-    if attention_mask is None:
-        return None if in_use == kv_length else torch.ones(batch_size, in_use, dtype=torch.bool, device=device)
-    if attention_mask.shape[1] < kv_offset + in_use:
+    if attention_mask is not None and attention_mask.shape[1] < kv_offset + in_use:
         raise ValueError(
             f"sinkattn: attention_mask covers {attention_mask.shape[1]} tokens; with what is cached there are"
             f" {kv_offset + in_use}"
         )
-    if streaming and not attention_mask.all():
+    if streaming and attention_mask is not None and not attention_mask.all():
         raise NotImplementedError(
             "sinkattn: attention_mask has padding, whose sequences have other first tokens; a StreamingCache takes"
             " sequences of one length"
         )
-    return attention_mask[:, kv_offset : kv_offset + in_use]
+    if streaming and q_length == in_use > 1:  # later rows cannot be packed: nothing is cached before packed ones
+        return torch.ones(batch_size, in_use, dtype=_ONE_SEQUENCE, device=device)
+    if attention_mask is not None:
+        return attention_mask[:, kv_offset : kv_offset + in_use]
+    return None if in_use == kv_length else torch.ones(batch_size, in_use, dtype=torch.bool, device=device)
 
 
 def _mask_parts(mask_function: Callable[..., Any]) -> set[str]:
@@ -267,6 +272,11 @@ def sequence_bounds(
                 f"sinkattn: position_ids has shape {tuple(position_ids.shape)}, not [batch, q_len]; use eager attention"
             )
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if mask is not None and mask.dtype == _ONE_SEQUENCE and starts[:, 1:].any():
+        raise NotImplementedError(
+            "sinkattn: position_ids restart within a row: packed sequences, each of which has first tokens of its own;"
+            " a StreamingCache takes one sequence a row"
+        )
     if q_len == k_len:
         bounds = pad(starts.flatten().nonzero().flatten(), (0, 1), value=batch * q_len).to(torch.int32)
         return bounds, bounds.clone()

@@ -310,6 +310,34 @@ def test_known_models_turn_their_keys(model_type: str) -> None:
     assert cache.layers[0].dropped == 40 - SINKS - 7
 
 
+@pytest.mark.parametrize("model_type", _ROTATED_MODELS)
+def test_packed_rows_raise(model_type: str) -> None:
+    """Before an empty cache, with a mask and without; and one sequence whose positions start late is none of them."""
+    model, ids = make_known(model_type), tokens(1, 6)
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": True}
+    with torch.no_grad():
+        for mask in (None, torch.ones_like(ids)):
+            with pytest.raises(NotImplementedError, match="position_ids restart within a row"):
+                model(ids, attention_mask=mask, past_key_values=StreamingCache(model, 8), **packed)
+        late = {"position_ids": torch.arange(3, 9)[None], "use_cache": True}
+        model(ids, past_key_values=StreamingCache(model, 8), **late)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_that_is_switched_afterwards_raises(padded: bool) -> None:
+    model, ids = make_model("cpu"), tokens(2, 6)
+    cache, mask = StreamingCache(model, 8), torch.ones_like(ids)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="attn_implementation is 'eager'; a StreamingCache needs"):
+                model(ids, attention_mask=mask if padded else None, past_key_values=cache, use_cache=True)
+        model.set_attn_implementation("sinkattn")
+        model(ids, past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 6
+
+
 @pytest.mark.parametrize("model_type", ["smollm3", "cohere2", "exaone4", "hunyuan_v1_dense", "gemma3_text", "afmoe"])
 def test_models_with_other_keys_raise(model_type: str) -> None:
     """Without positions in some layers, normalised after they were rotated, or with two kinds of rotary embeddings."""
@@ -329,6 +357,9 @@ def test_a_compiled_model() -> None:
         assert [layer.dropped for layer in got.layers] == [5, 2]
         mask = torch.ones(2, 13, dtype=torch.long)
         mask[0, :2] = 0
+        packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+        with pytest.raises(NotImplementedError, match="position_ids restart within a row"):
+            compiled(ids[:, :7], position_ids=packed, past_key_values=StreamingCache(model, 8), use_cache=True)
         with pytest.raises(NotImplementedError, match="attention_mask has padding"):
             compiled(ids[:, :1], attention_mask=mask, past_key_values=got, use_cache=True)
 
