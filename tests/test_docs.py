@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages show is so: snippets run, links lead somewhere, quoted messages are the sources', pictures are drawn.
+
+The python blocks of a page run one after another, in one namespace; a text block behind one is what it prints. A c block
+is a program, an sh block runs in the repository. What is not run is marked, with its reason: <!-- not run: ... -->
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")})
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    not_run: str | None
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = re.finditer(r"(?:<!-- not run: ([^>]+) -->\n)?^```(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(m[2], m[3], m[1], text.count("\n", 0, m.start(3)) + 1) for m in found]
+
+
+def with_blocks(*languages: str) -> list[str]:
+    pages = zip(NAMES, PAGES, strict=True)
+    return [name for name, page in pages if any(b.language in languages and not b.not_run for b in blocks(page))]
+
+
+@pytest.mark.parametrize("name", with_blocks("python"))
+def test_python_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = None
+    for block in blocks(ROOT / name):
+        if block.language == "python" and not block.not_run:
+            if "transformers" in block.text and importlib.util.find_spec("transformers") is None:
+                pytest.skip("transformers is not installed: pip install sinkattn[hf]")
+            code = compile("\n" * (block.line - 1) + block.text, ROOT / name, "exec")
+            with contextlib.redirect_stdout(io.StringIO()) as caught:
+                exec(code, names)
+            printed = caught.getvalue()
+        elif block.language == "text" and printed is not None:
+            assert printed == block.text, f"{name}:{block.line}"
+            printed = None
+
+
+@pytest.mark.parametrize("name", with_blocks("c"))
+def test_c_runs(name: str, tmp_path: Path) -> None:
+    native = ROOT / "build" / "native"
+    strict = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc' / 'include'}"]
+    libraries = [str(native / "libsinkattn.a"), *shlex.split((native / "link_libs").read_text())]
+    page = blocks(ROOT / name)
+    for block, after in zip(page, [*page[1:], None], strict=True):
+        if block.language != "c" or block.not_run:
+            continue
+        (tmp_path / "example.c").write_text(block.text)
+        subprocess.run([*strict, "example.c", *libraries, "-o", "example"], cwd=tmp_path, check=True)
+        ran = subprocess.run([tmp_path / "example"], check=True, capture_output=True, text=True)
+        if after is not None and after.language == "text":
+            assert re.fullmatch(re.escape(after.text).replace("\\.\\.\\.", ".+"), ran.stdout), ran.stdout
+
+
+@pytest.mark.parametrize("name", with_blocks("sh"))
+def test_shell_runs(name: str) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for block in blocks(ROOT / name):
+        if block.language == "sh" and not block.not_run:
+            environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+            done = subprocess.run(["bash", "-ec", block.text], cwd=ROOT, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, f"{name}:{block.line}\n{done.stderr}"
+
+
+def test_what_is_not_run_says_why() -> None:
+    run = {"python", "c", "sh", "text", ""}
+    command = re.compile(r"^(?:\$ |make |pip |python3? |git |import |from \w+ import )", re.MULTILINE)
+    unsaid = [
+        f"{name}:{block.line}"
+        for name, page in zip(NAMES, PAGES, strict=True)
+        for block in blocks(page)
+        if not block.not_run and (block.language not in run or (block.language in ("text", "") and command.search(block.text)))
+    ]
+    assert unsaid == [], "put <!-- not run: why --> before the block, or make it python, c or sh"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and Sphinx make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    lost = []
+    for name, page in zip(NAMES, PAGES, strict=True):
+        for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                lost.append(f"{name}: {link}")
+    assert lost == []
+    assert "edges" in anchors(ROOT / "docs" / "numerics.md")
