@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make docs`: README, the pages beside this file and the API reference, by Sphinx. Its source folder is the repository."""
+"""`make docs`: README, the pages beside this file and the API reference. Sphinx's source folder is the repository."""
 
 import json
 import re
@@ -54,10 +54,9 @@ def show_as_written(app: Sphinx, what: str, name: str, obj: object, options: Any
     shown: list[str] = []
     inside = False
     for line in lines:
-        if line:
-            if line.startswith("  ") != inside:
-                inside = not inside
-                shown += ["", "::", ""] if inside else [""]
+        if line and line.startswith("  ") != inside:
+            inside = not inside
+            shown += ["", "::", ""] if inside else [""]
         shown.append(line)
     lines[:] = shown
 

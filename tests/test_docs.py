@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pages show is so: snippets run, links lead somewhere, quoted messages are the sources', pictures are drawn.
 
-The python blocks of a page run one after another, in one namespace; a text block behind one is what it prints. A c block
-is a program, an sh block runs in the repository. What is not run is marked, with its reason: <!-- not run: ... -->
+The python blocks of a page run one after another, in one namespace; a text block behind one is what it prints. A c
+block is a program. All run in the repository. What is not run is marked, with its reason: <!-- not run: ... -->
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+import sinkattn
+from tools import draw_masks
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")})
@@ -83,7 +86,9 @@ def test_shell_runs(name: str) -> None:
     for block in blocks(ROOT / name):
         if block.language == "sh" and not block.not_run:
             environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-            done = subprocess.run(["bash", "-ec", block.text], cwd=ROOT, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                ["bash", "-ec", block.text], cwd=ROOT, env=environment, capture_output=True, text=True
+            )
             assert done.returncode == 0, f"{name}:{block.line}\n{done.stderr}"
 
 
@@ -94,7 +99,8 @@ def test_what_is_not_run_says_why() -> None:
         f"{name}:{block.line}"
         for name, page in zip(NAMES, PAGES, strict=True)
         for block in blocks(page)
-        if not block.not_run and (block.language not in run or (block.language in ("text", "") and command.search(block.text)))
+        if not block.not_run
+        and (block.language not in run or (block.language in ("text", "") and command.search(block.text)))
     ]
     assert unsaid == [], "put <!-- not run: why --> before the block, or make it python, c or sh"
 
@@ -116,3 +122,20 @@ def test_links_lead_somewhere() -> None:
                 lost.append(f"{name}: {link}")
     assert lost == []
     assert "edges" in anchors(ROOT / "docs" / "numerics.md")
+
+
+def test_pictures_are_drawn_by_their_script() -> None:
+    assert draw_masks.PICTURE.read_text() == draw_masks.draw(), "python tools/draw_masks.py"
+
+
+def test_the_support_matrix_is_what_is_compiled() -> None:
+    """docs/conf.py reads variants.def itself, for kernels that are not compiled here; those that are agree with it."""
+    text = (ROOT / "docs" / "conf.py").read_text()
+    names: dict[str, Any] = {"re": re, "VARIANTS": ROOT / "csrc" / "core" / "variants.def"}
+    exec(text[text.index("def support_matrix") : text.index("class SupportMatrix")], names)
+    shown = {row[2]: row for row in names["support_matrix"]()}
+    for variant in sinkattn.variants():
+        op, backend, name, dtypes, max_head_dim, tile, _ = shown[variant["name"]]
+        assert (op, backend, name) == (variant["op"], variant["backend"], variant["name"])
+        assert dtypes.split(", ") == variant["dtypes"]
+        assert (max_head_dim, tile) == (str(variant["max_head_dim"]), f"{variant['tile_q']} x {variant['tile_k']}")
