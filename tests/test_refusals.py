@@ -129,6 +129,8 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "scale nan": (lambda: attend(keep, softmax_scale=math.nan), ValueError, "softmax_scale is nan"),
     "left": (lambda: attend(keep, window_size=(-2, 0)), ValueError, "window_size_left is -2"),
     "right": (lambda: attend(keep, window_size=(0, -7)), ValueError, "window_size_right is -7"),
+    "window": (lambda: attend(keep, window_size=128), ValueError, r"window_size is 128; it must be \(left, right\)"),
+    "sides": (lambda: attend(keep, window_size=(1, 0, 0)), ValueError, r"window_size is \(1, 0, 0\); it must be"),
     "sink tokens": (lambda: attend(keep, num_sink_tokens=-1), ValueError, "num_sink_tokens is -1"),
     "return_lse": (lambda: attend(keep, return_lse="both"), ValueError, "return_lse is 'both'"),
     "cu dtype": (
