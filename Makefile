@@ -3,9 +3,10 @@
 #   make         libsinkattn.a: the C core, the CPU backend and, where nvcc is found, the CUDA half
 #   make demo    fine-tune a small gpt-oss on real text       make test    the C suite, then pytest
 #   make lint    every style check                            make clean   remove what was built
+#   make docs    the pages and the API reference, strictly, into build/docs
 #   make test-c | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
 #
-# demo, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
+# demo, docs, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
 # installed. NVCC= leaves the CUDA half out. Builds that differ in flags go to BUILD folders of their own.
 
 BUILD ?= build/native
@@ -64,7 +65,7 @@ $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib ext test test-c test-sanitize test-py test-gpu test-gpu-sanitize check-spills fuzz demo lint format clean FORCE
+.PHONY: lib ext test test-c test-sanitize test-py test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -186,6 +187,10 @@ test-gpu-sanitize: $(call installed,test)
 demo: $(call installed,demo)
 	$(MAKE) ext
 	$(PY) examples/finetune_gpt_oss.py
+
+docs: $(call installed,docs)
+	$(MAKE) ext
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/docs
 
 # ---- style ----
 

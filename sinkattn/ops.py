@@ -67,7 +67,9 @@ def _one_s_aux(s_aux: Tensor | None, learnable_sink: Tensor | None, sinks: Tenso
 
 def _window(window_size: Window, causal: bool) -> tuple[int, int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"sinkattn: window_size is {window_size!r}; it must be (left, right), each without the row itself")
+        raise ValueError(
+            f"sinkattn: window_size is {window_size!r}; it must be (left, right), each without the row itself"
+        )
     left, right = (-1 if side is None else side for side in window_size)
     if right < -1:
         raise ValueError(f"sinkattn: window_size_right is {right}; it must be -1 (unbounded) or at least 0")

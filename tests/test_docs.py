@@ -7,6 +7,7 @@ block is a program. All run in the repository. What is not run is marked, with i
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -139,3 +140,32 @@ def test_the_support_matrix_is_what_is_compiled() -> None:
         assert (op, backend, name) == (variant["op"], variant["backend"], variant["name"])
         assert dtypes.split(", ") == variant["dtypes"]
         assert (max_head_dim, tile) == (str(variant["max_head_dim"]), f"{variant['tile_q']} x {variant['tile_k']}")
+
+
+def literals(path: Path) -> str:
+    """The string literals of a source, adjacent ones joined, and … for what a format fills in."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        nodes = list(ast.walk(ast.parse(text)))
+        formats = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+        found = ["".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in parts) for parts in formats]
+        return "\n".join(found + [str(node.value) for node in nodes if isinstance(node, ast.Constant)])
+    text = re.sub(r'"\s*PRI\w+\s*("?)', lambda m: "" if m[1] else '"', text)
+    found = re.findall(r'"((?:[^"\\\n]|\\.)*)"', re.sub(r'"\s*\n?\s*"', "", text))
+    return re.sub(r"\\(.)", r"\1", "\n".join(found))
+
+
+def test_messages_are_those_of_the_sources() -> None:
+    """The words between two … of a quoted message stand in one source, in that order and near each other."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sources = [ROOT / "setup.py", *ROOT.glob("sinkattn/**/*.py"), *ROOT.glob("csrc/**/*.c*")]
+    texts = [literals(path) for path in sources]
+    quoted = [a or b for a, b in re.findall(r"^\| (?:`` ?(.+?) ?``|`([^`]+)`) \|", page, re.MULTILINE)]
+    assert len(quoted) > 100
+    missing = []
+    for message in quoted:
+        words = [re.escape(part.strip()) for part in message.split("…") if part.strip(" .,;:()")]
+        pattern = re.compile(r".{0,120}?".join(words), re.DOTALL)
+        if not any(pattern.search(text) for text in texts):
+            missing.append(message)
+    assert missing == []
