@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README shows is so: its mask is the mask, its tables are the kept results; its blocks are run by test_docs.py."""
+"""What README shows is so: its mask is the mask, its tables are the kept results. test_docs.py runs its blocks."""
 
 import re
 from pathlib import Path
