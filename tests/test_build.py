@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,51 @@ def test_spills_of_no_tuned_kernel_are_no_success(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no tuned kernel is among these logs" in done.stdout
     assert "is no log of ptxas -v" in spills(tmp_path, "sm90/fwd", "nvcc: command not found\n").stderr
+
+
+# ---- what is handed on ----
+
+
+def package(folder: Path, *commands: str | Path) -> None:
+    """setup.py's own files go to the folder; what is compiled already is taken from the build folder."""
+    (folder / "egg").mkdir()
+    done = run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder / "egg", *commands)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_sdist_is_the_repository(tmp_path: Path) -> None:
+    """So it builds where the repository does, and its tests run."""
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    if listed.returncode:
+        pytest.skip("needs a git checkout: what the sdist is compared with")
+    package(tmp_path, "sdist", "-d", tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        held = {member.name.partition("/")[2] for member in tar if member.isfile()}
+    tracked = {name for name in listed.stdout.splitlines() if not name.startswith(".") and (ROOT / name).exists()}
+    assert held - {"PKG-INFO", "setup.cfg"} == tracked
+
+
+def test_the_wheel_runs_away_from_its_sources(tmp_path: Path) -> None:
+    for stale in (ROOT / "build").glob("lib.*"):
+        shutil.rmtree(stale)
+    package(tmp_path, "bdist_wheel", "--bdist-dir", tmp_path / "bdist", "-d", tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    assert (installed / "sinkattn" / "py.typed").exists()
+    (entry_points,) = installed.glob("*.dist-info/entry_points.txt")
+    assert "sinkattn = sinkattn.verl_patch" in entry_points.read_text()
+    code = "import sinkattn, runpy; print(sinkattn._C.__file__); runpy.run_module('sinkattn', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(f"{installed}/sinkattn/_C."), done.stdout + done.stderr
+    assert re.search(rf"^sinkattn +{_C.version}$", done.stdout, re.MULTILINE), done.stdout
 
 
 # ---- installs that cannot work ----
