@@ -39,7 +39,11 @@ def plan(op: str, device: dict[str, Any] | None = None, **sizes: Any) -> dict[st
 def visible_pairs(
     q_len: int, k_len: int, window_size: tuple[int | None, int | None] = (-1, -1), num_sink_tokens: int = 0
 ) -> int:
-    """(query, key) pairs of one sequence and head that a score is computed for: what FLOP counts are made of."""
+    """(query, key) pairs of one sequence and head that a score is computed for: what FLOP counts are made of.
+
+    q_len and k_len are rows and keys; the rest is as in flash_attn_func, causal being a right side of 0. Raises
+    ValueError for negative sizes, sides below -1 and lengths from 2^31 on.
+    """
     left, right = (-1 if side is None else side for side in window_size)
     return _C.visible_pairs(q_len, k_len, left, right, num_sink_tokens)
 

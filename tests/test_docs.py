@@ -129,6 +129,12 @@ def test_pictures_are_drawn_by_their_script() -> None:
     assert draw_masks.PICTURE.read_text() == draw_masks.draw(), "python tools/draw_masks.py"
 
 
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.rst").read_text()
+    assert set(re.findall(r"^\.\. autofunction:: (\w+)$", page, re.MULTILINE)) == set(sinkattn.__all__)
+    assert all(getattr(sinkattn, name).__doc__ for name in sinkattn.__all__)
+
+
 def test_the_support_matrix_is_what_is_compiled() -> None:
     """docs/conf.py reads variants.def itself, for kernels that are not compiled here; those that are agree with it."""
     text = (ROOT / "docs" / "conf.py").read_text()
