@@ -275,7 +275,16 @@ def test_the_wheel_runs_away_from_its_sources(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
-    assert (installed / "sinkattn" / "py.typed").exists()
+    held, sources = (
+        {
+            str(path.relative_to(folder))
+            for path in (folder / "sinkattn").rglob("*")
+            if path.suffix in (".py", ".pyi", ".typed")
+        }
+        for folder in (installed, ROOT)
+    )
+    assert held == sources
+    assert "sinkattn/py.typed" in held
     (entry_points,) = installed.glob("*.dist-info/entry_points.txt")
     assert "sinkattn = sinkattn.verl_patch" in entry_points.read_text()
     code = "import sinkattn, runpy; print(sinkattn._C.__file__); runpy.run_module('sinkattn', run_name='__main__')"
