@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with learned sinks, in flash-attention's argument order."""
 
+from pathlib import Path
+
 import torch
 
 _REBUILD = "rebuild it here: pip install --no-build-isolation --no-deps --force-reinstall <sinkattn's source folder>"
@@ -8,6 +10,12 @@ _REBUILD = "rebuild it here: pip install --no-build-isolation --no-deps --force-
 try:
     from . import _C
 except ImportError as error:
+    _folder = Path(__file__).parent
+    if not any(_folder.glob("_C.*.so")):
+        raise ImportError(
+            f"sinkattn: {_folder} has the sources and no extension; where sinkattn is installed, start Python in"
+            " another folder, or build it in place: pip install --no-build-isolation --editable ."
+        ) from None
     raise ImportError(
         f"sinkattn's extension does not load under torch {torch.__version__} ({error}); it is compiled for one torch"
         f" release, {_REBUILD}"

@@ -331,6 +331,20 @@ def test_another_torch_is_refused() -> None:
     )
 
 
+def test_the_source_folder_of_an_installed_package_is_explained(tmp_path: Path) -> None:
+    """Python takes the package beside it, which `pip install .` leaves without an extension."""
+    package = tmp_path / "sinkattn"
+    package.mkdir()
+    shutil.copy(ROOT / "sinkattn" / "__init__.py", package)
+    no_finder_of_editable_installs = "sys.meta_path = [x for x in sys.meta_path if 'editable' not in repr(x).lower()]"
+    code = f"import sys; {no_finder_of_editable_installs}; sys.path.insert(0, {str(tmp_path)!r}); import sinkattn"
+    done = run(sys.executable, "-c", code, PYTHONSAFEPATH="1")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        f"ImportError: sinkattn: {package} has the sources and no extension; where sinkattn is installed"
+    )
+
+
 def test_a_binary_that_does_not_load_is_explained(tmp_path: Path) -> None:
     package = tmp_path / "sinkattn"
     package.mkdir()
