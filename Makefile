@@ -194,7 +194,7 @@ docs: $(call installed,docs)
 
 # ---- style ----
 
-C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c examples/*.c)
+C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c benchmarks/*.cu examples/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
 
 lint: $(call installed,lint)

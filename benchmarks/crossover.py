@@ -186,7 +186,11 @@ def markdown(machine: dict[str, object], rows: Sequence[CrossoverRow]) -> list[s
             lines = [[str(n), *(studies.milliseconds(times.get(name, {}).get(n)) for name in names)] for n in lengths]
             words = "forward + backward" if direction == "both" else direction
             shown.append(studies.table([f"{words}, ms: {field.title} of", *names], lines))
-    notes = dict.fromkeys(f"{row.impl}, {row.length} tokens: {row.note}." for row in rows if row.note)
+    absent: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        if row.note:
+            absent.setdefault((row.impl, row.note), []).append(row.length)
+    notes = [f"{impl}, {min(n)} to {max(n)} tokens: {note}." for (impl, note), n in absent.items()]
     return [*shown, "\n".join(f"* {line}" for line in (*_said(rows, _fields_of(machine)), *notes))]
 
 

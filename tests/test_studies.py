@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The studies of docs/studies.md: they run on a CPU too, find crossings, and the page shows what is kept."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import accuracy, crossover, harness, launches, naive, packed, peers, plot, report, scaling, studies
+from benchmarks.__main__ import main
+
+PAGE = plot.PAGE.read_text()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def kept_by(study: str, path: Path) -> list[Any]:
+    assert main([study, "--quick", "--json", str(path), "--commit", "none"]) == 0
+    module = next(module for module in plot.ON_PAGE if study == module.SUITE)
+    machine, rows = harness.load(path, plot.PICTURES[module])
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    assert len(module.markdown(machine, rows)) > 1
+    return rows
+
+
+def test_a_page_shows_the_kept_results(tmp_path: Path) -> None:
+    assert plot.page(PAGE) == PAGE, "python -m benchmarks plot"
+    for study in plot.ON_PAGE:
+        assert report.none_yet(study.SUITE) in plot.page(PAGE, tmp_path)
+
+
+def test_a_page_measures_nothing_in_its_prose() -> None:
+    """A figure stands in a table, which the test above compares."""
+    prose = re.sub(r"<!-- benchmarks (\w+): begin -->.*?<!-- benchmarks \1: end -->", "", PAGE, flags=re.DOTALL)
+    unit = r"\b\d[\d.,]*\s*(?:x|ms|us|s|%|times|[KMG]i?B|[TG]FLOP/s)(?!\w)"
+    assert re.findall(unit, prose) == []
+    assert re.findall(unit, "4.2 ms, 3x and 1,000 times") == ["4.2 ms", "3x", "1,000 times"]
+
+
+@pytest.mark.parametrize(
+    ("slower", "expected"),
+    [
+        (lambda n: n < 700, (672, 704)),
+        (lambda n: n < 5000, (4864, 5120)),
+        (lambda n: n in (64, 128), (128, 144)),  # the last crossing counts
+        (lambda n: False, True),
+        (lambda n: n > 4000, False),
+    ],
+)
+def test_a_crossing_is_bisected(slower: Callable[[int], bool], expected: object) -> None:
+    asked: list[int] = []
+
+    def faster(length: int) -> bool:
+        asked.append(length)
+        return not slower(length)
+
+    found = crossover.crossing(faster, [64 << i for i in range(8)])
+    assert found == expected
+    if isinstance(found, tuple):
+        assert slower(found[0])
+        assert not slower(found[1])
+        assert {*found} <= {*asked}
+
+
+def test_a_crossing_is_said() -> None:
+    field = crossover.fields("cuda")[1]
+
+    def rows(times: dict[str, list[float]]) -> list[crossover.CrossoverRow]:
+        return [
+            crossover.CrossoverRow("crossover", "long", "forward", 512 << i, impl, ms, "", "abc", "2.0")
+            for impl, of in times.items()
+            for i, ms in enumerate(of)
+        ]
+
+    measured = rows({"w128": [3, 3, 3], "w1024": [5, 6, 9], "full": [2, 4, 8]})
+    said = crossover.markdown({"gpu": "NVIDIA H200", "cuda": "13.0"}, measured)[-1]
+    assert "* forward, w128 against full: crossing between 512 and 1024 tokens; w128 is faster from there.\n" in said
+    assert "* forward, w1024 against full: none; at 2048 tokens w1024 is slower.\n" in said
+    assert "* forward, full against fa2: not measured." in said
+    faster = crossover.found(rows({"w128": [1, 1], "full": [2, 2]}), field, "forward", ("w128", "full"))
+    assert faster is True
+
+
+def test_packed_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) -> None:
+    rows = kept_by("packed", tmp_path / "packed.json")
+    assert {row.impl for row in rows if row.ms is not None} == {
+        "sinkattn", "sinkattn-no-sink", "standard", "standard-no-sink",
+    }  # fmt: skip
+    assert {row.note for row in rows if row.impl.startswith("naive")} == {"not supported: it is a CUDA kernel"}
+    assert {row.case for row in rows} == {
+        f"2x60-{mask}-{dtype}" for mask in ("full", "w16") for dtype in ("bf16", "fp16")
+    }
+    # At least two copies of the scores of 2 sequences, 32 heads of 60 x 60; all keys and values, once for each head.
+    (eager,) = (row for row in rows if (row.case, row.impl) == ("2x60-full-bf16", "standard"))
+    assert eager.extra_mib > (2 * 60 + 128) * 2 * 32 * 60 * 2 / 2**20
+
+
+def test_packed_sequences_are_those_of_the_standard_formula(on_cpu: None) -> None:
+    """As a batch of equal lengths; and what does not fit is said."""
+    (case,) = (case for case in packed.cases([(4, 64)]) if case.name == "4x64-w16-bf16")
+    assert (case.packed, case.num_q_heads, case.num_kv_heads, case.head_dim) == ((64,) * 4, 32, 8, 128)
+    (long,) = (case for case in packed.cases([(1, 65536)]) if case.name == "1x65536-full-bf16")
+    with pytest.raises(peers.Absent, match=r"not run: its N x N tensors take 1024 GiB, and \d+ are free"):
+        packed.standard(long, "forward")
+
+
+def test_the_naive_kernel_says_what_it_needs() -> None:
+    limit = 232448  # of compute capability 9.0
+    needed = {case.name: naive.shared_bytes(case) for case in packed.cases(packed.CONFIGURATIONS)}
+    assert needed["2x1024-full-bf16"] == 4 * 16 * (128 + 1024) < limit
+    assert needed["1x4096-full-bf16"] > limit > needed["1x65536-w128-fp16"]
+    case = next(case for case in packed.cases([(2, 60)]))
+    with pytest.raises(peers.Absent, match="computes packed forwards alone"):
+        naive.build(replace(case, device="cuda"), "backward")
+
+
+def test_scaling_is_projected() -> None:
+    def row(layer: str, tokens: int, ms: float) -> scaling.ScalingRow:
+        return scaling.ScalingRow("scaling", layer, "forward", tokens, ms, 0, 1, "abc", "2.0")
+
+    rows = [row("window 128", 1024, 1), row("window 128", 2048, 2), row("full", 1024, 10), row("stack", 1024, 131)]
+    assert scaling.projected(rows, "forward", 1024) == 12 * 1 + 12 * 10
+    assert scaling.projected(rows, "forward", 2048) == 12 * 2 + 12 * 40
+    assert scaling.projected(rows, "forward", 4096) is None
+    shown = scaling.markdown({"gpu": "H200", "cuda": "13"}, rows)[1]
+    assert "| 132, measured 131 (0.992x) |" in shown
+    assert "| 504 by the square |" in shown
+
+
+def test_scaling_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) -> None:
+    rows = kept_by("scaling", tmp_path / "scaling.json")
+    of = {(row.layer, row.direction, row.tokens): row for row in rows}
+    assert of.keys() >= {(name, d, 256) for name in ("window 128", "full", "stack") for d in ("forward", "both")}
+    # q, k, v, out, and with the backward q, k, v, dout, dq, dk, dv [256, 8 or 2, 64] in bf16.
+    for direction, heads in (("forward", 8 + 2 + 2 + 8), ("both", 8 + 2 + 2 + 8 + 8 + 2 + 2)):
+        row = of["full", direction, 256]
+        assert row.peak_mib == pytest.approx(heads * 256 * 64 * 2 / 2**20 + row.extra_mib, rel=1e-3)
+
+
+def test_accuracy_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) -> None:
+    rows = kept_by("accuracy", tmp_path / "accuracy.json")
+    of = {(row.case, row.s_aux, row.impl, row.quantity): row for row in rows}
+    assert {row.s_aux for row in rows} == {*accuracy.QUICK_STRENGTHS} < {*accuracy.STRENGTHS}
+    for (case, s_aux, impl, quantity), row in of.items():
+        if impl == "flex":
+            assert (row.error, row.note) == (None, "not supported: on a CPU it gives no LSE, and no backward")
+        elif impl == "sinkattn":
+            assert row.error < {"ds_aux": 1e-5, "lse": 1e-6}.get(quantity, 5e-3), (case, s_aux, quantity)
+    assert of["full-160-d64-bf16", 3.0, "eager", "ds_aux"].error > 1e-4
+    weak, strong = (of["full-160-d64-bf16", s_aux, "sinkattn", "out"].error for s_aux in (-8.0, 3.0))
+    assert weak != strong
+
+
+def test_an_error_is_of_the_whole() -> None:
+    want, terms = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([10.0, 100.0], dtype=torch.float64)
+    got = torch.tensor([3.0, 4.5])
+    assert accuracy.error("out", got, want, terms) == 0.1
+    assert accuracy.error("ds_aux", got, want, terms) == 0.005
+    assert accuracy.error("out", torch.tensor([3.0, torch.nan]), want, terms) == float("inf")
+
+
+def test_crossover_is_measured_without_a_gpu(on_cpu: None) -> None:
+    short, long = crossover.fields(studies.device(), quick=True)
+    assert (short.lengths, long.lengths) == ({"forward": (16, 32, 64)}, {"forward": (512, 1024), "both": (512,)})
+    assert crossover.fields("cuda")[1].lengths["forward"][-1] == 131072
+    rows = crossover.measure(short, "forward", 32, "none")
+    assert {row.impl for row in rows if row.ms} == {"flash", "PyTorch"}
+    rows = crossover.measure(long, "both", 512, "none")
+    assert {row.impl for row in rows if row.ms} == {"w128", "w1024", "full", "SDPA"}
+
+
+def test_blocks_are_counted_in_a_trace() -> None:
+    events = [
+        {"cat": "kernel", "name": "k", "args": {"grid": [64, 2, 1]}},
+        {"cat": "gpu_memset", "name": "Memset"},
+        {"cat": "kernel", "name": "k", "args": {"grid": [132, 1, 1]}},
+        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize"},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel"},
+        {"cat": "cpu_op", "name": "aten::Synchronize"},
+    ]
+    found, blocks = launches.counts(events)
+    assert (dict(found), blocks) == ({"kernels": 2, "copies": 1, "syncs": 1}, [128, 132])
+
+
+def test_launches_are_drawn_without_a_gpu(tmp_path: Path) -> None:
+    row = launches.LaunchRow("launches", "b1-1k", "flash_decode_out", 1, [132], 0, 0, 3, 14.2, "abc", "2.0")
+    facts: dict[str, object] = {"gpu": "NVIDIA H200", "cuda": "13.0"}
+    assert "| b1-1k | flash_decode_out | 1 | 132 | 0 | 0 | 3 | 14.2 |" in launches.markdown(facts, [row])[1]
+    launches.plot(tmp_path / "launches.svg", facts, [row])
+    assert b"</svg>" in (tmp_path / "launches.svg").read_bytes()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; runs there")
+def test_the_naive_kernel_is_right() -> None:
+    for case in packed.cases([(2, 60), (3, 129), (1, 1024)]):
+        calls, notes = harness.ready(case, "forward", packed.PEERS)
+        assert (len(calls), notes) == (len(packed.PEERS), {}), case.name
