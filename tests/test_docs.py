@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import sinkattn
+from benchmarks.__main__ import STUDIES
 from tools import draw_masks
 
 ROOT = Path(__file__).parent.parent
@@ -175,3 +176,15 @@ def test_messages_are_those_of_the_sources() -> None:
         if not any(pattern.search(text) for text in texts):
             missing.append(message)
     assert missing == []
+
+
+def test_commands_that_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = {"make": targets, "python -m benchmarks": set(STUDIES)}
+    unknown = []
+    for name, page in zip(NAMES, PAGES, strict=True):
+        text = page.read_text()
+        for command, names in known.items():
+            used = re.findall(rf"(?:`|^|\. ){command} ([a-z][\w-]*)", text, re.MULTILINE)
+            unknown += [f"{name}: {command} {word}" for word in used if word not in names]
+    assert unknown == []
