@@ -90,14 +90,15 @@ def attention_forward(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     output_attentions: bool | None = None,
+    whole_sequence: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, called by transformers.
 
     query is [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]. attention_mask
     is None or bool [batch, kv_len] with kv_len <= k_len; keys past kv_len are the unused end of a static cache. s_aux
-    is [num_q_heads]; sliding_window counts the row itself. Returns out [batch, q_len, num_q_heads, head_dim], and None
-    for the weights.
+    is [num_q_heads]; sliding_window counts the row itself. whole_sequence is said by a caller that has traded heads for
+    the sequence's other parts. Returns out [batch, q_len, num_q_heads, head_dim], and None for the weights.
 
     Raises ValueError for arguments at odds with each other, NotImplementedError for what is not computed.
     """
@@ -107,6 +108,8 @@ def attention_forward(
             f"sinkattn: value has head_dim {widths[0]}, query {widths[1]}; they must be equal: use eager attention"
         )
     _refuse(module, query.shape[1], s_aux, dropout, softcap, sliding_window, output_attentions, kwargs)
+    if not whole_sequence:
+        _refuse_ulysses()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"softmax_scale": scaling, "window_size": (left, 0 if causal else left), "s_aux": s_aux}
@@ -233,10 +236,16 @@ def _refuse(
     for part in ("compressor", "indexer"):
         if getattr(module, part, None) is not None:
             raise NotImplementedError(f"sinkattn: {type(module).__name__} has a key {part}; use eager attention")
+
+
+def _refuse_ulysses() -> None:
     # verl cuts the sequence over its Ulysses group, and leaves it to the attention to trade heads for the rest of it.
     ulysses = sys.modules.get("verl.utils.ulysses")
     if ulysses is not None and ulysses.get_ulysses_sequence_parallel_world_size() > 1:
-        raise NotImplementedError("sinkattn: verl's ulysses_sequence_parallel_size is above 1; it must be 1")
+        raise NotImplementedError(
+            "sinkattn: verl's ulysses_sequence_parallel_size is above 1; that takes sinkattn.verl_patch.apply(), after"
+            " any hf.register(), and it logs why it fails"
+        )
 
 
 def _check_mask(mask: Tensor, batch: int, q_len: int, k_len: int, causal: bool) -> None:

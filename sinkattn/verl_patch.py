@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sinkattn as the attention of models that verl trains.
+"""sinkattn as the attention of models that verl trains; docs/verl.md is the guide.
 
 Importing verl, also in its Ray workers, imports this module, and that applies it; one override then selects it:
 
     +actor_rollout_ref.model.override_config.attn_implementation=sinkattn      (SFT: +model.override_config...)
 
-verl writes the name into the config.json of its checkpoints, and transformers refuses to load them where sinkattn is
-not registered. `python -m sinkattn.verl_patch FOLDER...` takes it out.
+A model that goes on asking for another attention, as verl's critic does, gets sinkattn only where that is asked for:
 
-Not covered: verl's critic, which asks for flash_attention_2 whatever the override says, and Ulysses sequence
-parallelism, which raises in the first forward.
+    SINKATTN_VERL_REPLACE=flash_attention_2      in the environment of every worker; or replace("flash_attention_2")
+
+Under verl's Ulysses sequence parallelism attention_forward trades heads for the rest of the sequence itself.
+
+verl writes the override into the config.json of its checkpoints, and transformers refuses to load them where sinkattn
+is not registered. `python -m sinkattn.verl_patch FOLDER...` takes it out.
 """
 
 import json
 import logging
+import os
 import sys
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-TESTED_VERL = ("0.9.1",)
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-_replaced: list[tuple[dict[str, Any], Any]] = []  # a registry of transformers, what it held under the name or None
+TESTED_VERL = ("0.9.1",)
+REPLACE_VARIABLE = "SINKATTN_VERL_REPLACE"
+
+_logger = logging.getLogger(__name__)
+_undo: list[Callable[[], None]] = []
 
 
 def apply() -> None:
@@ -39,26 +50,163 @@ def apply() -> None:
 
     from sinkattn import hf
 
-    if _replaced:
+    if _undo:
         return
     # What register() writes to; transformers has no public way to take a name out.
     registries = (
         transformers.AttentionInterface._global_mapping,
         transformers.AttentionMaskInterface._global_mapping,
     )
-    before: list[tuple[dict[str, Any], Any]] = [(registry, registry.get(hf.NAME)) for registry in registries]
+    before = [(registry, registry.get(hf.NAME)) for registry in registries]
     hf.register()
-    _replaced.extend(before)
+    transformers.AttentionInterface.register(hf.NAME, attention_forward)
+
+    def restore() -> None:
+        for registry, function in before:
+            if function is None:
+                del registry[hf.NAME]
+            else:
+                registry[hf.NAME] = function
+
+    _undo.append(restore)
+
+
+def replace(*names: str) -> None:
+    """apply(), and give sinkattn to each model made from now on that asks transformers for one of these attentions.
+
+    Raises ValueError for a name that transformers does not know, and what apply() raises.
+    """
+    apply()
+    from transformers import AttentionInterface, PreTrainedModel
+
+    unknown = sorted(set(names) - set(AttentionInterface().valid_keys()))
+    if unknown or not names:
+        raise ValueError(
+            f"sinkattn: {REPLACE_VARIABLE} names {unknown or 'nothing'}; transformers knows"
+            f" {', '.join(sorted(AttentionInterface().valid_keys()))}"
+        )
+    # Before a model looks for flash-attention or for a hub's kernel of that name.
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+
+    def check_replaced(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation in names:
+            attn_implementation = "sinkattn"
+        return str(check(self, attn_implementation, *args, **kwargs))
+
+    PreTrainedModel._check_and_adjust_attn_implementation = check_replaced
+    _undo.append(lambda: setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", check))
+    _logger.warning("models that ask for %s get sinkattn", " or ".join(names))
 
 
 def remove() -> None:
-    """Undo apply(): what it registered is again what it was before, or unknown; without apply(), do nothing."""
-    while _replaced:
-        registry, before = _replaced.pop()
-        if before is None:
-            del registry["sinkattn"]
-        else:
-            registry["sinkattn"] = before
+    """Undo apply() and replace(): transformers is again what it was before; without them, do nothing.
+
+    verl itself is never changed.
+    """
+    while _undo:
+        _undo.pop()()
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """sinkattn.hf.attention_forward, also where verl has cut the sequence over the ranks of its Ulysses group.
+
+    There query is [1, num_q_heads, tokens / ranks, head_dim], key and value likewise, position_ids [1, tokens / ranks],
+    s_aux whole. Each rank computes its share of the heads over all tokens; the gradient of s_aux is zero outside of it,
+    so that the ranks' sum is the gradient.
+
+    Raises what hf.attention_forward raises, NotImplementedError for what cannot be shared out.
+    """
+    from sinkattn import hf
+
+    ulysses = sys.modules.get("verl.utils.ulysses")
+    size = 1 if ulysses is None else ulysses.get_ulysses_sequence_parallel_world_size()
+    if ulysses is None or size == 1:
+        kwargs |= {"s_aux": s_aux, "position_ids": position_ids}
+        return hf.attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    _refuse_unshared(size, query, key, attention_mask, s_aux, position_ids, kwargs)
+    if size > key.shape[1]:  # ranks that share a kv head each get it
+        key, value = (x.repeat_interleave(size // key.shape[1], dim=1) for x in (key, value))
+    # [1, len, heads, head_dim], as the kernels like it
+    query, key, value = (
+        ulysses.gather_seq_scatter_heads(x.transpose(1, 2), seq_dim=1, head_dim=2).transpose(1, 2)
+        for x in (query, key, value)
+    )
+    if s_aux is not None:
+        s_aux = s_aux.chunk(size)[ulysses.get_ulysses_sequence_parallel_rank()]
+    kwargs |= {"s_aux": s_aux, "position_ids": _all_position_ids(position_ids, ulysses), "whole_sequence": True}
+    out, _ = hf.attention_forward(module, query, key, value, None, **kwargs)
+    return ulysses.gather_heads_scatter_seq(out, head_dim=2, seq_dim=1), None
+
+
+def _refuse_unshared(
+    size: int,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    s_aux: Tensor | None,
+    position_ids: Tensor | None,
+    kwargs: dict[str, Any],
+) -> None:
+    where = f"under verl's ulysses_sequence_parallel_size, {size},"
+    batch, num_q_heads, q_len = query.shape[:3]
+    num_kv_heads, k_len = key.shape[1:3]
+    if num_q_heads % size or max(size, num_kv_heads) % min(size, num_kv_heads):
+        raise NotImplementedError(
+            f"sinkattn: {where} the model has {num_q_heads}:{num_kv_heads} heads; the size must divide the query heads,"
+            " and divide the key heads or be a multiple of them"
+        )
+    if s_aux is not None and s_aux.shape != (num_q_heads,):  # None is hf's to judge
+        raise ValueError(
+            f"sinkattn: {where} s_aux has shape {tuple(s_aux.shape)} and query {num_q_heads} heads; it must hold one"
+            " logit a head, for all ranks"
+        )
+    if attention_mask is not None or batch != 1:
+        raise NotImplementedError(
+            f"sinkattn: {where} the batch is {batch} with{'out' if attention_mask is None else ''} an attention_mask;"
+            " set the model's use_remove_padding to True, which packs it into one row"
+        )
+    if q_len != k_len:
+        raise NotImplementedError(
+            f"sinkattn: {where} there are {q_len} queries and {k_len} keys; a cache is not shared out: generate outside"
+        )
+    if position_ids is None or position_ids.shape != (1, q_len):
+        got = None if position_ids is None else tuple(position_ids.shape)
+        raise NotImplementedError(
+            f"sinkattn: {where} position_ids has shape {got}; only they tell where a sequence begins: [1, {q_len}]"
+        )
+    bounds = sorted(name for name, x in kwargs.items() if name.startswith("cu_seq_lens") and x is not None)
+    if bounds:
+        raise NotImplementedError(f"sinkattn: {where} {bounds} do not say of which part they are; pass position_ids")
+
+
+# A rank's position_ids -> the state they were gathered in and all ranks' [1, tokens].
+_gathered: MutableMapping[Tensor, tuple[tuple[Any, ...], Tensor]] = WeakIdKeyDictionary()
+
+
+def _all_position_ids(position_ids: Tensor, ulysses: Any) -> Tensor:
+    """All ranks' position_ids [1, tokens], gathered in a forward's first layer and kept while the rank's own live.
+
+    Kept by the tensor, not by the forward: a checkpoint's second run finds them, and no rank waits there for another.
+    """
+    from sinkattn import hf
+
+    state = (hf._version(position_ids), ulysses.get_ulysses_sequence_parallel_group())
+    kept = _gathered.get(position_ids)
+    if kept is None or kept[0] != state or None in state:
+        kept = state, ulysses.all_gather_tensor(position_ids.contiguous()).view(1, -1)
+        _gathered[position_ids] = kept
+    return kept[1]
 
 
 def clean_checkpoint(folder: str | Path) -> bool:
@@ -85,5 +233,7 @@ if __name__ == "__main__":
 elif "verl" in sys.modules:
     try:
         apply()
+        if os.environ.get(REPLACE_VARIABLE):
+            replace(*os.environ[REPLACE_VARIABLE].split(","))
     except Exception as error:  # verl drops what a plugin raises without a word
-        logging.getLogger(__name__).error("sinkattn is not available to verl: %s", error)
+        _logger.error("sinkattn is not available to verl: %s", error)

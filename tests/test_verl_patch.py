@@ -15,7 +15,7 @@ import torch
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
 
-from transformers import AttentionInterface, AttentionMaskInterface, GptOssConfig, GptOssForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from sinkattn import hf, verl_patch
 
@@ -63,7 +63,7 @@ def registered() -> list[object]:
 def test_apply_and_remove_are_idempotent() -> None:
     everything = [dict(registry) for registry in REGISTRIES]
     verl_patch.apply()
-    assert registered() == [hf.attention_forward, hf.attention_mask]
+    assert registered() == [verl_patch.attention_forward, hf.attention_mask]
     verl_patch.apply()
     verl_patch.remove()
     assert [dict(registry) for registry in REGISTRIES] == everything
@@ -76,7 +76,7 @@ def test_remove_restores_what_was_there() -> None:
     for registry in REGISTRIES:
         registry["sinkattn"] = print
     verl_patch.apply()
-    assert registered() == [hf.attention_forward, hf.attention_mask]
+    assert registered() == [verl_patch.attention_forward, hf.attention_mask]
     verl_patch.remove()
     assert registered() == [print, print]
 
@@ -87,6 +87,33 @@ def test_untested_verl_is_refused(verl: ModuleType, version: str) -> None:
     with pytest.raises(NotImplementedError, match=version):
         verl_patch.apply()
     assert registered() == [None, None]
+
+
+@pytest.mark.usefixtures("verl")
+def test_replace(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that asks for another attention gets sinkattn only after replace() and before remove()."""
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+
+    def attention(name: str) -> str:
+        return GptOssForCausalLM._from_config(CONFIG, attn_implementation=name).config._attn_implementation
+
+    verl_patch.apply()
+    assert attention("flex_attention") == "flex_attention"
+    verl_patch.replace("flash_attention_2", "flex_attention")
+    assert [attention(name) for name in ("flash_attention_2", "flex_attention")] == ["sinkattn"] * 2
+    assert "flash_attention_2 or flex_attention get sinkattn" in caplog.text
+    verl_patch.remove()
+    assert PreTrainedModel._check_and_adjust_attn_implementation is check
+    assert attention("flex_attention") == "flex_attention"
+
+
+@pytest.mark.usefixtures("verl")
+@pytest.mark.parametrize("names", [(), ("flash_attention2",), ("sdpa", "")])
+def test_replace_refuses_unknown_names(names: tuple[str, ...]) -> None:
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+    with pytest.raises(ValueError, match=r"SINKATTN_VERL_REPLACE names .*transformers knows .*sdpa"):
+        verl_patch.replace(*names)
+    assert PreTrainedModel._check_and_adjust_attn_implementation is check
 
 
 def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,12 +153,44 @@ def test_import_without_verl_does_nothing() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Also without the plugin: a rank that holds a part of the sequence would attend to that part only."""
+def ulysses_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for verl's Ulysses group of that size; what it does is tested with verl itself."""
     ulysses = ModuleType("verl.utils.ulysses")
     ulysses.get_ulysses_sequence_parallel_world_size = lambda: size
     monkeypatch.setitem(sys.modules, "verl.utils.ulysses", ulysses)
+
+
+REFUSED = {
+    "query heads": ({"size": 3, "heads": (8, 3)}, "8:3 heads; the size must divide the query heads"),
+    "key heads": ({"size": 4, "heads": (12, 6)}, "12:6 heads; .*divide the key heads or be a multiple"),
+    "s_aux": ({"s_aux": torch.zeros(4)}, r"s_aux has shape \(4,\) and query 8 heads"),
+    "padding": ({"attention_mask": torch.ones(1, 6)}, "with an attention_mask; set .*use_remove_padding"),
+    "batch": ({"batch": 2}, "the batch is 2 without an attention_mask; set .*use_remove_padding"),
+    "cache": ({"k_len": 9}, "6 queries and 9 keys; a cache is not shared out"),
+    "no positions": ({"position_ids": None}, "position_ids has shape None"),
+    "all positions": ({"position_ids": torch.zeros(1, 12)}, r"position_ids has shape \(1, 12\)"),
+    "bounds": ({"cu_seq_lens_q": torch.tensor([0, 6])}, r"\['cu_seq_lens_q'\] do not say of which part"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_ulysses_refuses(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    changed, message = REFUSED[case]
+    given = {"size": 2, "heads": (8, 2), "batch": 1, "k_len": 6, "attention_mask": None}
+    given |= {"s_aux": torch.zeros(8), "position_ids": torch.arange(6)[None]} | changed
+    size, (num_q_heads, num_kv_heads), batch, k_len, mask = (given.pop(x) for x in tuple(given)[:5])
+    ulysses_of(size, monkeypatch)
+    module = torch.nn.Module()
+    module.sinks = torch.nn.Parameter(torch.zeros(8))
+    query, key = torch.zeros(batch, num_q_heads, 6, 8), torch.zeros(batch, num_kv_heads, k_len, 8)
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        verl_patch.attention_forward(module, query, key, key, mask, **given)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Without the plugin: a rank that holds a part of the sequence would attend to that part only."""
+    ulysses_of(size, monkeypatch)
     hf.register()
     model = GptOssForCausalLM._from_config(CONFIG, attn_implementation="sinkattn")
     ids = torch.arange(1, 9)[None]
@@ -174,28 +233,3 @@ def test_clean_checkpoint_from_the_command_line(tmp_path: Path) -> None:
     left = json.loads((tmp_path / "config.json").read_text())
     assert left == {"attn_implementation": "eager", "text_config": {"n": 1}}
     assert subprocess.run(command[:-1], capture_output=True, text=True).returncode != 0
-
-
-VERL_RUN = """
-import torch, verl, sinkattn.verl_patch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-assert "sinkattn" in AttentionInterface._global_mapping
-from verl.models.transformers.monkey_patch import apply_monkey_patch
-from verl.utils.model import update_model_config
-config = AutoConfig.from_pretrained({folder!r}, attn_implementation="sinkattn")
-update_model_config(config, override_config_kwargs={{"attn_implementation": "sinkattn"}})
-model = AutoModelForCausalLM.from_config(config)
-apply_monkey_patch(model, use_remove_padding=True)
-ids = torch.arange(1, 13)[None]
-packed = model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5]]), use_cache=False).logits
-alone = torch.cat([model(part).logits for part in ids.split([5, 1, 6], dim=1)], 1)
-assert (packed - alone).abs().max() < 1e-5 * alone.abs().max()
-"""
-
-
-if importlib.util.find_spec("verl"):  # 0.9.1, which is not among the extras: it pins much else
-
-    def test_verl_itself(tmp_path: Path) -> None:
-        """The real package: the plugin is applied, the override reaches the model, packed input attends in parts."""
-        CONFIG.save_pretrained(tmp_path)
-        assert "not available" not in run_python(VERL_RUN.format(folder=str(tmp_path))).stderr
