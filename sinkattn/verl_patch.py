@@ -79,22 +79,23 @@ def replace(*names: str) -> None:
     apply()
     from transformers import AttentionInterface, PreTrainedModel
 
-    unknown = sorted(set(names) - set(AttentionInterface().valid_keys()))
+    known = sorted(AttentionInterface._global_mapping)
+    unknown = sorted(set(names) - set(known))
     if unknown or not names:
         raise ValueError(
-            f"sinkattn: {REPLACE_VARIABLE} names {unknown or 'nothing'}; transformers knows"
-            f" {', '.join(sorted(AttentionInterface().valid_keys()))}"
+            f"sinkattn: {REPLACE_VARIABLE} names {unknown or 'nothing'}; transformers knows {', '.join(known)}"
         )
-    # Before a model looks for flash-attention or for a hub's kernel of that name.
-    check = PreTrainedModel._check_and_adjust_attn_implementation
+    # Where a model, before anything else, looks for flash-attention or a hub's kernel of that name.
+    method = "_check_and_adjust_attn_implementation"
+    check = getattr(PreTrainedModel, method)
 
     def check_replaced(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         if attn_implementation in names:
             attn_implementation = "sinkattn"
         return str(check(self, attn_implementation, *args, **kwargs))
 
-    PreTrainedModel._check_and_adjust_attn_implementation = check_replaced
-    _undo.append(lambda: setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", check))
+    setattr(PreTrainedModel, method, check_replaced)
+    _undo.append(lambda: setattr(PreTrainedModel, method, check))
     _logger.warning("models that ask for %s get sinkattn", " or ".join(names))
 
 
@@ -135,6 +136,7 @@ def attention_forward(
         return hf.attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     _refuse_unshared(size, query, key, attention_mask, s_aux, position_ids, kwargs)
+    assert position_ids is not None
     if size > key.shape[1]:  # ranks that share a kv head each get it
         key, value = (x.repeat_interleave(size // key.shape[1], dim=1) for x in (key, value))
     # [1, len, heads, head_dim], as the kernels like it
