@@ -98,7 +98,7 @@ def start_worker(rank: int, ranks: int, port: int, name: str, args: argparse.Nam
         VERL_FILE_LOGGER_PATH=str(args.output / f"{name}.jsonl"),
         VERL_ENGINE_DEVICE="cuda",  # the key of verl's FSDP engine, also for our platform
     )
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     if args.device == "cpu":
         from verl.plugin.platform import set_platform
         from verl.plugin.platform.platform_cuda import PlatformCUDA

@@ -36,9 +36,9 @@ CONFIG = GptOssConfig(
 def run(script: Path, *arguments: object, **environment: str) -> str:
     """In a process of its own, where verl's import applies the plugin; what it printed, and its log."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "sinkattn.verl_patch"} | environment
+    ours = {"PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "sinkattn.verl_patch", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | ours | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
