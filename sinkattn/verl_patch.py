@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 TESTED_VERL = ("0.9.1",)
-REPLACE_VARIABLE = "SINKATTN_VERL_REPLACE"
 
 _logger = logging.getLogger(__name__)
 _undo: list[Callable[[], None]] = []
@@ -83,7 +82,7 @@ def replace(*names: str) -> None:
     unknown = sorted(set(names) - set(known))
     if unknown or not names:
         raise ValueError(
-            f"sinkattn: {REPLACE_VARIABLE} names {unknown or 'nothing'}; transformers knows {', '.join(known)}"
+            f"sinkattn: SINKATTN_VERL_REPLACE names {unknown or 'nothing'}; transformers knows {', '.join(known)}"
         )
     # Where a model, before anything else, looks for flash-attention or a hub's kernel of that name.
     method = "_check_and_adjust_attn_implementation"
@@ -235,7 +234,7 @@ if __name__ == "__main__":
 elif "verl" in sys.modules:
     try:
         apply()
-        if os.environ.get(REPLACE_VARIABLE):
-            replace(*os.environ[REPLACE_VARIABLE].split(","))
+        if names := os.environ.get("SINKATTN_VERL_REPLACE"):
+            replace(*names.split(","))
     except Exception as error:  # verl drops what a plugin raises without a word
         _logger.error("sinkattn is not available to verl: %s", error)
