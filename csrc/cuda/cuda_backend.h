@@ -41,26 +41,39 @@ sinkattn_status sa_bwd_cuda_sm90_d128(const void *args, const sinkattn_plan *pla
 
 namespace sa {
 
-/* Lets blocks of a kernel have more than 48 KiB of dynamic shared memory, always as much. The runtime is asked once a device, since asking
- * it takes a sixth of a launch. */
-template <auto kKernel> sinkattn_status allow_shared(int bytes) {
-    static uint64_t allowed; // a bit a device
+/* Calls ask() once a device, a bit of `asked` each, since asking the runtime takes a sixth of a launch; from the 65th device on, whose bit
+ * is 0, each time. */
+template <class Ask> cudaError_t once_a_device(uint64_t *asked, uint64_t *bit, const Ask &ask) {
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
-    const uint64_t bit = device < 64 ? UINT64_C(1) << device : 0;
-    if (error == cudaSuccess && !(__atomic_load_n(&allowed, __ATOMIC_RELAXED) & bit)) {
-        error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        if (error == cudaSuccess) __atomic_fetch_or(&allowed, bit, __ATOMIC_RELAXED);
-    }
-    return sa_cuda_status("cudaFuncSetAttribute", error);
+    *bit = device < 64 ? UINT64_C(1) << device : 0;
+    if (error != cudaSuccess || (__atomic_load_n(asked, __ATOMIC_ACQUIRE) & *bit)) return error;
+    error = ask();
+    if (error == cudaSuccess) __atomic_fetch_or(asked, *bit, __ATOMIC_RELEASE);
+    return error;
+}
+
+/* Lets blocks of a kernel have more than 48 KiB of dynamic shared memory, always as much. */
+template <auto kKernel> sinkattn_status allow_shared(int bytes) {
+    static uint64_t allowed;
+    uint64_t bit;
+    const auto allow = [&] { return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); };
+    return sa_cuda_status("cudaFuncSetAttribute", once_a_device(&allowed, &bit, allow));
 }
 
 /* The launch of a kernel that waits for the one in front by itself, so that it may begin while that ends. */
 template <auto kKernel, class... Arguments>
 sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads, size_t shared_bytes, void *stream,
                                    const Arguments &...arguments) {
-    cudaFuncAttributes code = {};
-    const sinkattn_status status = sa_cuda_status("cudaFuncGetAttributes", cudaFuncGetAttributes(&code, kKernel));
+    static uint64_t asked, waits; /* where the code that runs knows how to wait */
+    uint64_t bit;
+    const auto ask = [&] {
+        cudaFuncAttributes code = {};
+        const cudaError_t error = cudaFuncGetAttributes(&code, kKernel);
+        if (error == cudaSuccess && code.ptxVersion >= 90) __atomic_fetch_or(&waits, bit, __ATOMIC_RELAXED);
+        return error;
+    };
+    const sinkattn_status status = sa_cuda_status("cudaFuncGetAttributes", once_a_device(&asked, &bit, ask));
     if (status.code) return status;
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -71,7 +84,7 @@ sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &overlap;
-    config.numAttrs = code.ptxVersion >= 90; /* the code that runs knows how to wait */
+    config.numAttrs = (__atomic_load_n(&waits, __ATOMIC_RELAXED) & bit) != 0;
     return sa_cuda_status(what, cudaLaunchKernelEx(&config, kKernel, arguments...));
 }
 
