@@ -31,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--window-size-left", type=int, default=-1, help="-1: unbounded")
     command.add_argument("--window-size-right", type=int, default=-1, help="-1: unbounded, 0: causal")
     command.add_argument("--num-sink-tokens", type=int, default=0, help="first keys, visible through the window")
-    command.add_argument("--num-splits", type=int, default=0, help="decode: parts a sequence; 0: the planner's choice")
+    command.add_argument(
+        "--num-splits", type=int, default=0, help="decode: parts a sequence; 0: the planner's; -N: two passes"
+    )
     command.add_argument("--invariant", action="store_true", help="decode: the bits of the prefill row")
     device = command.add_mutually_exclusive_group()
     device.add_argument("--cuda", type=int, metavar="ORDINAL", help="plan for this CUDA device instead of the CPU")

@@ -207,9 +207,10 @@ def flash_attn_with_kvcache(
     the whole capacity if left out; the rows of q stand at their end, and more than one row needs causal=True. k and v
     [batch, new, num_kv_heads, head_dim] are first written into the cache, in place, behind the keys in use, and count
     as in use in this call; cache_seqlens stays as it is, for the caller to count on. num_splits is the parts that a
-    sequence's keys are cut into, 0 the planner's choice; invariant=True gives the bits of flash_attn_func's row,
-    whatever the batch, on CUDA up to head_dim 256 and in some multiple of the time; there a positive num_splits gives
-    bits that do not depend on the batch either.
+    sequence's keys are cut into, 0 the planner's choice; -N are N parts that CUDA merges by a second kernel, for study,
+    with the bits of N. invariant=True gives the bits of flash_attn_func's row, whatever the batch, on CUDA up to
+    head_dim 256 and in some multiple of the time; there num_splits other than 0 gives bits that do not depend on the
+    batch either.
     head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
     the cache raise ValueError on the CPU: before anything is written where new keys lack a slot, while other errors
     may come when they are in their slots already, behind the keys in use. On CUDA, where no length is read on the host,

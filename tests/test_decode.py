@@ -51,6 +51,19 @@ def test_variant(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None
             assert_right(Case.parse(f"d{head_dim}-causal-w70-sink3-g2-paged16-q2x2-k40.150-{dtype}"))
 
 
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 64, 2**40])
+def test_two_passes_are_what_a_cpu_does(num_splits: int) -> None:
+    q, cache, s_aux = torch.randn(3, 2, 8, 64), torch.randn(2, 3, 600, 2, 64), torch.randn(8)
+    options = {"cache_seqlens": torch.tensor([600, 0, 77], dtype=torch.int32), "causal": True, "s_aux": s_aux}
+    results = [
+        sinkattn.flash_attn_with_kvcache(q, *cache, num_splits=n, return_lse=True, **options)
+        for n in (num_splits, -num_splits, 1)
+    ]
+    for asked, passes, unsplit in zip(*results, strict=True):
+        assert torch.equal(asked, passes)
+        assert torch.equal(asked, unsplit) == (num_splits == 1)
+
+
 @pytest.mark.parametrize("page_size", [0, 1, 16])
 @pytest.mark.parametrize("new", [1, 5])
 def test_new_keys_are_appended_in_place(page_size: int, new: int) -> None:

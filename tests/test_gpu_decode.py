@@ -84,7 +84,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("num_splits", [0, 1, 2, 8])
+@pytest.mark.parametrize("num_splits", [0, 1, 2, 8, -8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_parity(head_dim: int, num_splits: int, mask: str) -> None:
     case = Case(
@@ -181,6 +181,69 @@ def test_a_fixed_split_does_not_depend_on_the_batch(num_splits: int) -> None:
         assert_same(decode_op(*arguments(alone, num_splits=num_splits)), (out[b : b + 1], lse[b : b + 1]))
 
 
+@pytest.mark.parametrize("options", [{}, {"left": 127}, {"left": 300, "num_sink_tokens": 600}])
+@pytest.mark.parametrize("page_size", [0, 1, 64])
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_two_passes_are_one_bit_for_bit(head_dim: int, q_len: int, page_size: int, options: dict[str, int]) -> None:
+    t = make_cache(LENS, page_size, kv_heads=2, head_dim=head_dim, q_len=q_len)
+    for num_splits in (1, 2, 3, 8, 9, 40, 1000):
+        want = decode_op(*arguments(t, num_splits=num_splits, **options))
+        assert_same(decode_op(*arguments(t, num_splits=-num_splits, **options)), want)
+    sinkattn.check_errors()
+
+
+def test_two_passes_are_two_launches() -> None:
+    t = make_cache(LENS, 64)
+    call = (*arguments(t, num_splits=-5), *buffers(t, num_splits=-5))
+    decode_out_op(*call)
+    on_gpu = launched(lambda: decode_out_op(*call))
+    assert ["reduce_kernel" in name for name in on_gpu] == [False, True], on_gpu
+
+
+SHARED: dict[str, tuple[int, dict[str, int]]] = {
+    "b1-rows": (1, {"q_len": 33}),
+    "b40": (40, {}),
+    "b64": (64, {}),
+    "b67-d128": (67, {"head_dim": 128}),
+    "b100-h3": (100, {"kv_heads": 3}),
+    "b200-rows": (200, {"kv_heads": 2, "q_len": 5}),
+    "b300": (300, {"kv_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("name", SHARED)
+def test_shares_that_end_anywhere(name: str, equal: bool, page_size: int, seed: int) -> None:
+    """Where equal parts do not fill the multiprocessors, blocks take shares, in which streams end and begin."""
+    batch, sizes = SHARED[name]
+    generator = torch.Generator().manual_seed(seed)
+    lens = torch.randint(0, 1500, (batch,), generator=generator)
+    lens[batch // 2], lens[-1], lens[0] = 0, 3, 1500
+    t = make_cache([1500] * batch if equal else lens.tolist(), page_size, capacity=1536, **sizes)
+    got = decode_op(*arguments(t))
+    assert_close(got, decode_op(*arguments(t, num_splits=1)))
+    for _ in range(20):
+        assert_same(decode_op(*arguments(t)), got)
+    sinkattn.check_errors()
+
+
+def test_lengths_under_shares_change_between_replays(seed: int) -> None:
+    t = make_cache([2048] * 64, 64)
+    out, lse, scratch = buffers(t)
+    graph = captured(lambda: decode_out_op(*arguments(t), out, lse, scratch))
+    generator = torch.Generator().manual_seed(seed)
+    for top in (2048, 1, 2, 500, 2048, 30, 2048):
+        t["cache_seqlens"].copy_(torch.randint(0, top + 1, (64,), generator=generator))
+        want = decode_op(*arguments(t))
+        assert_close(want, decode_op(*arguments(t, num_splits=1)))
+        for _ in range(3):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert_same((out, lse), want)
+
+
 def test_a_batch_of_thousands() -> None:
     lens = [(7 * b) % 90 for b in range(5000)]
     t = make_cache(lens, capacity=512, kv_heads=1)
@@ -219,7 +282,7 @@ def test_hostile_lengths_and_tables_are_contained_and_reported(seed: int) -> Non
     room = 4096
     for index in range(200):
         bad = t | {"cache_seqlens": hostile(torch.Size([len(LENS)]), 2048), "block_table": hostile(table.shape, 200)}
-        options = {"left": (-1, 127, 5)[index % 3], "num_splits": (0, 1, 5)[index // 3 % 3]}
+        options = {"left": (-1, 127, 5)[index % 3], "num_splits": (0, 1, 5, -5)[index // 3 % 4]}
         canaries = []
         for buffer in buffers(bad, **options):
             around = torch.full((buffer.numel() * buffer.element_size() + 2 * room,), 0x5A, dtype=torch.uint8).cuda()
@@ -537,7 +600,7 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"left": 127}])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"num_splits": -5}, {"left": 127}])
 def test_lengths_change_between_replays(options: dict[str, int]) -> None:
     t = make_cache([4096] * 4, 64)
     out, lse, scratch = buffers(t, **options)
@@ -552,7 +615,7 @@ def test_lengths_change_between_replays(options: dict[str, int]) -> None:
             assert_same((out, lse), want)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_splits": 5}])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"num_splits": -5}])
 def test_scratch_may_hold_anything(options: dict[str, int]) -> None:
     t = make_cache(LENS, 64)
     out, lse, needed = buffers(t, **options)
@@ -574,7 +637,7 @@ def test_scratch_may_hold_anything(options: dict[str, int]) -> None:
         assert_same((out, lse), want)
 
 
-@pytest.mark.parametrize("num_splits", [0, 5])
+@pytest.mark.parametrize("num_splits", [0, 5, -5])
 def test_two_streams_at_once(num_splits: int) -> None:
     work = [make_cache(lens, 64, capacity=4096) for lens in ([4096, 300, 1], [17, 2222, 4000])]
     want = [decode_op(*arguments(t, num_splits=num_splits)) for t in work]

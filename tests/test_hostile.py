@@ -214,8 +214,8 @@ def malformed() -> Iterator[tuple[str, Call]]:
     }.items():
         yield f"block_table {name}", partial(decode, None, bad)
     yield "pages of no size", partial(decode, ints(1, 1, 1), table, page_size=0)
-    yield "num_splits=-1", partial(decode, splits=-1)
     yield "invariant in 3 splits", partial(decode, splits=3, invariant=True)
+    yield "invariant in two passes", partial(decode, splits=-1, invariant=True)
     for name in ("dout", "out"):
         yield f"{name} of another shape", partial(bwd, **{name: rows(2, 6, 4, 64)})
         yield f"{name} of another dtype", partial(bwd, **{name: rows(2, 5, 4, 64).bfloat16()})

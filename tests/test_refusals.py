@@ -217,9 +217,9 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"block_table\[0\]\[0\] is 4; it must be a page from 0 to 3",
     ),
     "num_splits": (
-        lambda: ops.flash_decode(*put_at(decode_args(), 9, lambda _: -1)),
-        NotImplementedError,
-        "num_splits is -1",
+        lambda: ops.flash_decode(*put_at(put_at(decode_args(), 9, lambda _: -1), 10, lambda _: True)),
+        ValueError,
+        "num_splits is -1; it must be 0 or 1 when invariant is true",
     ),
     "out strides": (
         lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 11, lambda x: x.mT.contiguous().mT)),

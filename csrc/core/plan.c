@@ -4,9 +4,11 @@
  *
  * Decode in numbers: a (sequence, kv head, query tile) is one item unless its keys are split. B* = ceil(workers / kv_heads) is the
  * batch at which unsplit items fill the machine; below it, P = workers / (batch * kv_heads) parts do, as long as there are key tiles.
- * A CUDA kernel finds the lengths itself and cuts by them, so that the plan of a captured graph holds for every length.
+ * Each part more is a partial more to add up: P* is where that takes as long as it saves. A CUDA kernel finds the lengths itself and cuts
+ * by them, so that the plan of a captured graph holds for every length.
  */
 #include <inttypes.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -141,6 +143,7 @@ static int64_t num_key_tiles(const sinkattn_problem *p, const sinkattn_variant_i
 static int64_t choose_splits(const sinkattn_problem *p, const sinkattn_device *device, int64_t items, int64_t tiles) {
     if (p->invariant || items == 0) return 1;
     if (p->num_splits > 0) return sa_min(p->num_splits, tiles);
+    if (p->num_splits < 0) return sa_min(-sa_max(p->num_splits, -INT64_MAX), tiles);
     if (device->backend == SINKATTN_CPU) return sa_clamp(sa_ceil_div(device->workers, items), 1, tiles);
     return tiles <= SA_UNSPLIT_TILES ? 1 : sa_min(tiles, (int64_t)SA_BLOCKS_A_WORKER * device->workers);
 }
@@ -152,7 +155,8 @@ bool sa_is_balanced(const sinkattn_problem *p, const sinkattn_plan *plan) {
 
 static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info *info, const sinkattn_plan *plan) {
     const int64_t blocks = (int64_t)SA_BLOCKS_A_WORKER * plan->workers, streams = num_query_tiles(p, info);
-    return sa_is_balanced(p, plan) ? sa_clamp(streams, blocks, 2 * blocks) : streams * plan->num_splits;
+    if (!sa_is_balanced(p, plan)) return streams * plan->num_splits;
+    return streams > blocks ? 2 * blocks : blocks;
 }
 
 /* Each part of each row leaves head_dim + 2 floats behind; 2^31 of them fill a terabyte, and no machine. */
@@ -171,6 +175,18 @@ __attribute__((format(printf, 2, 3))) static void say(sinkattn_plan *plan, const
     if (written < 0 || (size_t)written >= left) plan->reason[used] = 0;
 }
 
+/* The reduction-cost model of a CUDA decode: a block reads partials, (O, pivot, sum) in fp32 for the rows of a group, as fast as it reads K
+ * and V. With r the bytes of a partial over those of a key tile, N parts of a row's t key tiles take t / N + r N tiles' time, least at
+ * N = sqrt(t / r); parts that do not run at once gain nothing, which leaves P* = min(P, sqrt(t / r)). */
+static void explain_parts(const sinkattn_problem *p, const sinkattn_variant_info *info, int64_t parts, int64_t tiles, sinkattn_plan *plan) {
+    say(plan, ", P = %" PRId64, parts);
+    if (info->backend != SINKATTN_CUDA || !info->tile_k) return;
+    const int64_t rows = sa_min(info->tile_q, p->q_len * (p->num_q_heads / p->num_kv_heads));
+    const double r = (double)(rows * (p->head_dim + 8) * 4) / (double)(2 * info->tile_k * p->head_dim * 2);
+    const int64_t least = r > 0.0 ? (int64_t)sqrt((double)tiles / r) : tiles;
+    say(plan, ", P* = min(P, sqrt(%" PRId64 " / %.2f)) = %" PRId64, tiles, r, sa_max(1, sa_min(parts, least)));
+}
+
 static void explain(const sinkattn_problem *p, const sinkattn_device *device, int64_t tiles, sinkattn_plan *plan) {
     const sa_variant *row = sa_variant_at(plan->variant);
     say(plan, "%s is the best row for %s, head_dim %" PRId64 " at arch %" PRId32, row->info.name, sa_dtype_name(p->dtype), p->head_dim,
@@ -179,11 +195,12 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
         const bool balanced = sa_is_balanced(p, plan);
         const char *why = p->invariant        ? "invariant"
                           : p->num_splits > 0 ? "as asked"
+                          : p->num_splits < 0 ? "as asked, merged by a pass of their own"
                           : balanced          ? "by the lengths found"
                                               : "to fill the workers";
-        say(plan, "; %s%" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64 ", P = %" PRId64, balanced ? "up to " : "",
-            plan->num_splits, tiles, why, sa_ceil_div(device->workers, p->num_kv_heads),
-            device->workers / sa_max(1, p->batch * p->num_kv_heads));
+        say(plan, "; %s%" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64, balanced ? "up to " : "", plan->num_splits, tiles, why,
+            sa_ceil_div(device->workers, p->num_kv_heads));
+        explain_parts(p, &row->info, device->workers / sa_max(1, p->batch * p->num_kv_heads), tiles, plan);
     }
     for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
         if (row->info.op != p->op || row->info.backend != device->backend) continue;

@@ -298,11 +298,7 @@ static sinkattn_status check_splits(const sinkattn_problem *p) {
     if (p->op != SINKATTN_DECODE && (p->num_splits != 0 || p->invariant))
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 ", invariant is %d; both must be 0 but for decode", p->num_splits,
                          p->invariant);
-    if (p->num_splits < 0)
-        return sa_status(SINKATTN_UNSUPPORTED,
-                         "num_splits is %" PRId64 "; it must be 0 (the planner's choice) or positive: the two-pass form is not compiled",
-                         p->num_splits);
-    if (p->invariant && p->num_splits > 1)
+    if (p->invariant && p->num_splits != 0 && p->num_splits != 1)
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must be 0 or 1 when invariant is true", p->num_splits);
     return sa_ok();
 }

@@ -188,6 +188,23 @@ template <class C, class Visit> __device__ __forceinline__ void for_each_quad(in
     for (int x = threadIdx.x; x < num_rows * (C::kHeadDim / 4); x += C::kThreads) visit(x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
 }
 
+// A partial of nothing, which adds nothing.
+template <class C> __device__ __forceinline__ void make_nothing(float *row) {
+    for (int x = threadIdx.x; x < C::kHeadDim + 2; x += C::kThreads) row[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
+}
+
+// The result from a stream's parts, where smem.is_last.
+template <class C> __device__ __forceinline__ void merge_parts(const float *nothing, const typename C::Smem &smem, const Params &params) {
+    const Fragment &fragment = smem.fragment;
+    __syncthreads();
+    if (!smem.is_last) return;
+    for_each_quad<C>(fragment.stream.num_rows, [&](int row, int column) {
+        const float *from = slot_of(fragment, params, 0) + row * C::kPartialRow;
+        const Quad quad = add_up<C>(from, fragment.num_parts, params.slot_floats, column, nothing);
+        write_out<C>(quad, smem, params, row, column);
+    });
+}
+
 // False where nothing has been done, since a thread's guess was wrong.
 template <class C>
 __device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Doubts doubts) {
@@ -199,7 +216,8 @@ __device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typ
     leave_partial<C>(partial(team), rows, num_rows, first_column);
     if (__syncthreads_or(doubts.wrong)) return false;
     if (doubts.bad_page) atomicOr(params.error_word, kBadBlockTable);
-    if (threadIdx.x == 0 && num_parts > 1) open_counter(counter_of<C>(fragment, params), smem.counted, params.tag);
+    const bool counts = num_parts > 1 && !params.two_pass;
+    if (threadIdx.x == 0 && counts) open_counter(counter_of<C>(fragment, params), smem.counted, params.tag);
     for_each_quad<C>(num_rows, [&](int row, int column) {
         Chunk<C, C::kTeams> teams;
         teams.load(partial(0) + row * C::kPartialRow, C::kTeams, team_bytes<C>(params) / 4, column, nullptr);
@@ -210,18 +228,12 @@ __device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typ
         else
             store_quad<C>(slot_of(fragment, params, fragment.part) + row * C::kPartialRow, column, quad);
     });
-    if (num_parts == 1) return true;
-    __syncthreads();
-    float *nothing = reinterpret_cast<float *>(shared); // nobody reads the teams' any more
-    for (int x = threadIdx.x; x < C::kHeadDim + 2; x += C::kThreads) nothing[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
+    if (!counts) return true;
+    __syncthreads(); // nobody reads the teams' any more
+    float *nothing = reinterpret_cast<float *>(shared);
+    make_nothing<C>(nothing);
     if (threadIdx.x == 0) smem.is_last = arrive(counter_of<C>(fragment, params), params.tag, num_parts);
-    __syncthreads();
-    if (!smem.is_last) return true;
-    for_each_quad<C>(num_rows, [&](int row, int column) {
-        const float *from = slot_of(fragment, params, 0) + row * C::kPartialRow;
-        const Quad quad = add_up<C>(from, num_parts, params.slot_floats, column, nothing);
-        write_out<C>(quad, smem, params, row, column);
-    });
+    merge_parts<C>(nothing, smem, params);
     return true;
 }
 
@@ -239,10 +251,10 @@ template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void de
     __shared__ typename C::Smem smem;
     fetch_params(params);
     Guess guess = guess_of<C::kThreads>(params, blockIdx.x);
-    for (uint32_t number = blockIdx.x;;) {
-        if (threadIdx.x == 0) smem.fragment.found = UINT32_MAX;
+    for (bool begins = true;;) {
+        if (begins && threadIdx.x == 0) smem.fragment.found = false;
         __syncwarp();
-        if (!take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
+        if (begins && !take_part(smem, params, blockIdx.x, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
             if (!guess.open) return;
             guess.wait();
             if (!__syncthreads_or(guess.settle(params, guess.look(params)))) return;
@@ -254,10 +266,29 @@ template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void de
         rows.pivot[0] = rows.pivot[1] = -INFINITY;
         rows.sum[0] = rows.sum[1] = 0.0f;
         const Doubts doubts = attend<C>(rows, shared, smem, params, guess);
-        if (!finish<C>(rows, shared, smem, params, doubts)) continue;
-        if (params.num_splits || smem.num_parts <= gridDim.x) return;
-        number = next_part(smem, params);
+        begins = !finish<C>(rows, shared, smem, params, doubts); // again, after a wrong guess
+        if (!begins && (!kHasShares<C::kThreads> || !take_next(smem, params))) return;
     }
+}
+
+// The second pass of num_splits < 0, a block a stream: what the last block of its parts does in one launch.
+template <class C> __global__ __launch_bounds__(C::kThreads) void reduce_kernel(const __grid_constant__ Params params) {
+    __shared__ typename C::Smem smem;
+    __shared__ __align__(16) float nothing[C::kPartialRow];
+    const uint32_t stream = sa_divide(blockIdx.x, params.by_heads), head = blockIdx.x - stream * params.num_heads;
+    const uint32_t number = stream * params.num_splits * params.num_heads + head; // of its first part
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const Guess guess = guess_of<C::kThreads>(params, number);
+    if (threadIdx.x == 0) {
+        smem.fragment.found = false;
+        smem.is_last = true;
+    }
+    if (!take_part(smem, params, number, Cut{}, guess) || smem.fragment.num_parts == 1) return;
+    const Asked asked = ask_rows<C>(smem, params);
+    if (threadIdx.x < smem.fragment.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
+    make_nothing<C>(nothing);
+    merge_parts<C>(nothing, smem, params);
 }
 
 // ---- host ----
@@ -270,7 +301,7 @@ int64_t rows_a_slot(const sinkattn_problem &problem) {
     return sa_min(kTileQ, problem.q_len * (problem.num_q_heads / problem.num_kv_heads));
 }
 
-// Partials of parts; see take_part.
+// Partials of parts; see take_share.
 int64_t num_slots(const sinkattn_problem &problem, const sinkattn_plan &plan) {
     if (plan.num_splits == 1) return 0;
     return sa_is_balanced(&problem, &plan) ? 2 * plan.num_items : plan.num_items;
@@ -332,7 +363,7 @@ template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &pro
     params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
     const uint32_t num_streams = static_cast<uint32_t>(problem.batch * problem.num_kv_heads * params.row_tiles);
     const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
-    params.cut = sa_cut_of(num_streams, C::kStep, workers, C::kThreads > 128 ? workers : room);
+    params.cut = sa_cut_of(num_streams, static_cast<uint32_t>(problem.num_kv_heads), C::kStep, workers, C::kThreads > 128 ? workers : room);
     const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
     if (C::kHeadDim <= 64 && 2 * grid > room) params.stages = 2; // 128 KiB in flight an SM are enough
     return grid;
@@ -366,7 +397,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.by_heads = divisor(params.num_heads);
     params.by_splits = divisor(params.num_splits);
     params.by_row_tiles = divisor(params.row_tiles);
-    params.num_slots = static_cast<uint32_t>(num_slots(problem, plan));
+    params.head_slots = static_cast<uint32_t>(num_slots(problem, plan) / problem.num_kv_heads);
     params.k = static_cast<const uint16_t *>(args.fwd.k.data);
     params.v = static_cast<const uint16_t *>(args.fwd.v.data);
     params.k_page = args.fwd.k.batch_stride;
@@ -388,8 +419,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.q_head = static_cast<int32_t>(args.fwd.q.head_stride);
     params.s_aux = args.fwd.s_aux;
     params.s_aux_dtype = problem.s_aux_dtype;
-    params.queue = reinterpret_cast<unsigned long long *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
-    params.slots = reinterpret_cast<float *>(params.queue + 2);
+    params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
     params.slot_floats = static_cast<uint32_t>(rows_a_slot(problem) * C::kPartialRow);
     params.tag = next_launch_tag();
     params.out = static_cast<uint16_t *>(args.fwd.out.data);
@@ -397,9 +427,15 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.out_row = static_cast<int32_t>(args.fwd.out.row_stride);
     params.out_head = static_cast<int32_t>(args.fwd.out.head_stride);
     params.lse = static_cast<float *>(args.fwd.lse);
+    params.two_pass = problem.num_splits < 0;
 
     const size_t shared_bytes = C::kQueryBytes + static_cast<size_t>(params.stages) * C::kStageBytes;
-    return launch_overlapping<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kThreads, shared_bytes, context.stream, params);
+    status = launch_overlapping<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kThreads, shared_bytes, context.stream, params);
+    if (status.code || !params.two_pass || plan.num_splits == 1) return status;
+    if constexpr (C::kThreads == 128) // as num_splits always has
+        status = launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
+                                                      context.stream, params);
+    return status;
 }
 
 // Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
@@ -430,7 +466,7 @@ template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, cons
 extern "C" int64_t sa_cuda_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     const int64_t slots = sa::num_slots(*problem, *plan);
     const int64_t row_bytes = (sinkattn_variant(plan->variant)->max_head_dim + 8) * static_cast<int64_t>(sizeof(float));
-    return slots ? 32 + slots * sa::rows_a_slot(*problem) * row_bytes : 0;
+    return slots ? 16 + slots * sa::rows_a_slot(*problem) * row_bytes : 0;
 }
 
 #define SA_DECODE(head_dim)                                                                                                                \

@@ -69,7 +69,7 @@ typedef struct sinkattn_problem {
     int64_t page_size, num_pages;       /* decode from a paged cache; page_size 0: the cache is contiguous */
     double softmax_scale;               /* 0: head_dim ** -0.5 */
     sinkattn_mask mask;
-    int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice */
+    int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice; -N: N, merged by a kernel of their own */
     bool invariant;     /* decode: the bits of the prefill row, whatever the batch */
 } sinkattn_problem;
 

@@ -315,28 +315,67 @@ static void test_division_by_a_known_size(void) {
         }
 }
 
-/* Equal streams are cut alike, into no parts shorter than a step, and never into more parts than `most`; others into streams more. */
+/* Equal streams are cut alike, into no parts shorter than a step, and no more than `most` where they are two a worker or fewer; shares are
+ * no more than that of any streams, and as many of each kv head. */
 static void test_cutting_streams(void) {
     const uint32_t step = 8, workers = 132, all_streams[] = {1, 3, 8, 64, 132, 133, 256, 264, 265, 512, 513, 2048};
     for (size_t i = 0; i < sizeof all_streams / sizeof *all_streams; i++)
         for (uint32_t each = 1, streams = all_streams[i], resident = 264; each < 9000; each += 1 + each / 7, resident = 792 - resident) {
-            const sa_cut cut = sa_cut_of(streams, step, workers, resident);
+            const uint32_t two = 2 * workers, heads = streams % 2 ? streams % 5 ? streams : streams / 5 : 8;
+            const sa_cut cut = sa_cut_of(streams, heads, step, workers, resident);
             const uint32_t length = sa_part_length(&cut, streams * each), parts = (each + length - 1) / length;
             CHECK(length >= step, "%" PRIu32 " tiles a part", length);
-            CHECK(streams > resident || streams * parts <= cut.most, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
-            CHECK(streams <= workers || parts == 1, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
+            CHECK(streams > two || streams * parts <= cut.most, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
+            CHECK(streams <= workers || streams > two || parts == 1, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
             CHECK(each < 4 * step * workers || streams > workers || 3 * streams * parts >= 2 * cut.most - 2 * streams,
                   "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
-            CHECK(cut.most <= resident, "%" PRIu32 " parts at once", cut.most);
-            uint32_t total = 0, some = 0; /* lengths as different as they can be */
-            for (uint32_t s = 0; s < streams; s++) total += s % 5 == 0 ? each : 1 + s % each;
-            const uint32_t unequal = sa_part_length(&cut, total);
-            for (uint32_t s = 0; s < streams; s++) some += ((s % 5 == 0 ? each : 1 + s % each) + unequal - 1) / unequal;
-            CHECK(some <= cut.most + streams, "%" PRIu32 " parts of %" PRIu32 " streams", some, streams);
+            CHECK(cut.most % heads == 0 && (cut.most <= resident || cut.most == heads), "%" PRIu32 " parts at once", cut.most);
+            CHECK(streams <= two || cut.most + heads > resident, "%" PRIu32 " shares of %" PRIu32, cut.most, resident);
+            uint32_t of_head = 0; /* lengths as different as they can be */
+            for (uint32_t s = 0; s < streams / heads; s++) of_head += s % 5 == 0 ? each : 1 + s % each;
+            const uint32_t share = sa_share_length(&cut, of_head * heads);
+            CHECK((of_head + share - 1) / share <= cut.most / heads && share <= sa_part_length(&cut, of_head * heads),
+                  "shares of %" PRIu32 " of %" PRIu32 " tiles", share, of_head);
         }
-    const sa_cut cut = sa_cut_of(8, step, workers, 528);
+    const sa_cut cut = sa_cut_of(8, 8, step, workers, 528);
     CHECK(sa_part_length(&cut, 8 * 8192) == 256 && sa_part_length(&cut, 8 * 256) == 16 && sa_part_length(&cut, 8 * 64) == 8,
           "32, 16 and 8 parts a stream");
+}
+
+/* All shares of a kv head, as blocks walk through them: each tile once, parts in order, each partial in a slot of its own. */
+static void test_shares_that_end_anywhere(void) {
+    enum { STEP = 8, MOST = 66, STREAMS = 300 };
+    for (int round = 0; round < 300; round++) {
+        const uint32_t streams = (uint32_t)pick(1, round % 2 ? STREAMS : 40), longest = (uint32_t)pick(1, 2000);
+        uint32_t tiles[STREAMS], begin[STREAMS], seen[STREAMS] = {0}, parts[STREAMS] = {0}, total = 0;
+        bool used[2 * MOST] = {false};
+        for (uint32_t s = 0; s < streams; s++) {
+            tiles[s] = (uint32_t)pick(1, longest);
+            begin[s] = total;
+            total += tiles[s] + STEP;
+        }
+        const uint32_t length = (total + MOST - 1) / MOST > STEP ? (total + MOST - 1) / MOST : STEP + 1;
+        for (uint32_t share = 0, s = 0; share * length < total; share++) {
+            while (begin[s] + tiles[s] + STEP <= share * length) s++;
+            uint32_t at = share * length - begin[s], room = length;
+            for (uint32_t t = s; t < streams && room; t++, at = 0) {
+                const sa_share of = sa_share_of(tiles[t], STEP, length, share, begin[t], at, room);
+                room = of.rest;
+                if (of.part >= of.num_parts) {
+                    CHECK(of.first == of.last && !room, "share %" PRIu32 " ends before stream %" PRIu32, share, t);
+                    continue;
+                }
+                CHECK(of.first < of.last && of.first == seen[t] && of.part == parts[t], "share %" PRIu32 " of stream %" PRIu32, share, t);
+                CHECK((of.last == tiles[t]) == (of.part + 1 == of.num_parts), "the last part of stream %" PRIu32, t);
+                seen[t] = of.last;
+                parts[t]++;
+                if (of.num_parts == 1) continue;
+                if (!CHECK(of.slot + of.part < 2 * MOST && !used[of.slot + of.part], "slot %" PRIu32, of.slot + of.part)) return;
+                used[of.slot + of.part] = true;
+            }
+        }
+        for (uint32_t s = 0; s < streams; s++) CHECK(seen[s] == tiles[s], "%" PRIu32 " of %" PRIu32 " tiles", seen[s], tiles[s]);
+    }
 }
 
 static uint32_t bits_of(float x) {
@@ -422,6 +461,7 @@ const test core_tests[] = {{"mask over all small sizes", test_mask_over_all_smal
                            {"split covers every tile once", test_split_covers_every_tile_once},
                            {"division by a known size", test_division_by_a_known_size},
                            {"cutting streams", test_cutting_streams},
+                           {"shares that end anywhere", test_shares_that_end_anywhere},
                            {"halves round trip", test_halves_round_trip},
                            {"halves round to nearest even", test_halves_round_to_nearest_even},
                            {"loads and stores", test_loads_and_stores},

@@ -122,8 +122,8 @@ CHANGE(right_without_its_flag, p->mask.has_right = false; p->mask.right = 1)
 CHANGE(negative_sink_tokens, p->mask.num_sink_tokens = -1)
 CHANGE(splits_in_prefill, p->num_splits = 2)
 CHANGE(invariant_prefill, p->invariant = true)
-CHANGE(two_pass_splits, p->num_splits = -1)
 CHANGE(invariant_splits, p->invariant = true; p->num_splits = 2)
+CHANGE(invariant_passes, p->invariant = true; p->num_splits = -1)
 
 CHANGE(cu_seqlens_from_one, c->cu_seqlens[0] = 1)
 CHANGE(cu_seqlens_negative, c->cu_seqlens[0] = -1)
@@ -225,8 +225,8 @@ static const malformed table[] = {
     {DECODE, negative_sink_tokens, SINKATTN_INVALID, "num_sink_tokens is -1"},
     {FWD, splits_in_prefill, SINKATTN_INVALID, "num_splits is 2"},
     {BWD, invariant_prefill, SINKATTN_INVALID, "invariant is 1"},
-    {DECODE, two_pass_splits, SINKATTN_UNSUPPORTED, "two-pass form is not compiled"},
     {DECODE, invariant_splits, SINKATTN_INVALID, "num_splits is 2; it must be 0 or 1"},
+    {DECODE, invariant_passes, SINKATTN_INVALID, "num_splits is -1; it must be 0 or 1"},
     {PACKED, cu_seqlens_from_one, SINKATTN_INVALID, "cu_seqlens_q[0] is 1; it must be 0"},
     {PACKED, cu_seqlens_negative, SINKATTN_INVALID, "cu_seqlens_q[0] is -1"},
     {PACKED, cu_seqlens_falling, SINKATTN_INVALID, "cu_seqlens_q[2] is 6; it must be at least 9"},

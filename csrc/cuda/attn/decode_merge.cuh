@@ -102,16 +102,4 @@ __device__ __forceinline__ bool arrive(unsigned long long *counter, unsigned lon
     return true;
 }
 
-// Blocks take the parts that are more than blocks as they come, by a counter in front of the slots. Each asks until there are no more:
-// num_parts times in all.
-template <int kThreads> __device__ __forceinline__ uint32_t next_part(Smem<kThreads> &smem, const Params &params) {
-    __syncthreads(); // the part before is done with
-    if (threadIdx.x == 0) {
-        open_counter(params.queue, __ldcg(params.queue), params.tag);
-        smem.next = gridDim.x + take_count(params.queue, params.tag, smem.num_parts);
-    }
-    __syncthreads();
-    return smem.next;
-}
-
 } // namespace sa

@@ -24,7 +24,7 @@ struct Params {
     uint32_t num_heads, num_splits;            // of k and v; 0: parts of one length
     sa_divisor by_group, by_heads, by_splits, by_row_tiles;
     sa_cut cut;
-    uint32_t num_slots;
+    uint32_t head_slots; // of a kv head
 
     const uint16_t *k, *v;
     int64_t k_page, v_page; // strides, of a sequence where there are no pages
@@ -40,12 +40,13 @@ struct Params {
     sinkattn_dtype s_aux_dtype;
     uint32_t slot_floats;
     float *slots; // in the workspace, one a part of a stream that is cut
-    unsigned long long tag, *queue;
+    unsigned long long tag;
     uint16_t *out;
     int64_t out_batch;
     int32_t out_row, out_head;
     float *lse;
     unsigned *error_word;
+    bool two_pass; // another kernel merges the parts
 };
 
 // One stream of rows: rows r = token * group + head within the group.
@@ -56,21 +57,24 @@ struct Stream {
     uint32_t num_tiles; // at least 1: a stream without keys is work as well
 };
 
-// Tiles [first, last) of a stream, its part `part` of num_parts, whose partials lie from `slot` on.
+// Tiles [first, last) of a stream, its part `part` of num_parts, whose partials lie from `slot` on of its kv head's.
 struct Fragment {
     Stream stream;
     int32_t batch, kv_head, first, last;
     uint32_t part, num_parts, slot;
-    uint32_t found; // the number of the part
+    uint32_t begin, length, rest; // of a share, in positions: before the stream; its own; behind the fragment
+    bool found;
 };
 
 struct Row {
     int32_t begin, end, sink_end; // it sees [0, sink_end) and [begin, end)
 };
 
+// Blocks of 8 warps and of 1 meet no streams so different that there are more parts than blocks; see launch_width.
+template <int kThreads> constexpr bool kHasShares = kThreads == 128;
+
 template <int kThreads> struct Smem {
     Fragment fragment;
-    uint32_t num_parts, next; // of all heads
     union {
         uint2 sums[kThreads / 32];
         unsigned long long counted; // what the stream's counter holds, when its part has been found
@@ -106,7 +110,7 @@ struct Run {
 template <int kThreads> __device__ __forceinline__ Run run_of(const Params &params) {
     const bool by_warp = params.batch <= 32;
     const int32_t each = by_warp ? 1 : (params.batch + kThreads - 1) / kThreads;
-    const int32_t first = static_cast<int32_t>(threadIdx.x) * each;
+    const int32_t first = min(static_cast<int32_t>(threadIdx.x) * each, params.batch);
     return {first, min(first + each, params.batch), by_warp};
 }
 
@@ -154,9 +158,10 @@ __device__ __forceinline__ int32_t length_of(const Params &params, const Guess &
     return b == guess.batch ? guess.length : params.cache_seqlens ? params.cache_seqlens[b] : params.band.k_len;
 }
 
-// Of one kv head: the first part of a thread's sequences and that past the last, the tiles before them, and the length of a part.
+// Where the parts, or positions, of a thread's sequences begin and end among those of one kv head, and the length of a part, or share.
 struct Cut {
-    uint32_t begin, end, tiles, length;
+    uint32_t begin, end, length;
+    bool shares; // and positions
 };
 
 // Counts all tiles, which gives the length of a part, and then the parts, both of one kv head.
@@ -164,7 +169,7 @@ template <int kThreads> __device__ __forceinline__ Cut cut_streams(Smem<kThreads
     const Run run = run_of<kThreads>(params);
     const bool one_stream = run.past - run.first <= 1 && params.row_tiles == 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (run.by_warp && warp > 0) return {0, 0, 0, 1};
+    if (run.by_warp && warp > 0) return {0, 0, 1, false};
     uint32_t tiles = 0, parts = 0, length = 0, total;
 #pragma unroll 1
     for (int pass = 0; pass < 2; pass++) {
@@ -180,8 +185,10 @@ template <int kThreads> __device__ __forceinline__ Cut cut_streams(Smem<kThreads
                     const uint32_t its_tiles = stream_of(params, its_length, row_tile).num_tiles;
                     if (pass)
                         parts += (its_tiles + length - 1) / length;
-                    else
+                    else if (kHasShares<kThreads>)
                         tiles += its_tiles;
+                    else
+                        tiles = max(tiles, its_tiles * params.row_tiles); // so that none has more parts than blocks
                 }
             }
         }
@@ -204,32 +211,56 @@ template <int kThreads> __device__ __forceinline__ Cut cut_streams(Smem<kThreads
         tiles_upto += other_tiles;
         upto += other;
     }
+    if constexpr (!kHasShares<kThreads>) return {upto - parts, upto, length, false};
+    uint32_t all_parts = __shfl_sync(0xffffffffu, upto, 31);
     if (!run.by_warp) {
         __syncthreads();
         if (lane == 31) smem.sums[warp] = {tiles_upto, upto};
         __syncthreads();
+        all_parts = 0;
 #pragma unroll
-        for (int w = 0; w < kThreads / 32; w++)
-            if (w < warp) {
-                tiles_upto += smem.sums[w].x;
-                upto += smem.sums[w].y;
-            }
+        for (int w = 0; w < kThreads / 32; w++) {
+            all_parts += smem.sums[w].y;
+            if (w >= warp) continue;
+            tiles_upto += smem.sums[w].x;
+            upto += smem.sums[w].y;
+        }
     }
-    if (threadIdx.x == (run.by_warp ? 31 : kThreads - 1)) smem.num_parts = upto * params.num_heads;
-    return {upto - parts, upto, tiles_upto - tiles, length};
+    if (all_parts * params.num_heads <= gridDim.x) return {upto - parts, upto, length, false};
+    const uint32_t each = params.cut.step * params.row_tiles; // more than its tiles, of a sequence
+    const uint32_t before = tiles_upto - tiles + each * run.first, own = tiles + each * (run.past - run.first);
+    return {before, before + own, sa_share_length(&params.cut, (total + each * params.batch) * params.num_heads), true};
 }
 
-// Part `number`. False where there is none. Lengths that change under the kernel lead to no access outside, whatever else they do.
+__device__ __forceinline__ bool is_sound(const Fragment &fragment, const Params &params) {
+    return fragment.part < fragment.num_parts && (fragment.num_parts == 1 || fragment.slot + fragment.num_parts <= params.head_slots);
+}
+
+// What share `share` holds of the stream, of which `at` positions lie before it.
+__device__ __forceinline__ void take_share(Fragment &fragment, const Params &params, uint32_t share, uint32_t begin, uint32_t at,
+                                           uint32_t room) {
+    const sa_share of = sa_share_of(fragment.stream.num_tiles, params.cut.step, fragment.length, share, begin, at, room);
+    fragment.first = static_cast<int32_t>(of.first);
+    fragment.last = static_cast<int32_t>(of.last);
+    fragment.part = of.part;
+    fragment.num_parts = of.num_parts;
+    fragment.slot = of.slot;
+    fragment.begin = begin;
+    fragment.rest = of.rest;
+}
+
+// Part or share `number`. False where there is none. Lengths that change under the kernel lead to no access outside, whatever else they do.
 template <int kThreads>
 __device__ __forceinline__ bool take_part(Smem<kThreads> &smem, const Params &params, uint32_t number, const Cut &cut, const Guess &guess) {
     Fragment &fragment = smem.fragment;
     const uint32_t of_heads = sa_divide(number, params.by_heads), head = number - of_heads * params.num_heads;
-    uint32_t part = of_heads - cut.begin, room = cut.end - cut.begin, tiles = cut.tiles, length = cut.length; // from sequence b on
+    const uint32_t wanted = cut.shares ? of_heads * cut.length : of_heads;
+    uint32_t at = wanted - cut.begin, room = cut.end - cut.begin, length = cut.length; // from sequence b on
     int32_t b = run_of<kThreads>(params).first, row_tile = 0;
-    bool mine = part < room;
+    bool mine = at < room;
     if (params.num_splits) {
         const uint32_t stream = sa_divide(of_heads, params.by_splits);
-        part = of_heads - stream * params.num_splits;
+        at = of_heads - stream * params.num_splits;
         b = static_cast<int32_t>(sa_divide(stream, params.by_row_tiles));
         room = params.num_splits;
         row_tile = static_cast<int32_t>(stream) - b * params.row_tiles;
@@ -243,10 +274,10 @@ __device__ __forceinline__ bool take_part(Smem<kThreads> &smem, const Params &pa
             stream = stream_of(params, length_of(params, guess, b), row_tile);
             if (params.num_splits) length = sa_divide(stream.num_tiles + params.num_splits - 1, params.by_splits);
             num_parts = (stream.num_tiles + length - 1) / length;
-            if (part < num_parts || num_parts >= room || params.num_splits) break;
-            part -= num_parts;
-            room -= num_parts;
-            tiles += stream.num_tiles;
+            const uint32_t size = cut.shares ? stream.num_tiles + params.cut.step : num_parts;
+            if (at < size || size >= room || params.num_splits) break;
+            at -= size;
+            room -= size;
             if (++row_tile < params.row_tiles) continue;
             row_tile = 0;
             b = min(b + 1, params.batch - 1);
@@ -254,22 +285,51 @@ __device__ __forceinline__ bool take_part(Smem<kThreads> &smem, const Params &pa
         fragment.stream = stream;
         fragment.batch = b;
         fragment.kv_head = static_cast<int32_t>(head);
-        fragment.first = static_cast<int32_t>(part * length);
-        fragment.last = static_cast<int32_t>(min(part * length + length, stream.num_tiles));
-        fragment.part = part;
-        fragment.num_parts = num_parts;
-        // A stream of n tiles that is cut has at most 2 n / length parts, so that streams, end to end, have room in 2 * cut.most slots.
-        const uint32_t slot = params.num_splits ? (of_heads - part) * params.num_heads + head * params.num_splits
-                                                : (2 * (tiles * params.num_heads + head * stream.num_tiles) + length - 1) / length;
-        fragment.slot = slot;
-        if (part < num_parts && (num_parts == 1 || slot + num_parts <= params.num_slots)) fragment.found = number;
+        if (cut.shares) {
+            fragment.length = length;
+            take_share(fragment, params, of_heads, wanted - at, at, length);
+        } else {
+            fragment.first = static_cast<int32_t>(at * length);
+            fragment.last = static_cast<int32_t>(min(at * length + length, stream.num_tiles));
+            fragment.rest = 0;
+            fragment.part = at;
+            fragment.num_parts = num_parts;
+            fragment.slot = of_heads - at;
+        }
+        fragment.found = is_sound(fragment, params);
     }
     __syncthreads();
-    return fragment.found == number;
+    return fragment.found;
+}
+
+// What the block's share holds of the next stream. False where it holds no more.
+template <int kThreads> __device__ __forceinline__ bool take_next(Smem<kThreads> &smem, const Params &params) {
+    Fragment &fragment = smem.fragment;
+    if (fragment.rest == 0) return false;
+    __syncthreads(); // the fragment before is done with
+    if (threadIdx.x == 0) {
+        int32_t row_tile = fragment.stream.row_begin / kTileQ + 1, b = fragment.batch;
+        if (row_tile == params.row_tiles) {
+            row_tile = 0;
+            b++;
+        }
+        fragment.found = b < params.batch;
+        if (fragment.found) {
+            const uint32_t share = fragment.slot / 2 + fragment.part;
+            const uint32_t begin = fragment.begin + fragment.stream.num_tiles + params.cut.step;
+            fragment.batch = b;
+            const Guess here = {b, 0, false};
+            fragment.stream = stream_of(params, here.look(params), row_tile);
+            take_share(fragment, params, share, begin, 0, fragment.rest);
+            fragment.found = is_sound(fragment, params);
+        }
+    }
+    __syncthreads();
+    return fragment.found;
 }
 
 __device__ __forceinline__ float *slot_of(const Fragment &fragment, const Params &params, uint32_t part) {
-    return params.slots + static_cast<int64_t>(fragment.slot + part) * params.slot_floats;
+    return params.slots + static_cast<int64_t>(fragment.kv_head * params.head_slots + fragment.slot + part) * params.slot_floats;
 }
 
 } // namespace sa
