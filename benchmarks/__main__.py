@@ -12,6 +12,7 @@ from . import (
     decode_crossover,
     distributed,
     launches,
+    long,
     packed,
     plot,
     prefill,
@@ -33,6 +34,7 @@ STUDIES = {
     "launches": launches,
     "stack": stack,
     "distributed": distributed,
+    "long": long,
     "plot": plot,
 }
 

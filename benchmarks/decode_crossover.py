@@ -2,8 +2,9 @@
 """Where a decode that is split stops paying: batch by length, beside the planner's closed forms.
 
 unsplit is one block a sequence and kv head, closed the P = SMs / (batch * kv heads) parts each that fill the machine,
-found what the kernel cuts by the lengths it finds (num_splits = 0). Unsplit rows fill the machine from
-B* = ceil(SMs / kv heads) sequences on. Times are warm, of a node in a captured graph; each result is held against fp64.
+passes the same merged by a second launch (num_splits = -P), where P is not 1, found what the kernel cuts by the lengths
+it finds (num_splits = 0). Unsplit rows fill the machine from B* = ceil(SMs / kv heads) sequences on. Times are warm, of
+a node in a captured graph; each result is held against fp64.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def measure(batch: int, length: int, sms: int, commit: str) -> list[CrossoverRow
     """Raises RuntimeError when a result is wrong."""
     case = DecodeCase(f"b{batch}-{length}", batch, length, 0)
     cache, rows, times = Cache.of(case), [], dict[int, float]()
-    for impl, num_splits in {"unsplit": 1, "closed": fill_parts(batch, sms), "found": 0}.items():
+    parts = fill_parts(batch, sms)
+    for impl, num_splits in {"unsplit": 1, "closed": parts, "passes": -parts if parts > 1 else 1, "found": 0}.items():
         if num_splits not in times:
             call = decode.prepare(case, cache, num_splits)
             cosine = decode.cosine_to_fp64(case, cache, call())
@@ -93,15 +95,15 @@ def crossover(rows: list[CrossoverRow], length: int) -> int | None:
 
 def table(rows: list[CrossoverRow], sms: int) -> Table:
     times, batches = by_cell(rows), sorted({row.batch for row in rows})
-    shown = Table(title=f"us found, then unsplit and closed as multiples of it; B* = {fill_batch(sms)}")
+    shown = Table(title=f"us found, then unsplit, closed and passes as multiples of it; B* = {fill_batch(sms)}")
     for name in ("length", *(f"b{batch}, P {fill_parts(batch, sms)}" for batch in batches), "unsplit as fast"):
         shown.add_column(name, no_wrap=True)
     for length in sorted({row.length for row in rows}):
         shown_cells = []
         for batch in batches:
             cell = times.get((batch, length))
-            ratios = cell and [cell[impl] / cell["found"] for impl in ("unsplit", "closed")]
-            shown_cells.append(f"{cell['found']:.1f} {ratios[0]:.2f} {ratios[1]:.2f}" if cell and ratios else "-")
+            ratios = [f"{cell[impl] / cell['found']:.2f}" for impl in ("unsplit", "closed", "passes")] if cell else []
+            shown_cells.append(" ".join([f"{cell['found']:.1f}", *ratios]) if cell else "-")
         batch_from = crossover(rows, length)
         shown.add_row(str(length), *shown_cells, "-" if batch_from is None else f"b{batch_from}")
     return shown

@@ -16,6 +16,7 @@ from . import (
     gpu,
     harness,
     launches,
+    long,
     packed,
     prefill,
     report,
@@ -33,6 +34,7 @@ PICTURES: dict[ModuleType, type[Any]] = {
     scaling: scaling.ScalingRow,
     accuracy: accuracy.AccuracyRow,
     distributed: distributed.DistributedRow,
+    long: long.LongRow,
 }
 ON_PAGE = (packed, crossover, launches, scaling, accuracy)
 PAGE = harness.ROOT / "docs" / "studies.md"

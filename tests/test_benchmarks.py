@@ -21,6 +21,7 @@ from benchmarks import (
     gpu,
     harness,
     launches,
+    long,
     peers,
     prefill,
     report,
@@ -307,7 +308,7 @@ def crossover_rows() -> list[decode_crossover.CrossoverRow]:
         decode_crossover.CrossoverRow(decode_crossover.SUITE, batch, length, impl, splits, 10 * times, "abc", "2.0")
         for length, all_times in slow.items()
         for batch, ratio in zip((1, 2, 4, 8), all_times, strict=True)
-        for impl, splits, times in (("unsplit", 1, ratio), ("closed", 4, 1.2), ("found", 0, 1.0))
+        for impl, splits, times in (("unsplit", 1, ratio), ("closed", 4, 1.2), ("passes", -4, 1.5), ("found", 0, 1.0))
     ]
 
 
@@ -316,7 +317,7 @@ def test_the_batch_from_which_splitting_stops_paying() -> None:
     assert [decode_crossover.crossover(rows, length) for length in (512, 1024, 2048)] == [1, 8, None]
     shown = {str(column.header): list(column.cells) for column in decode_crossover.table(rows, 132).columns}
     assert shown["unsplit as fast"] == ["b1", "b8", "-"]
-    assert shown["b2, P 8"] == ["10.0 1.01 1.20", "10.0 1.00 1.20", "10.0 5.00 1.20"]
+    assert shown["b2, P 8"] == ["10.0 1.01 1.20 1.50", "10.0 1.00 1.20 1.50", "10.0 5.00 1.20 1.50"]
 
 
 def test_closed_forms_are_the_planner_s() -> None:
@@ -331,6 +332,15 @@ def test_closed_forms_are_the_planner_s() -> None:
             decode_crossover.fill_batch(132),
             decode_crossover.fill_parts(batch, 132),
         )
+    for batch, k_len, num_q_heads, told in (
+        (1, 8192, 64, "sqrt(512 / 0.56)) = 16"),  # P, where a partial of eight rows is 0.56 of a tile of 16 keys
+        (1, 1024, 64, "sqrt(64 / 0.56)) = 10"),
+        (1, 1024, 8, "sqrt(64 / 0.07)) = 16"),
+        (17, 8192, 64, "sqrt(512 / 0.56)) = 1"),
+    ):
+        sizes |= {"k_len": k_len, "num_q_heads": num_q_heads}
+        reason = sinkattn.plan("decode", device, batch=batch, window_size_right=0, **sizes)["reason"]
+        assert f", P* = min(P, {told}" in reason, reason
 
 
 def test_crossover_cells_fit_the_memory() -> None:
@@ -374,15 +384,50 @@ def test_studies_of_decoding_are_drawn_without_a_gpu(tmp_path: Path) -> None:
     for suite, kind, some in (
         (decode_crossover.SUITE, decode_crossover.CrossoverRow, rows),
         (trace.SUITE, trace.TraceRow, steps),
+        (long.SUITE, long.LongRow, long_rows()),
     ):
         harness.save(folder / f"{suite}.json", some, machine)
         assert harness.load(folder / f"{suite}.json", kind) == (machine, some)
     main(["plot", "--results", str(tmp_path), "--output", str(tmp_path)])
-    for suite in (decode_crossover.SUITE, trace.SUITE):
+    for suite in (decode_crossover.SUITE, trace.SUITE, long.SUITE):
         assert b"</svg>" in (tmp_path / f"{suite}-nvidia-h200.svg").read_bytes()
 
 
-@pytest.mark.parametrize("study", ["decode-crossover", "trace", "launches", "stack"])
+def long_rows() -> list[long.LongRow]:
+    """Of 1 to 16 parts, whose times are 1000 / parts and as much as 10 for each, and two passes 5 longer."""
+
+    def row(impl: str, num_splits: int, us: float, reduce_us: float | None = None) -> long.LongRow:
+        return long.LongRow(long.SUITE, 64, impl, num_splits, us, 1e3 / us, 20 / us, reduce_us, None, "abc", "2.0")
+
+    rows = [row("read", 0, 20.0), row("one launch", 0, 25.0)]
+    for n in (1, 4, 16):
+        rows += [row("one launch", n, 1000 / n + 10 * n), row("model", n, 1000 / n + 1, 1.0)]
+    return rows + [row("two passes", -n, 1005 / n + 10 * n, 6.5) for n in (4, 16)]
+
+
+def test_a_long_sequence_s_best_parts() -> None:
+    rows = long_rows()
+    assert [long.best(rows, impl) for impl in ("one launch", "two passes", "model")] == [16, 16, 16]
+    shown = {str(column.header): list(column.cells) for column in long.table(rows).columns}
+    assert shown["parts"] == ["by lengths", "1", "4", "16"]
+    assert shown["of read"] == ["0.800", "0.020", "0.069", "0.090"]
+    assert shown["second pass, ncu"] == ["-", "-", "6.5", "6.5"]
+    assert shown["DRAM GB/s, ncu"] == ["-"] * 4
+
+
+def test_the_model_of_a_long_sequence() -> None:
+    keys, head_bytes = 1 << 20, 256 << 20
+    alone = long.model_us(1, keys, 132, 4400.0, 28.0)
+    assert alone == (pytest.approx(head_bytes / 28e3), 0.0)  # a block's rate
+    full, reduce = long.model_us(33, keys, 132, 4400.0, 28.0)
+    assert full == pytest.approx(8 * head_bytes / 4400e3 + reduce)  # the machine's
+    assert reduce == pytest.approx(33 * 8 * 72 * 4 / 28e3)
+    assert min(long.PARTS, key=lambda n: long.model_us(n, keys, 132, 4400.0, 28.0)) == 33
+    one_wave, two_waves = (long.model_us(n, keys, 132, 1e9, 28.0)[0] for n in (66, 67))
+    assert two_waves > 1.5 * one_wave  # 67 * 8 blocks are more than 4 on each of 132
+
+
+@pytest.mark.parametrize("study", ["decode-crossover", "trace", "launches", "stack", "long"])
 def test_studies_of_decoding_need_a_gpu(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=f"benchmarks {study} needs a CUDA device"):
@@ -394,11 +439,14 @@ def test_studies_of_decoding_measure(tmp_path: Path) -> None:
     path, options = tmp_path / "rows.json", ["--json", str(tmp_path / "rows.json"), "--commit", "none"]
     main(["decode-crossover", "--batches", "1", "4", "--lengths", "512", "2048", *options])
     _, crossed = harness.load(path, decode_crossover.CrossoverRow)
-    assert len(crossed) == 12
+    assert len(crossed) == 16
     assert all(row.us > 0 for row in crossed)
     main(["trace", "--steps", "20", "--layers", "1", *options])
     _, traced = harness.load(path, trace.TraceRow)
     assert [row.impl for row in traced][-2:] == ["by-batch", "by-lengths"]
+    main(["long", "--keys", "8192", "--parts", "4", "16", *options])
+    _, timed = harness.load(path, long.LongRow)
+    assert [row.num_splits for row in timed if row.impl != "model"] == [0, 0, 1, 4, 16, -4, -16]
     main(["launches", *options])
     _, launched = harness.load(path, launches.LaunchRow)
     found = {(row.case, row.call): row for row in launched}
