@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a decode block works on: a fragment, a run of the key tiles of one stream of rows. Streams are cut into parts, each of them a
-// block's work: either every stream into the same number, or all of them into parts of one length, which follows from the lengths found.
+// block's work: either every stream into the same number, or all of them into parts of one length, which follows from the lengths found;
+// where that would be more parts than blocks, into shares that end anywhere, each a block's, with a part of every stream that it meets.
 //
 // Parts are numbered: sequence by sequence, row tile by row tile, part by part, with the kv head running fastest, so that blocks that run
 // at the same time read neighbours in memory.
