@@ -226,13 +226,18 @@ def report(results: dict[str, Any]) -> None:
     console = Console()
     console.print(runs, learned)
     seen = results["logit_difference"]
+    rerouted = "Each token goes to the same experts."
+    if seen["rerouted"]:
+        rerouted = (
+            f"{seen['rerouted']:.2%} of the tokens go to other experts: two tie in a router there and last bits decide."
+            f" Ahead of them in their rows the largest is {seen['largest_before_rerouting']:.1e}."
+        )
     ours, eager = (results["runs"][name]["tokens_per_second"] for name in IMPLEMENTATIONS)
     console.print(
         f"{ours / eager:.1f} times the tokens a second of eager attention at length {results['length']}.\n"
         f"Logits against eager's in fp32, the largest difference of each token: median {seen['median']:.1e}, largest"
         f" {seen['largest']:.1e}, above {FAR:g} of the largest logit ({seen['largest_logit']:.1f}) in {seen['far']:.2%}"
-        f" of the tokens.\n{seen['rerouted']:.2%} of the tokens go to other experts: two tie in a router there and last"
-        f" bits decide. Ahead of them in their rows the largest is {seen['largest_before_rerouting']:.1e}."
+        f" of the tokens.\n{rerouted}"
     )
 
 
