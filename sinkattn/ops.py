@@ -199,6 +199,8 @@ def flash_attn_with_kvcache(
     num_sink_tokens: int = 0,
     invariant: bool = False,
     return_lse: ReturnLse = False,
+    k_cache_host: Tensor | None = None,
+    v_cache_host: Tensor | None = None,
 ) -> Result:
     """Attention of a few rows a sequence to a KV cache; not differentiable.
 
@@ -211,6 +213,8 @@ def flash_attn_with_kvcache(
     with the bits of N. invariant=True gives the bits of flash_attn_func's row, whatever the batch, on CUDA up to
     head_dim 256 and in some multiple of the time; there num_splits other than 0 gives bits that do not depend on the
     batch either.
+    k_cache_host, v_cache_host are more pages of a paged cache, in pinned memory, which a GPU reads where they lie:
+    block_table names them from num_pages on, and new keys never go there.
     head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
     the cache raise ValueError on the CPU: before anything is written where new keys lack a slot, while other errors
     may come when they are in their slots already, behind the keys in use. On CUDA, where no length is read on the host,
@@ -248,6 +252,8 @@ def flash_attn_with_kvcache(
         num_sink_tokens,
         num_splits,
         invariant,
+        k_cache_host=k_cache_host,
+        v_cache_host=v_cache_host,
     )
     return _with_lse(out, lse, raw_s_aux, return_lse)
 

@@ -210,12 +210,15 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     num_sink_tokens: int = 0,
     return_lse: ReturnLse = False,
+    k_cache_host: Tensor | None = None,
+    v_cache_host: Tensor | None = None,
 ) -> Result:
     """Attention of q [batch, q_len, num_q_heads, head_dim] to the first cache_seqlens keys, causal among its rows.
 
     The cache is [batch, capacity, num_kv_heads, head_dim], or, with block_table [batch, max_pages], pages
-    [num_pages, page_size, num_kv_heads, head_dim]. New keys k, v [batch, new, num_kv_heads, head_dim] are first written
-    into it, in place, behind the old ones. Raises ValueError for lengths beyond the capacity and for missing pages.
+    [num_pages, page_size, num_kv_heads, head_dim], and then those of k_cache_host, v_cache_host. New keys k, v
+    [batch, new, num_kv_heads, head_dim] are first written into k_cache, v_cache, in place, behind the old ones. Raises
+    ValueError for lengths beyond the capacity and for missing pages.
     """
     left, right = _window(window_size, causal)
     if right > 0 or (q.shape[1] > 1 and right != 0):
@@ -232,13 +235,18 @@ def flash_attn_with_kvcache(
         pages = torch.arange(batch, device=q.device)[:, None].expand(batch, capacity)
     else:
         pages = block_table.long()[:, place // page_size]
-    if bool(((pages < 0) | (pages >= k_cache.shape[0]))[used].any()):
-        raise ValueError(f"block_table has a page outside [0, {k_cache.shape[0]}) among those in use")
+    num_pages = k_cache.shape[0] + (0 if k_cache_host is None else k_cache_host.shape[0])
+    if bool(((pages < 0) | (pages >= num_pages))[used].any()):
+        raise ValueError(f"block_table has a page outside [0, {num_pages}) among those in use")
     page, slot = torch.where(used, pages, 0), (place % page_size).expand(batch, -1)  # [batch, capacity] each
     if k is not None and v is not None:
         fresh = used & (place >= lens[:, None])
         k_cache[page[fresh], slot[fresh]] = k.flatten(0, 1)
         v_cache[page[fresh], slot[fresh]] = v.flatten(0, 1)
+    if k_cache_host is not None and v_cache_host is not None:
+        k_cache, v_cache = (
+            torch.cat([x, y.to(x.device)]) for x, y in ((k_cache, k_cache_host), (v_cache, v_cache_host))
+        )
     q_lens = torch.full_like(lens, q.shape[1])
     seen = visible(q_lens, lens + new, q.shape[1], capacity, left, 0, num_sink_tokens)
     keys, values = k_cache[page, slot], v_cache[page, slot]
@@ -261,3 +269,35 @@ def apply_sink(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]
     sink = s_aux.to(lse.dtype)[:, None].expand_as(lse)
     with_sink = _logsumexp(torch.stack([lse, sink], -1))
     return (out * _weight(lse, with_sink).transpose(-1, -2)[..., None]).to(out.dtype), with_sink
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def quantize_nvfp4(x: Tensor, global_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """NVFP4 of x [.., n], n a multiple of 16: values uint8 [.., n / 2] and scales float8_e4m3fn [.., n / 16].
+
+    With y = x * global_scale in fp32, a block of 16 has the scale max |y| / 6 and the values y / scale, each rounded to
+    the nearest number of its format, ties to even, at most 448 and 6; the even column is in the low half of its byte. A
+    scale of 0 has values of 0. A block that holds NaN or infinity has the scale NaN and values of 0.
+    """
+    y = (x.float() * global_scale).reshape(*x.shape[:-1], -1, 16)
+    top = y.abs().amax(-1, keepdim=True)
+    scale = torch.where(top.isfinite(), (top / 6).clamp(max=448), torch.nan).to(torch.float8_e4m3fn)
+    size = (y.double() / scale.double()).abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    size = (step * (size / step).round()).clamp(
+        max=6
+    )  # round() takes ties to the even multiple, which is the even code
+    code = torch.searchsorted(torch.tensor(E2M1, dtype=size.dtype, device=x.device), size) + 8 * y.signbit()
+    code = torch.where(scale.float() > 0, code, 0).flatten(-2).to(torch.uint8)
+    return code[..., ::2] | code[..., 1::2] << 4, scale.squeeze(-1)
+
+
+def dequantize_nvfp4(values: Tensor, scales: Tensor, global_scale: float = 1.0) -> Tensor:
+    """The fp32 numbers [.., n] that values uint8 [.., n / 2] and scales float8_e4m3fn [.., n / 16] stand for."""
+    code = torch.stack([values & 15, values >> 4], -1).flatten(-2).long()
+    size = torch.tensor(E2M1, device=values.device)[code & 7]
+    number = torch.where(code < 8, size, -size).view(*scales.shape, 16)
+    found: Tensor = (number * scales.float()[..., None]).flatten(-2) / global_scale
+    return found

@@ -178,14 +178,14 @@ MUTATIONS = [
     ),
     Mutation(
         "pages not checked",
-        "csrc/core/validate.c",
-        "if (page < 0 || page >= p->num_pages)",
+        "csrc/core/validate_lengths.c",
+        "if (page < 0 || page >= sa_num_pages(args))",
         "if (page < page)",
         EDGES + "page_out_of_range_is_not_page_zero",
     ),
     Mutation(
         "decreasing offsets accepted",
-        "csrc/core/validate.c",
+        "csrc/core/validate_lengths.c",
         "if (cu_seqlens[b + 1] < cu_seqlens[b])",
         "if (b < 0)",
         HOSTILE + "hostile_integers_are_named",

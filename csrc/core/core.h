@@ -13,6 +13,13 @@ sinkattn_status sa_ok(void);
 sinkattn_status sa_status(sinkattn_code code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *sa_dtype_name(sinkattn_dtype dtype);
 
+/* Returns what a call says, unless it is SINKATTN_OK. */
+#define SA_TRY(call)                                                                                                                       \
+    do {                                                                                                                                   \
+        const sinkattn_status sa_tried = (call);                                                                                           \
+        if (sa_tried.code != SINKATTN_OK) return sa_tried;                                                                                 \
+    } while (0)
+
 #define SA_MAX_LEN (INT64_C(1) << 36) /* of one sequence: tiles of its keys are numbered in int32 */
 
 /* validate.c: null, dtype, shape, stride, alignment, range, in this order. */
@@ -23,7 +30,7 @@ sinkattn_status sa_validate_bwd(const sinkattn_bwd_args *args);
 sinkattn_status sa_validate_decode(const sinkattn_decode_args *args);
 sinkattn_status sa_validate_append(const sinkattn_append_args *args);
 
-/* Lengths in host memory, whole: read by the CPU backend before it starts, so that it raises where a GPU kernel clamps. */
+/* validate_lengths.c: lengths in host memory, for the CPU backend, before it starts. */
 sinkattn_status sa_validate_cu_seqlens(const sinkattn_fwd_args *args);
 sinkattn_status sa_validate_cache(const sinkattn_decode_args *args);
 sinkattn_status sa_validate_room(const sinkattn_append_args *args);

@@ -6,7 +6,7 @@
 #ifndef SA_LAYOUT_H
 #define SA_LAYOUT_H
 
-#include "mask.h"
+#include "numerics.h"
 
 /* Where one sequence lies. Dense: row_begin 0 and batch selects; packed: batch 0 and row_begin selects. */
 typedef struct sa_sequence {
@@ -61,12 +61,24 @@ SA_HD sa_range sa_new_slots(const sinkattn_append_args *args, int64_t b) {
     return slots;
 }
 
-/* Offset of a cached key of sequence b, -1 where its page is unmapped. */
+/* Pages of both tiers have one numbering, and offsets of both count from the cache: those of the host's pages by so many elements more.
+ * Addresses are multiples of 16 bytes, so that an offset is never -1. */
+SA_HD int64_t sa_tier_gap(const sinkattn_tensor *cache, const sinkattn_tensor *host, int64_t num_pages, int64_t element_bytes) {
+    return ((int64_t)(intptr_t)host->data - (int64_t)(intptr_t)cache->data) / element_bytes - num_pages * cache->batch_stride;
+}
+
+SA_HD int64_t sa_num_pages(const sinkattn_decode_args *args) { return args->fwd.problem.num_pages + args->host.num_pages; }
+
+/* Offset of a cached key of sequence b, -1 where its page is unmapped. cache: args' k or v. */
 SA_HD int64_t sa_cache_offset(const sinkattn_decode_args *args, const sinkattn_tensor *cache, int64_t b, int64_t key, int64_t head) {
     if (!args->block_table) return sa_offset(cache, b, key, head);
-    const int64_t page_size = args->fwd.problem.page_size;
-    const int64_t page = args->block_table[b * args->block_table_stride + key / page_size];
-    return page < 0 || page >= args->fwd.problem.num_pages ? -1 : sa_offset(cache, page, key % page_size, head);
+    const sinkattn_problem *problem = &args->fwd.problem;
+    const int64_t page = args->block_table[b * args->block_table_stride + key / problem->page_size];
+    if (page < 0 || page >= sa_num_pages(args)) return -1;
+    const int64_t offset = sa_offset(cache, page, key % problem->page_size, head);
+    if (page < problem->num_pages) return offset;
+    const sinkattn_tensor *host = cache == &args->fwd.k ? &args->host.k : &args->host.v;
+    return offset + sa_tier_gap(cache, host, problem->num_pages, sa_dtype_bytes(problem->dtype));
 }
 
 #endif

@@ -10,12 +10,7 @@
 #include "core.h"
 #include "layout.h"
 #include "numerics.h"
-
-#define SA_TRY(call)                                                                                                                       \
-    do {                                                                                                                                   \
-        const sinkattn_status sa_tried = (call);                                                                                           \
-        if (sa_tried.code != SINKATTN_OK) return sa_tried;                                                                                 \
-    } while (0)
+#include "nvfp4.h"
 
 /* No size reaches a tensor of more elements, which leaves room to count bytes, splits and statistics in int64. */
 #define SA_MAX_ELEMENTS (INT64_C(1) << 48)
@@ -364,6 +359,45 @@ static sinkattn_status check_table_null(const sinkattn_decode_args *args) {
     return sa_ok();
 }
 
+static sinkattn_status check_host_null(const sinkattn_decode_args *args) {
+    const sinkattn_tier *host = &args->host;
+    if (host->num_pages != 0 && args->fwd.problem.page_size == 0)
+        return sa_status(SINKATTN_INVALID, "host.num_pages is %" PRId64 "; it must be 0 when page_size is 0 (contiguous cache)",
+                         host->num_pages);
+    return sa_ok();
+}
+
+static sinkattn_status check_host_strides(const sinkattn_decode_args *args) {
+    const sinkattn_problem *p = &args->fwd.problem;
+    const sinkattn_tensor *tiers[2][2] = {{&args->fwd.k, &args->host.k}, {&args->fwd.v, &args->host.v}};
+    if (args->host.num_pages == 0) return sa_ok();
+    for (int i = 0; i < 2; i++) {
+        const sinkattn_tensor *cache = tiers[i][0], *host = tiers[i][1];
+        if ((args->host.num_pages > 1 && host->batch_stride != cache->batch_stride) ||
+            (p->page_size > 1 && host->row_stride != cache->row_stride) || (p->num_kv_heads > 1 && host->head_stride != cache->head_stride))
+            return sa_status(SINKATTN_INVALID,
+                             "host.%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; they must be the cache's, %" PRId64 ", %" PRId64
+                             ", %" PRId64,
+                             i ? "v" : "k", host->batch_stride, host->row_stride, host->head_stride, cache->batch_stride, cache->row_stride,
+                             cache->head_stride);
+    }
+    return sa_ok();
+}
+
+static sinkattn_status check_nvfp4(const sinkattn_decode_args *args) {
+    const sinkattn_nvfp4 *nvfp4 = &args->nvfp4;
+    const int64_t head_dim = args->fwd.problem.head_dim;
+    if (!nvfp4->values) return nvfp4->scales ? surplus_error("nvfp4.scales", "without nvfp4.values") : sa_ok();
+    if (head_dim % SA_NVFP4_BLOCK != 0)
+        return sa_status(SINKATTN_INVALID, "head_dim is %" PRId64 "; it must be a multiple of %d for NVFP4", head_dim, SA_NVFP4_BLOCK);
+    if (!nvfp4->scales) return null_error("nvfp4.scales", "with nvfp4.values");
+    SA_TRY(check_aligned("nvfp4.values", nvfp4->values, sizeof(uint16_t)));
+    if (nvfp4->global_scale != 0.0 && !(nvfp4->global_scale >= (double)FLT_MIN && nvfp4->global_scale <= (double)FLT_MAX))
+        return sa_status(SINKATTN_INVALID, "nvfp4.global_scale is %g; it must be positive and neither too large nor too small for fp32",
+                         nvfp4->global_scale);
+    return sa_ok();
+}
+
 static sinkattn_status check_block_table(const sinkattn_decode_args *args) {
     const sinkattn_problem *p = &args->fwd.problem;
     if (p->page_size == 0) return sa_ok();
@@ -379,15 +413,21 @@ static sinkattn_status check_block_table(const sinkattn_decode_args *args) {
 sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     if (!args) return null_error("args", "always");
     const sinkattn_problem *p = &args->fwd.problem;
-    const operands all = fwd_operands(&args->fwd, true);
+    operands all = fwd_operands(&args->fwd, true);
+    SA_TRY(check_at_least("host.num_pages", args->host.num_pages, 0));
+    all.list[all.count++] = (operand){"host.k", &args->host.k, args->host.num_pages, p->page_size, p->num_kv_heads, false};
+    all.list[all.count++] = (operand){"host.v", &args->host.v, args->host.num_pages, p->page_size, p->num_kv_heads, false};
     SA_TRY(check_operands_null(&all));
     SA_TRY(check_fwd_null(&args->fwd));
     SA_TRY(check_table_null(args));
+    SA_TRY(check_host_null(args));
     SA_TRY(check_op(p, SINKATTN_DECODE));
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));
     SA_TRY(check_layout(&all));
     SA_TRY(check_block_table(args));
+    SA_TRY(check_host_strides(args));
+    SA_TRY(check_nvfp4(args));
     SA_TRY(check_fwd_alignment(&args->fwd));
     SA_TRY(check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
     SA_TRY(check_aligned("block_table", args->block_table, sizeof(int32_t)));
@@ -410,6 +450,9 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
         return sa_status(SINKATTN_INVALID,
                          "cache_seqlens is cache.cache_seqlens; it must be another array, which is read while this is written");
     SA_TRY(check_table_null(cache));
+    if (cache->host.num_pages != 0)
+        return sa_status(SINKATTN_INVALID, "cache.host.num_pages is %" PRId64 "; it must be 0: new keys go to pages of the cache",
+                         cache->host.num_pages);
     SA_TRY(check_op(p, SINKATTN_DECODE));
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));
@@ -419,70 +462,4 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     SA_TRY(check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
     SA_TRY(check_aligned("block_table", cache->block_table, sizeof(int32_t)));
     return check_range(p);
-}
-
-/* ---- lengths in host memory ---- */
-
-static sinkattn_status check_cu_seqlens(const char *name, const int32_t *cu_seqlens, int64_t batch, int64_t total) {
-    if (cu_seqlens[0] != 0) return sa_status(SINKATTN_INVALID, "%s[0] is %" PRId32 "; it must be 0", name, cu_seqlens[0]);
-    for (int64_t b = 0; b < batch; b++)
-        if (cu_seqlens[b + 1] < cu_seqlens[b])
-            return sa_status(SINKATTN_INVALID, "%s[%" PRId64 "] is %" PRId32 "; it must be at least %" PRId32 ", the offset before it",
-                             name, b + 1, cu_seqlens[b + 1], cu_seqlens[b]);
-    if (cu_seqlens[batch] > total)
-        return sa_status(SINKATTN_INVALID, "%s[%" PRId64 "] is %" PRId32 "; it must be at most %" PRId64 ", the rows of the packed tensor",
-                         name, batch, cu_seqlens[batch], total);
-    return sa_ok();
-}
-
-sinkattn_status sa_validate_cu_seqlens(const sinkattn_fwd_args *args) {
-    const sinkattn_problem *p = &args->problem;
-    if (!p->packed) return sa_ok();
-    SA_TRY(check_cu_seqlens("cu_seqlens_q", args->cu_seqlens_q, p->batch, p->q_len));
-    return check_cu_seqlens("cu_seqlens_k", args->cu_seqlens_k, p->batch, p->k_len);
-}
-
-static sinkattn_status check_pages_mapped(const sinkattn_decode_args *args, int64_t b, sa_range keys) {
-    const sinkattn_problem *p = &args->fwd.problem;
-    if (keys.begin >= keys.end) return sa_ok();
-    for (int64_t i = keys.begin / p->page_size; i < sa_ceil_div(keys.end, p->page_size); i++) {
-        const int32_t page = args->block_table[b * args->block_table_stride + i];
-        if (page < 0 || page >= p->num_pages)
-            return sa_status(SINKATTN_INVALID, "block_table[%" PRId64 "][%" PRId64 "] is %" PRId32 "; it must be a page from 0 to %" PRId64,
-                             b, i, page, p->num_pages - 1);
-    }
-    return sa_ok();
-}
-
-/* Pages that no row of the call can see may hold anything: caches leave the slots before a window unmapped. */
-sinkattn_status sa_validate_cache(const sinkattn_decode_args *args) {
-    const sinkattn_problem *p = &args->fwd.problem;
-    for (int64_t b = 0; b < p->batch; b++) {
-        const int32_t used = args->cache_seqlens ? args->cache_seqlens[b] : 0;
-        if (used < 0 || used > p->k_len)
-            return sa_status(SINKATTN_INVALID, "cache_seqlens[%" PRId64 "] is %" PRId32 "; it must be from 0 to %" PRId64 ", the capacity",
-                             b, used, p->k_len);
-        if (!args->block_table || p->q_len == 0) continue;
-        const sa_band band = sa_band_of(&p->mask, p->q_len, sa_cache_len(args, b));
-        sa_range prefix = {0, 0};
-        const sa_range keys = sa_rows_band(&band, (sa_range){0, p->q_len}, &prefix.end);
-        SA_TRY(check_pages_mapped(args, b, prefix));
-        SA_TRY(check_pages_mapped(args, b, keys));
-    }
-    return sa_ok();
-}
-
-sinkattn_status sa_validate_room(const sinkattn_append_args *args) {
-    const sinkattn_problem *p = &args->cache.fwd.problem;
-    for (int64_t b = 0; b < p->batch; b++) {
-        const int32_t used = args->cache.cache_seqlens[b];
-        const sa_range slots = sa_new_slots(args, b);
-        if (slots.begin != used || slots.end - used != p->q_len)
-            return sa_status(SINKATTN_INVALID,
-                             "cache_seqlens[%" PRId64 "] is %" PRId32 "; it must be at least 0 and leave room for %" PRId64
-                             " new keys in a cache that holds %" PRId64,
-                             b, used, p->q_len, p->k_len);
-        if (args->cache.block_table) SA_TRY(check_pages_mapped(&args->cache, b, slots));
-    }
-    return sa_ok();
 }

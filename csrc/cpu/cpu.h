@@ -107,6 +107,9 @@ extern const sa_cpu_ops sa_ops_scalar;
 extern const sa_cpu_ops sa_ops_avx2, sa_ops_avx512, sa_ops_avx512_bf16, sa_ops_amx_bf16;
 #endif
 
+/* A decode's out in NVFP4, where that is asked for: what follows when out is written. */
+void sa_pack_nvfp4(const sinkattn_decode_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
+
 /* Defines the launcher of each tiled instruction set for one op: sa_<op>_cpu_<arch>. */
 #define SA_CPU_LAUNCHER(op, arch)                                                                                                          \
     sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);                    \

@@ -113,6 +113,7 @@ static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, 
     const int64_t num_tiles = problem->batch * problem->num_kv_heads * job.num_row_tiles;
     sa_parallel_for(context, plan->workers, num_tiles * job.num_splits, decode_item, &job);
     if (job.parts) sa_parallel_for(context, plan->workers, num_tiles, merge_item, &job);
+    sa_pack_nvfp4(args, plan, context);
     return sa_ok();
 }
 

@@ -228,5 +228,6 @@ sinkattn_status sa_decode_cpu_oracle(const void *args, const sinkattn_plan *plan
     const sinkattn_status status = sa_validate_cache(r.decode);
     if (status.code != SINKATTN_OK) return status;
     sa_parallel_for(context, plan->workers, r.fwd->problem.batch * r.fwd->problem.num_q_heads, forward_item, &r);
+    sa_pack_nvfp4(r.decode, plan, context);
     return sa_ok();
 }

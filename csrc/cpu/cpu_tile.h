@@ -204,7 +204,7 @@ static inline void sa_operand_keys(sa_operand *operand, const sa_stream *stream,
     static const uint64_t zeros[256]; /* head_dim 512 in fp32 */
     const bool paged = stream->cache && stream->cache->block_table;
     for (int64_t j = keys.begin; j < keys.end; j++) {
-        const bool mapped = !paged || sa_cache_offset(stream->cache, tensor, stream->sequence.batch, j, stream->kv_head) >= 0;
+        const bool mapped = !paged || sa_cache_offset(stream->cache, tensor, stream->sequence.batch, j, stream->kv_head) != -1;
         operand->rows[j - keys.begin] = mapped ? sa_key_row(stream, tensor, j) : (const char *)zeros;
     }
 }

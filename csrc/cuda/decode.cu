@@ -18,13 +18,16 @@
 
 #include "cuda/attn/decode_load.cuh"
 #include "cuda/attn/decode_merge.cuh"
+#include "cuda/attn/nvfp4.cuh"
 #include "cuda/cuda_backend.h"
 
 namespace sa {
 namespace {
 
-template <class Element_, int kHeadDim_, int kWarps> struct Config {
+template <class Element_, int kHeadDim_, int kWarps, bool kExtras_> struct Config {
     using Element = Element_;
+    static constexpr bool kExtras = kExtras_;
+    using Arguments = std::conditional_t<kExtras, Extras, Params>;
     static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
     static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
     static constexpr int kTeamWarps = kTeamThreads / 32;               // each takes all scores and its own columns of O
@@ -101,7 +104,8 @@ struct Doubts {
 };
 
 template <class C>
-__device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Guess &guess) {
+__device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params,
+                                         Guess &guess) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
     const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
@@ -164,7 +168,8 @@ __device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, t
 
 // out and lse of four columns of a row, with the sink.
 template <class C>
-__device__ __forceinline__ void write_out(const Quad &quad, const typename C::Smem &smem, const Params &params, int row, int column) {
+__device__ __forceinline__ void write_out(const Quad &quad, const typename C::Smem &smem, const typename C::Arguments &params, int row,
+                                          int column) {
     const Fragment &fragment = smem.fragment;
     const TokenHead at = token_head(fragment, params, row);
     const float s = smem.s_aux[row], sink = s * kLog2e, pivot = fmaxf(quad.pivot, sink), kept = weight(quad.pivot, pivot);
@@ -178,8 +183,13 @@ __device__ __forceinline__ void write_out(const Quad &quad, const typename C::Sm
     if (column >= params.head_dim) return;
     uint16_t *to =
         params.out + fragment.batch * params.out_batch + wide(at.token) * params.out_row + wide(at.head) * params.out_head + column;
-    *reinterpret_cast<uint2 *>(to) = {pack_halves<typename C::Element>(quad.o[0] * factor, quad.o[1] * factor),
-                                      pack_halves<typename C::Element>(quad.o[2] * factor, quad.o[3] * factor)};
+    const uint2 halves = {pack_halves<typename C::Element>(quad.o[0] * factor, quad.o[1] * factor),
+                          pack_halves<typename C::Element>(quad.o[2] * factor, quad.o[3] * factor)};
+    *reinterpret_cast<uint2 *>(to) = halves;
+    if constexpr (C::kExtras) {
+        const int64_t out_row = (wide(fragment.batch) * params.band.q_len + at.token) * params.num_heads * params.group + at.head;
+        if (params.nvfp4_values) write_nvfp4<typename C::Element>(params, out_row, column, halves);
+    }
 }
 
 // Calls visit(row, column) for each quadruple of columns that is this thread's.
@@ -194,7 +204,8 @@ template <class C> __device__ __forceinline__ void make_nothing(float *row) {
 }
 
 // The result from a stream's parts, where smem.is_last.
-template <class C> __device__ __forceinline__ void merge_parts(const float *nothing, const typename C::Smem &smem, const Params &params) {
+template <class C>
+__device__ __forceinline__ void merge_parts(const float *nothing, const typename C::Smem &smem, const typename C::Arguments &params) {
     const Fragment &fragment = smem.fragment;
     __syncthreads();
     if (!smem.is_last) return;
@@ -207,7 +218,8 @@ template <class C> __device__ __forceinline__ void merge_parts(const float *noth
 
 // False where nothing has been done, since a thread's guess was wrong.
 template <class C>
-__device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const Params &params, Doubts doubts) {
+__device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params,
+                                       Doubts doubts) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_column = threadIdx.x % C::kTeamThreads / 32 * C::kColumns;
     const int num_rows = fragment.stream.num_rows;
@@ -238,15 +250,16 @@ __device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typ
 }
 
 // The parameters come from memory a line of 64 bytes at a time: asks for all lines at once, while the kernel in front ends.
-__device__ __forceinline__ void fetch_params(const Params &params) {
+template <class Arguments> __device__ __forceinline__ void fetch_params(const Arguments &params) {
     uint32_t words = 0;
 #pragma unroll
-    for (size_t i = 0; i < sizeof(Params); i += 64)
+    for (size_t i = 0; i < sizeof(Arguments); i += 64)
         words |= *reinterpret_cast<const uint32_t *>(reinterpret_cast<const char *>(&params) + i);
     asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
 }
 
-template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const __grid_constant__ Params params) {
+template <class C>
+__global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const __grid_constant__ typename C::Arguments params) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ typename C::Smem smem;
     fetch_params(params);
@@ -272,7 +285,7 @@ template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void de
 }
 
 // The second pass of num_splits < 0, a block a stream: what the last block of its parts does in one launch.
-template <class C> __global__ __launch_bounds__(C::kThreads) void reduce_kernel(const __grid_constant__ Params params) {
+template <class C> __global__ __launch_bounds__(C::kThreads) void reduce_kernel(const __grid_constant__ typename C::Arguments params) {
     __shared__ typename C::Smem smem;
     __shared__ __align__(16) float nothing[C::kPartialRow];
     const uint32_t stream = sa_divide(blockIdx.x, params.by_heads), head = blockIdx.x - stream * params.num_heads;
@@ -369,10 +382,23 @@ template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &pro
     return grid;
 }
 
+void set_extras(Extras &params, const sinkattn_decode_args &args) {
+    const int64_t num_pages = args.fwd.problem.num_pages;
+    params.first_host_page = INT32_MAX;
+    if (args.host.num_pages && num_pages < INT32_MAX) {
+        params.first_host_page = static_cast<int32_t>(num_pages);
+        params.k_gap = sa_tier_gap(&args.fwd.k, &args.host.k, num_pages, sizeof(uint16_t));
+        params.v_gap = sa_tier_gap(&args.fwd.v, &args.host.v, num_pages, sizeof(uint16_t));
+    }
+    params.nvfp4_values = args.nvfp4.values;
+    params.nvfp4_scales = args.nvfp4.scales;
+    params.global_scale = args.nvfp4.global_scale != 0.0 ? static_cast<float>(args.nvfp4.global_scale) : 1.0f;
+}
+
 template <class C> sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     if (problem.batch == 0 || problem.q_len == 0) return sa_ok();
-    Params params = {};
+    typename C::Arguments params = {};
     int32_t blocks = 1;
     sinkattn_status status = check_sizes(args, plan);
     if (!status.code) status = choose_stages<C>(&params.stages, &blocks);
@@ -408,7 +434,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.v_row = static_cast<int32_t>(args.fwd.v.row_stride);
     params.head_dim = static_cast<int32_t>(problem.head_dim);
     const bool paged = args.block_table != nullptr;
-    params.num_pages = static_cast<int32_t>(sa_min(paged ? problem.num_pages : problem.batch, INT32_MAX));
+    params.num_pages = static_cast<int32_t>(sa_min(paged ? sa_num_pages(&args) : problem.batch, INT32_MAX));
     params.page_size = paged ? static_cast<int32_t>(sa_min(problem.page_size, INT32_MAX)) : INT32_MAX;
     params.by_page_size = divisor(params.page_size);
     params.whole_tiles = !paged || problem.page_size % kTileK == 0;
@@ -428,6 +454,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.out_head = static_cast<int32_t>(args.fwd.out.head_stride);
     params.lse = static_cast<float *>(args.fwd.lse);
     params.two_pass = problem.num_splits < 0;
+    if constexpr (C::kExtras) set_extras(params, args);
 
     const size_t shared_bytes = C::kQueryBytes + static_cast<size_t>(params.stages) * C::kStageBytes;
     status = launch_overlapping<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kThreads, shared_bytes, context.stream, params);
@@ -441,23 +468,26 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
 // Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
 // part each; 1 where streams of one part are more than blocks of 4 find room at once. num_splits always has 4: there the bits of a row do
 // not depend on the batch.
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, bool kExtras>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     if constexpr (kHeadDim == 64) {
         const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem);
         if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
-            return launch<Config<Element, kHeadDim, 8>>(args, plan, context);
+            return launch<Config<Element, kHeadDim, 8, kExtras>>(args, plan, context);
         if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)
-            return launch<Config<Element, kHeadDim, 1>>(args, plan, context);
+            return launch<Config<Element, kHeadDim, 1, kExtras>>(args, plan, context);
     }
-    return launch<Config<Element, kHeadDim, 4>>(args, plan, context);
+    return launch<Config<Element, kHeadDim, 4, kExtras>>(args, plan, context);
 }
 
 template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
-    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch_width<Bf16, kHeadDim>(args, *plan, *context);
-    return launch_width<Fp16, kHeadDim>(args, *plan, *context);
+    const bool extras = args.host.num_pages || args.nvfp4.values;
+    if (args.fwd.problem.dtype == SINKATTN_BF16)
+        return extras ? launch_width<Bf16, kHeadDim, true>(args, *plan, *context)
+                      : launch_width<Bf16, kHeadDim, false>(args, *plan, *context);
+    return extras ? launch_width<Fp16, kHeadDim, true>(args, *plan, *context) : launch_width<Fp16, kHeadDim, false>(args, *plan, *context);
 }
 
 } // namespace

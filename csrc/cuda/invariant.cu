@@ -69,7 +69,7 @@ __device__ __forceinline__ void copy_row(char *to, const sinkattn_tensor &cache,
         const int64_t head = x / head_bytes;
         const char *from =
             static_cast<const char *>(cache.data) + (offset + head * cache.head_stride) * element_bytes + x - head * head_bytes;
-        *reinterpret_cast<uint4 *>(to + x) = offset < 0 ? uint4{} : *reinterpret_cast<const uint4 *>(from);
+        *reinterpret_cast<uint4 *>(to + x) = offset == -1 ? uint4{} : *reinterpret_cast<const uint4 *>(from);
     }
 }
 
@@ -85,7 +85,7 @@ __global__ __launch_bounds__(kThreads) void gather_pages(sinkattn_decode_args ar
     for (int64_t key = blockIdx.x; key < sa_max(keys.end, sink_end); key += kGatherBlocks) {
         if (key >= sink_end && key < keys.begin) continue;
         const int64_t k = sa_cache_offset(&args, &args.fwd.k, b, key, 0), v = sa_cache_offset(&args, &args.fwd.v, b, key, 0);
-        if (k < 0 && threadIdx.x == 0) atomicOr(error_word, kBadBlockTable);
+        if (k == -1 && threadIdx.x == 0) atomicOr(error_word, kBadBlockTable);
         copy_row(memory.k + (b * problem.k_len + key) * bytes, args.fwd.k, k, bytes, head_bytes, element_bytes);
         copy_row(memory.v + (b * problem.k_len + key) * bytes, args.fwd.v, v, bytes, head_bytes, element_bytes);
     }
@@ -120,6 +120,8 @@ sinkattn_tensor packed(sinkattn_tensor tensor, int64_t row_stride) {
 
 sinkattn_status check_strides(const sinkattn_decode_args &args) {
     const sinkattn_problem &problem = args.fwd.problem;
+    if (args.nvfp4.values)
+        return sa_status(SINKATTN_UNSUPPORTED, "nvfp4.values is given with invariant, which has no NVFP4 on CUDA; quantise out afterwards");
     const int64_t step = slots_between(args.fwd.k, problem);
     if (problem.k_len && (!step || step != slots_between(args.fwd.v, problem)))
         return sa_status(SINKATTN_UNSUPPORTED,

@@ -154,11 +154,27 @@ typedef struct sinkattn_bwd_args {
     void *ds_aux; /* [num_q_heads] of s_aux_dtype, written; NULL with s_aux NULL: s_aux is frozen or absent, nothing is spent on it */
 } sinkattn_bwd_args;
 
+/* A decode's out once more, in NVFP4: 16 columns share a scale, and a column is value * scale / global_scale. Both are contiguous. */
+typedef struct sinkattn_nvfp4 {
+    uint8_t *values;     /* [batch, q_len, num_q_heads, head_dim / 2] e2m1, two a byte, the first in its low half; NULL: not wanted */
+    uint8_t *scales;     /* [batch, q_len, num_q_heads, head_dim / 16] e4m3; head_dim is a multiple of 16 */
+    double global_scale; /* 0: 1 */
+} sinkattn_nvfp4;
+
+/* More pages of a paged cache, in memory that the device reads where it lies: pinned host memory. block_table names them from
+ * problem.num_pages on. */
+typedef struct sinkattn_tier {
+    sinkattn_tensor k, v; /* [num_pages, page_size, ..], strides as the cache's */
+    int64_t num_pages;    /* 0: there is no second tier */
+} sinkattn_tier;
+
 typedef struct sinkattn_decode_args {
     sinkattn_fwd_args fwd;        /* k, v are the cache: [batch, k_len, ..] or, with block_table, [num_pages, page_size, ..] */
     const int32_t *cache_seqlens; /* [batch] keys in use; NULL: k_len each */
     const int32_t *block_table;   /* [batch, max_pages] page numbers, k_len == max_pages * page_size; NULL: contiguous */
     int64_t block_table_stride;
+    sinkattn_tier host;
+    sinkattn_nvfp4 nvfp4;
 } sinkattn_decode_args;
 
 /* New keys and values of each sequence, for a cache that a decode reads. */

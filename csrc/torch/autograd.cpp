@@ -135,7 +135,7 @@ struct FlashDecode : torch::autograd::Function<FlashDecode> {
     static constexpr bool is_traceable = true;
     static constexpr const char *name = "sinkattn::flash_decode";
     using Signature = Tensors2(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
-                               MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool);
+                               MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool, const Maybe &, const Maybe &);
 
     template <class... Args> static variable_list forward(AutogradContext * /*ctx*/, const Args &...args) {
         auto [out, lse] = Differentiable<FlashDecode>::below(args...);
@@ -144,6 +144,16 @@ struct FlashDecode : torch::autograd::Function<FlashDecode> {
 
     static variable_list backward(AutogradContext * /*ctx*/, const variable_list & /*grads*/) {
         TORCH_CHECK_NOT_IMPLEMENTED(false, kDecodeHasNoBackward);
+    }
+};
+
+struct FlashDecodeNvfp4 {
+    static constexpr const char *name = "sinkattn::flash_decode_nvfp4";
+    using Signature = Tensors4(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
+                               MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool, double, const Maybe &, const Maybe &);
+
+    template <class... Args> [[noreturn]] static variable_list apply(const Args &.../*args*/) {
+        C10_THROW_ERROR(NotImplementedError, kDecodeHasNoBackward);
     }
 };
 
@@ -157,8 +167,8 @@ void check_writable(const at::Tensor &tensor, const char *name) {
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, c10::SymInt window_size_left,
                       c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant, at::Tensor &out, at::Tensor &lse,
-                      at::Tensor &scratch) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(q, k_cache, v_cache, s_aux, out, lse), kDecodeHasNoBackward);
+                      at::Tensor &scratch, const Maybe &k_cache_host, const Maybe &v_cache_host) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(q, k_cache, v_cache, s_aux, out, lse, k_cache_host, v_cache_host), kDecodeHasNoBackward);
     check_writable(out, "out");
     check_writable(lse, "lse");
     check_writable(scratch, "scratch");
@@ -166,7 +176,7 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     {
         const at::AutoDispatchBelowADInplaceOrView guard;
         op.call(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, std::move(window_size_left),
-                std::move(num_sink_tokens), std::move(num_splits), invariant, out, lse, scratch);
+                std::move(num_sink_tokens), std::move(num_splits), invariant, out, lse, scratch, k_cache_host, v_cache_host);
     }
     for (const at::Tensor *written : {&out, &lse, &scratch}) torch::autograd::impl::bump_version(*written);
 }
@@ -195,6 +205,7 @@ TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
     m.impl("flash_attn_bwd", Differentiable<FlashAttnBwd>::kernel);
     m.impl("flash_decode", Differentiable<FlashDecode>::kernel);
     m.impl("flash_decode_out", flash_decode_out);
+    m.impl("flash_decode_nvfp4", Differentiable<FlashDecodeNvfp4>::kernel);
     m.impl("append_kv", append_kv);
 }
 

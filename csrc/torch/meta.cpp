@@ -32,6 +32,11 @@ void check_devices(const at::Tensor &q, std::initializer_list<std::pair<const ch
         if (*tensor) check_device(**tensor, name, q);
 }
 
+void check_hosts(const at::Tensor &q, const Maybe &k_cache_host, const Maybe &v_cache_host) {
+    for (const auto &[name, host] : {std::pair("k_cache_host", &k_cache_host), std::pair("v_cache_host", &v_cache_host)})
+        if (*host && !(*host)->is_cpu()) check_device(**host, name, q);
+}
+
 Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
                         const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
                         std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/,
@@ -57,17 +62,32 @@ Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Ten
 
 Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> /*softmax_scale*/,
-                      c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/) {
+                      c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/,
+                      const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
+    check_hosts(q, k_cache_host, v_cache_host);
     check_devices(q, {{"s_aux", &s_aux}, {"cache_seqlens", &cache_seqlens}, {"block_table", &block_table}});
     return {empty_contiguous(q), empty_lse(q)};
+}
+
+Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                            const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> softmax_scale,
+                            c10::SymInt window_size_left, c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant,
+                            double /*global_scale*/, const Maybe &k_cache_host, const Maybe &v_cache_host) {
+    auto [out, lse] = flash_decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, std::move(window_size_left),
+                                   std::move(num_sink_tokens), std::move(num_splits), invariant, k_cache_host, v_cache_host);
+    const auto columns = [&](int64_t a_row, at::ScalarType dtype) {
+        return at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), q.sym_size(3) / a_row}, q.options().dtype(dtype));
+    };
+    return {std::move(out), std::move(lse), columns(2, at::kByte), columns(16, at::kFloat8_e4m3fn)};
 }
 
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> /*softmax_scale*/,
                       c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/,
-                      at::Tensor &out, at::Tensor &lse, at::Tensor &scratch) {
+                      at::Tensor &out, at::Tensor &lse, at::Tensor &scratch, const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
+    check_hosts(q, k_cache_host, v_cache_host);
     check_devices(q, {{"s_aux", &s_aux}, {"cache_seqlens", &cache_seqlens}, {"block_table", &block_table}});
     check_device(out, "out", q);
     check_device(lse, "lse", q);
@@ -89,6 +109,7 @@ TORCH_LIBRARY_IMPL(sinkattn, Meta, m) {
     m.impl("flash_attn_bwd", flash_attn_bwd);
     m.impl("flash_decode", flash_decode);
     m.impl("flash_decode_out", flash_decode_out);
+    m.impl("flash_decode_nvfp4", flash_decode_nvfp4);
     m.impl("append_kv", append_kv);
 }
 

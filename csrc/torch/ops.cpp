@@ -38,6 +38,12 @@ struct Inputs {
     sinkattn_fwd_args args{};
 };
 
+// What few decodes have.
+struct DecodeExtras {
+    const Maybe &k_cache_host, &v_cache_host;
+    sinkattn_nvfp4 nvfp4;
+};
+
 // What every operation has. Packed and dense tensors differ in front of [.., row, head, head_dim] only.
 Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
                      MaybeScale softmax_scale, const sinkattn_mask &mask) {
@@ -239,6 +245,34 @@ sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tens
     return args;
 }
 
+// Pages beyond the cache's, in memory of the host that a GPU reads in place, so that nothing can be copied for it.
+sinkattn_tensor host_pages(const at::Tensor &host, const char *name, const at::Tensor &cache) {
+    TORCH_CHECK_VALUE(host.dim() == 4 && host.sizes().slice(1) == cache.sizes().slice(1), "sinkattn: ", name, " has shape ", host.sizes(),
+                      ", it must be that of the cache, ", cache.sizes(), ", but for the number of pages");
+    TORCH_CHECK_VALUE(host.scalar_type() == cache.scalar_type(), "sinkattn: ", name, " is ", host.scalar_type(), ", it must be ",
+                      cache.scalar_type());
+    TORCH_CHECK_VALUE(host.device() == cache.device() || (host.is_cpu() && (host.is_pinned() || host.numel() == 0)), "sinkattn: ", name,
+                      " is on ", host.device(), ", it must be pinned memory of the host (tensor.pin_memory()), or on ", cache.device());
+    TORCH_CHECK_VALUE(has_usable_rows(host), "sinkattn: ", name, " must have contiguous, 16-byte aligned rows, its strides are ",
+                      host.strides());
+    return rows_of(host);
+}
+
+sinkattn_tier host_tier(const DecodeExtras &extras, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &block_table) {
+    sinkattn_tier host{};
+    const auto &[k_host, v_host, nvfp4] = extras;
+    TORCH_CHECK_VALUE(k_host.has_value() == v_host.has_value(), "sinkattn: k_cache_host and v_cache_host go together, only ",
+                      k_host ? "k_cache_host" : "v_cache_host", " was given");
+    if (!k_host) return host;
+    TORCH_CHECK_VALUE(block_table, "sinkattn: k_cache_host is given without block_table, which names its pages");
+    host.k = host_pages(*k_host, "k_cache_host", k_cache);
+    host.v = host_pages(*v_host, "v_cache_host", v_cache);
+    TORCH_CHECK_VALUE(k_host->size(0) == v_host->size(0), "sinkattn: v_cache_host has ", v_host->size(0), " pages, k_cache_host has ",
+                      k_host->size(0));
+    host.num_pages = k_host->size(0);
+    return host;
+}
+
 // An invariant decode on CUDA is a packed forward: between the first slots of two sequences are whole slots, as many of K as of V.
 bool is_packable(const at::Tensor &k_cache, const at::Tensor &v_cache) {
     const auto slots = [](const at::Tensor &cache) {
@@ -251,7 +285,7 @@ bool is_packable(const at::Tensor &k_cache, const at::Tensor &v_cache) {
 
 void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux, const Maybe &cache_seqlens,
             const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens, int64_t num_splits,
-            bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch) {
+            bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch, const DecodeExtras &extras) {
     const bool packs = invariant && !q.is_cpu(), moves = packs && !block_table && !is_packable(k_cache, v_cache);
     Inputs in = common_inputs(SINKATTN_DECODE, packs ? q.contiguous() : q, moves ? k_cache.contiguous() : k_cache,
                               moves ? v_cache.contiguous() : v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
@@ -259,23 +293,45 @@ void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_
     args.fwd = in.args;
     args.fwd.out = written_rows_of(out);
     args.fwd.lse = lse.mutable_data_ptr();
+    args.host = host_tier(extras, in.k, in.v, block_table);
+    args.nvfp4 = extras.nvfp4;
     launch(sinkattn_decode, args, in.args.problem, q, scratch);
 }
 
+at::Tensor empty_lse(const at::Tensor &q) { return at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q))); }
+
 Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
-                      int64_t num_sink_tokens, int64_t num_splits, bool invariant) {
+                      int64_t num_sink_tokens, int64_t num_splits, bool invariant, const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     at::Tensor out = at::empty(q.sizes(), q.options());
-    at::Tensor lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q)));
+    at::Tensor lse = empty_lse(q);
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
-           out, lse, {});
+           out, lse, {}, {k_cache_host, v_cache_host, {}});
     return {std::move(out), std::move(lse)};
+}
+
+Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                            const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
+                            int64_t num_sink_tokens, int64_t num_splits, bool invariant, double global_scale, const Maybe &k_cache_host,
+                            const Maybe &v_cache_host) {
+    check_cache_ranks(q, k_cache, v_cache);
+    TORCH_CHECK_VALUE(global_scale != 0.0, "sinkattn: global_scale is 0; leave it out for 1");
+    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor lse = empty_lse(q);
+    at::Tensor values = at::empty({q.size(0), q.size(1), q.size(2), q.size(3) / 2}, q.options().dtype(at::kByte));
+    at::Tensor scales = at::empty({q.size(0), q.size(1), q.size(2), q.size(3) / 16}, q.options().dtype(at::kFloat8_e4m3fn));
+    const sinkattn_nvfp4 nvfp4{static_cast<uint8_t *>(values.mutable_data_ptr()), static_cast<uint8_t *>(scales.mutable_data_ptr()),
+                               global_scale};
+    decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
+           out, lse, {}, {k_cache_host, v_cache_host, nvfp4});
+    return {std::move(out), std::move(lse), std::move(values), std::move(scales)};
 }
 
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
-                      int64_t num_sink_tokens, int64_t num_splits, bool invariant, at::Tensor &out, at::Tensor &lse, at::Tensor &scratch) {
+                      int64_t num_sink_tokens, int64_t num_splits, bool invariant, at::Tensor &out, at::Tensor &lse, at::Tensor &scratch,
+                      const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     check_like(out, "out", q, q.scalar_type());
     check_shape(out, "out", q.sizes());
@@ -284,7 +340,7 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     check_shape(lse, "lse", {q.size(0), q.size(2), q.size(1)});
     TORCH_CHECK_VALUE(lse.is_contiguous(), "sinkattn: lse must be contiguous, its strides are ", lse.strides());
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
-           out, lse, scratch);
+           out, lse, scratch, {k_cache_host, v_cache_host, {}});
 }
 
 void register_kernels(torch::Library &m) {
@@ -292,6 +348,7 @@ void register_kernels(torch::Library &m) {
     m.impl("flash_attn_bwd", flash_attn_bwd);
     m.impl("flash_decode", flash_decode);
     m.impl("flash_decode_out", flash_decode_out);
+    m.impl("flash_decode_nvfp4", flash_decode_nvfp4);
 }
 
 } // namespace

@@ -14,11 +14,15 @@ TORCH_LIBRARY(sinkattn, m) {
           "SymInt window_size_left, SymInt window_size_right, SymInt num_sink_tokens) "
           "-> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)");
     m.def("flash_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux, Tensor? cache_seqlens, Tensor? block_table, "
-          "float? softmax_scale, SymInt window_size_left, SymInt num_sink_tokens, SymInt num_splits, bool invariant) "
-          "-> (Tensor out, Tensor lse)");
+          "float? softmax_scale, SymInt window_size_left, SymInt num_sink_tokens, SymInt num_splits, bool invariant, "
+          "*, Tensor? k_cache_host=None, Tensor? v_cache_host=None) -> (Tensor out, Tensor lse)");
+    m.def("flash_decode_nvfp4(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux, Tensor? cache_seqlens, Tensor? block_table, "
+          "float? softmax_scale, SymInt window_size_left, SymInt num_sink_tokens, SymInt num_splits, bool invariant, "
+          "float global_scale=1.0, *, Tensor? k_cache_host=None, Tensor? v_cache_host=None) "
+          "-> (Tensor out, Tensor lse, Tensor values, Tensor scales)");
     m.def("flash_decode_out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux, Tensor? cache_seqlens, Tensor? block_table, "
           "float? softmax_scale, SymInt window_size_left, SymInt num_sink_tokens, SymInt num_splits, bool invariant, "
-          "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch) -> ()");
+          "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch, *, Tensor? k_cache_host=None, Tensor? v_cache_host=None) -> ()");
     m.def("append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table) "
           "-> Tensor cache_seqlens_after");
     m.def("merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");

@@ -51,6 +51,16 @@ CHANGE(ds_aux_when_frozen, f->s_aux = NULL; p->s_aux_dtype = SINKATTN_NO_DTYPE)
 CHANGE(no_block_table, c->decode.block_table = NULL)
 CHANGE(block_table_when_contiguous, c->decode.block_table = c->block_table)
 
+CHANGE(negative_host_pages, c->decode.host.num_pages = -1)
+CHANGE(host_without_keys, c->decode.host.num_pages = 1)
+CHANGE(host_when_contiguous, c->decode.host = ((sinkattn_tier){f->k, f->v, 1}))
+CHANGE(host_of_other_rows, c->decode.host = ((sinkattn_tier){f->k, f->v, 2}); c->decode.host.v.row_stride += 4)
+CHANGE(host_of_other_pages, c->decode.host = ((sinkattn_tier){f->k, f->v, 2}); c->decode.host.k.batch_stride += 4)
+CHANGE(host_off_by_4, c->decode.host = ((sinkattn_tier){f->k, f->v, 2}); c->decode.host.k.data = (char *)f->k.data + 4)
+CHANGE(page_past_the_host, c->decode.host = ((sinkattn_tier){f->k, f->v, 2}); c->block_table[5] = 8)
+CHANGE(scales_alone, c->decode.nvfp4.scales = (uint8_t *)c)
+CHANGE(narrow_nvfp4, c->decode.nvfp4.scales = c->decode.nvfp4.values = (uint8_t *)c)
+
 CHANGE(wrong_op, p->op = SINKATTN_BWD)
 CHANGE(unknown_op, p->op = (sinkattn_op)9)
 CHANGE(unknown_dtype, p->dtype = (sinkattn_dtype)9)
@@ -237,6 +247,15 @@ static const malformed table[] = {
     {PAGED, page_too_far, SINKATTN_INVALID, "block_table[1][1] is 6; it must be a page from 0 to 5"},
     {PAGED, page_negative, SINKATTN_INVALID, "block_table[0][0] is -1"},
     {PAGED, page_lowest, SINKATTN_INVALID, "block_table[1][0] is -2147483648"},
+    {PAGED, negative_host_pages, SINKATTN_INVALID, "host.num_pages is -1; it must be at least 0"},
+    {PAGED, host_without_keys, SINKATTN_INVALID, "host.k is NULL"},
+    {DECODE, host_when_contiguous, SINKATTN_INVALID, "host.num_pages is 1; it must be 0 when page_size is 0"},
+    {PAGED, host_of_other_rows, SINKATTN_INVALID, "host.v has strides 64, 20, 8; they must be the cache's, 64, 16, 8"},
+    {PAGED, host_of_other_pages, SINKATTN_INVALID, "host.k has strides 68, 16, 8; they must be the cache's, 64, 16, 8"},
+    {PAGED, host_off_by_4, SINKATTN_INVALID, "host.k is at"},
+    {PAGED, page_past_the_host, SINKATTN_INVALID, "block_table[1][1] is 8; it must be a page from 0 to 7"},
+    {DECODE, scales_alone, SINKATTN_INVALID, "nvfp4.scales is given; it must be NULL without nvfp4.values"},
+    {DECODE, narrow_nvfp4, SINKATTN_INVALID, "head_dim is 8; it must be a multiple of 16 for NVFP4"},
 };
 
 static sinkattn_problem base_problem(kind k) {
@@ -337,6 +356,29 @@ static void test_empty_tensors_need_nothing(void) {
     sample_free(&s);
 }
 
+static void test_nvfp4_arguments(void) {
+    sinkattn_problem problem = base_problem(DECODE);
+    problem.head_dim = 16;
+    sample s = sample_new(&problem, true);
+    _Alignas(2) uint8_t memory[8];
+    const struct {
+        sinkattn_nvfp4 nvfp4;
+        const char *fragment;
+    } rows[] = {{{memory, NULL, 0.0}, "nvfp4.scales is NULL; it must be given with nvfp4.values"},
+                {{memory + 1, memory, 1.0}, "nvfp4.values is at"},
+                {{memory, memory, -1.0}, "nvfp4.global_scale is -1; it must be positive"},
+                {{memory, memory, (double)NAN}, "nvfp4.global_scale is nan"},
+                {{memory, memory, 1e39}, "nvfp4.global_scale is 1e+39"}};
+    sinkattn_decode_args args = sample_decode_args(&s);
+    args.nvfp4 = (sinkattn_nvfp4){memory, memory + 1, 2.0};
+    CHECK(sa_validate_decode(&args).code == SINKATTN_OK, "%s", sa_validate_decode(&args).message);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        args.nvfp4 = rows[i].nvfp4;
+        CHECK(strstr(sa_validate_decode(&args).message, rows[i].fragment) != NULL, "%s", sa_validate_decode(&args).message);
+    }
+    sample_free(&s);
+}
+
 /* A page that no row can see need not be mapped; one that the window or the prefix reaches must be. */
 static void test_only_needed_pages_must_be_mapped(void) {
     int32_t lengths[1] = {14}, pages[4] = {0, -7, 2, INT32_MAX};
@@ -359,4 +401,5 @@ const test validate_tests[] = {{"malformed calls", test_malformed_calls},
                                {"NULL arguments", test_null_arguments},
                                {"empty tensors need nothing", test_empty_tensors_need_nothing},
                                {"only needed pages must be mapped", test_only_needed_pages_must_be_mapped},
+                               {"NVFP4 arguments", test_nvfp4_arguments},
                                {0}};

@@ -14,11 +14,11 @@ __device__ __forceinline__ int64_t wide(int32_t x) { return x; }
 // for the block table. A cache without pages has one a sequence.
 template <class C> struct Loader {
     static constexpr int kRowStep = C::kTeamThreads / C::kChunks;
-    const Params &params;
+    const typename C::Arguments &params;
     const sa_key_tiles tiles;
     const int32_t *pages; // of this sequence, NULL: the sequence itself
     const uint16_t *k, *v;
-    int64_t k_at, v_at; // of the lane's tile, negative where it has no page
+    int64_t k_at, v_at; // of the lane's tile, -1 where it has no page; from the cache on, for pages of the host as well
     int32_t batch, last, page;
     int32_t gap, plain, num_plain; // tiles [plain, plain + num_plain) of the stream lie gap further on, and all rows see all of their keys
     int row, chunk, turn;
@@ -64,6 +64,11 @@ template <class C> struct Loader {
         const bool inside = is_inside(its_page);
         k_at = inside ? its_page * params.k_page + wide(slot) * params.k_row : -1;
         v_at = inside ? its_page * params.v_page + wide(slot) * params.v_row : -1;
+        if constexpr (C::kExtras) {
+            const bool on_host = inside && its_page >= params.first_host_page;
+            k_at += on_host ? params.k_gap : 0;
+            v_at += on_host ? params.v_gap : 0;
+        }
     }
 
     // The thread's chunk of K and V of a key, row r of the tile; zeros, and nothing is read, where no row sees it or it has no page.
@@ -76,7 +81,7 @@ template <class C> struct Loader {
     template <bool kBegins> __device__ __forceinline__ void load(uint32_t to, int32_t n, Guess &guess) {
         if (__builtin_expect(params.whole_tiles, true)) {
             const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, turn), v_offset = __shfl_sync(0xffffffffu, v_at, turn);
-            uint32_t seen = k_offset >= 0 && real ? UINT32_MAX : 0;
+            uint32_t seen = (C::kExtras ? k_offset != -1 : k_offset >= 0) && real ? UINT32_MAX : 0;
             if (__builtin_expect(!is_plain(n), false)) {
                 const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + row;
 #pragma unroll
@@ -113,7 +118,7 @@ template <class C> struct Loader {
             check_page(its_page, seen);
             place(its_page, key + i);
             copy(chunk_address(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * params.k_row, v + v_at - wide(row) * params.v_row,
-                 seen && real && k_at >= 0);
+                 seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
         }
         page = find_page(n + C::kTeams);
     }
@@ -130,7 +135,7 @@ template <class C> struct Loader {
         return page != before;
     }
 
-    __device__ __forceinline__ Loader(const Params &params_, const Fragment &fragment, int32_t n)
+    __device__ __forceinline__ Loader(const typename C::Arguments &params_, const Fragment &fragment, int32_t n)
         : params(params_), tiles(fragment.stream.tiles), batch(fragment.batch) {
         const int thread = threadIdx.x % C::kTeamThreads;
         row = thread / C::kChunks;

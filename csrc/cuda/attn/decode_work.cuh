@@ -50,6 +50,14 @@ struct Params {
     bool two_pass; // another kernel merges the parts
 };
 
+// What few decodes ask for; the others run kernels that know nothing of it.
+struct Extras : Params {
+    int64_t k_gap, v_gap;                 // sa_tier_gap
+    int32_t first_host_page;              // pages from here on are the host's
+    uint8_t *nvfp4_values, *nvfp4_scales; // NULL: not wanted
+    float global_scale;
+};
+
 // One stream of rows: rows r = token * group + head within the group.
 struct Stream {
     sa_band band;

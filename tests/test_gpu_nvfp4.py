@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA decode's out in NVFP4: the bits of the reference quantiser."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_gpu_decode import LENS, arguments, launched, make_cache
+from test_nvfp4 import assert_packed, edges, of_one_key
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
+)
+ops = torch.ops.sinkattn
+
+
+@pytest.mark.parametrize("global_scale", [1.0, 0.3, 2e-38, 1e38])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_edges_of_the_formats(dtype: torch.dtype, global_scale: float) -> None:
+    call = [x.cuda() if isinstance(x, torch.Tensor) else x for x in of_one_key(edges(dtype))]
+    assert_packed(ops.flash_decode_nvfp4(*call, global_scale), ops.flash_decode(*call), global_scale)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"left": 127, "num_sink_tokens": 4}])
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 128, 208, 256, 512])
+def test_it_is_the_quantiser_of_out(head_dim: int, q_len: int, options: dict[str, int]) -> None:
+    for lens in (LENS, LENS[:1], [40] * 300):  # blocks of 4, 8 and 1 warps at head_dim 64
+        t = make_cache(
+            lens, 16, capacity=2048 if lens != [40] * 300 else 64, kv_heads=2, head_dim=head_dim, q_len=q_len
+        )
+        call = arguments(t, **options)
+        assert_packed(ops.flash_decode_nvfp4(*call, 2.0), ops.flash_decode(*call), 2.0)
+
+
+def test_it_is_one_launch() -> None:
+    call = arguments(make_cache(LENS, 64))
+    ops.flash_decode_nvfp4(*call)
+    torch.cuda.synchronize()
+    on_gpu = launched(lambda: ops.flash_decode_nvfp4(*call))
+    assert len(on_gpu) == 1, on_gpu
+    assert "decode_kernel" in on_gpu[0]
+
+
+def test_invariant_has_none() -> None:
+    t = make_cache(LENS)
+    with pytest.raises(NotImplementedError, match="quantise out afterwards"):
+        ops.flash_decode_nvfp4(*arguments(t)[:-1], True)
