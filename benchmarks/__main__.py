@@ -18,6 +18,7 @@ from . import (
     prefill,
     scaling,
     stack,
+    tiers,
     trace,
 )
 
@@ -31,6 +32,7 @@ STUDIES = {
     "decode": decode,
     "decode-crossover": decode_crossover,
     "trace": trace,
+    "tiers": tiers,
     "launches": launches,
     "stack": stack,
     "distributed": distributed,

@@ -21,6 +21,7 @@ from . import (
     prefill,
     report,
     scaling,
+    tiers,
     trace,
 )
 
@@ -28,6 +29,7 @@ from . import (
 PICTURES: dict[ModuleType, type[Any]] = {
     decode_crossover: decode_crossover.CrossoverRow,
     trace: trace.TraceRow,
+    tiers: tiers.TierRow,
     packed: gpu.Row,
     crossover: crossover.CrossoverRow,
     launches: launches.LaunchRow,

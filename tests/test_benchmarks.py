@@ -26,6 +26,7 @@ from benchmarks import (
     prefill,
     report,
     stack,
+    tiers,
     trace,
 )
 from benchmarks.__main__ import main
@@ -376,6 +377,24 @@ def test_a_server_s_policies() -> None:
     assert "split-32" in [str(x) for x in trace.table(rows).columns[0].cells]
 
 
+def tier_rows() -> list[tiers.TierRow]:
+    return [
+        tiers.TierRow(tiers.SUITE, "b1-131k", pages, 2048, impl, num_splits, us, 60.0, "abc", "2.0")
+        for pages in (0, 16, 1024)
+        for impl, num_splits, us in (("found", 0, 120.0), ("resident", 66, 75.0))
+    ]
+
+
+def test_two_tiers_are_bound_by_the_slower() -> None:
+    case = tiers.CASES[0]
+    assert case.cache_bytes == 2048 * tiers.PAGE_BYTES
+    assert tiers.bound_us(case, 0, (4000.0, 50.0)) == pytest.approx(67.1, abs=0.1)
+    assert tiers.bound_us(case, 1024, (4000.0, 50.0)) == pytest.approx(80 * 67.1 / 2, rel=1e-2)
+    shown = {str(column.header): list(column.cells) for column in tiers.table(tier_rows()).columns}
+    assert shown["pages of the host"][1] == "16 of 2048"
+    assert (shown["found"][1], shown["resident"][1]) == ("120.0, 2.00", "75.0, 1.25")
+
+
 def test_studies_of_decoding_are_drawn_without_a_gpu(tmp_path: Path) -> None:
     machine, folder = {"gpu": "NVIDIA H200", "sms": 132}, tmp_path / "nvidia-h200"
     rows = crossover_rows()
@@ -385,11 +404,12 @@ def test_studies_of_decoding_are_drawn_without_a_gpu(tmp_path: Path) -> None:
         (decode_crossover.SUITE, decode_crossover.CrossoverRow, rows),
         (trace.SUITE, trace.TraceRow, steps),
         (long.SUITE, long.LongRow, long_rows()),
+        (tiers.SUITE, tiers.TierRow, tier_rows()),
     ):
         harness.save(folder / f"{suite}.json", some, machine)
         assert harness.load(folder / f"{suite}.json", kind) == (machine, some)
     main(["plot", "--results", str(tmp_path), "--output", str(tmp_path)])
-    for suite in (decode_crossover.SUITE, trace.SUITE, long.SUITE):
+    for suite in (decode_crossover.SUITE, trace.SUITE, long.SUITE, tiers.SUITE):
         assert b"</svg>" in (tmp_path / f"{suite}-nvidia-h200.svg").read_bytes()
 
 
@@ -427,7 +447,7 @@ def test_the_model_of_a_long_sequence() -> None:
     assert two_waves > 1.5 * one_wave  # 67 * 8 blocks are more than 4 on each of 132
 
 
-@pytest.mark.parametrize("study", ["decode-crossover", "trace", "launches", "stack", "long"])
+@pytest.mark.parametrize("study", ["decode-crossover", "trace", "launches", "stack", "long", "tiers"])
 def test_studies_of_decoding_need_a_gpu(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=f"benchmarks {study} needs a CUDA device"):
@@ -447,6 +467,9 @@ def test_studies_of_decoding_measure(tmp_path: Path) -> None:
     main(["long", "--keys", "8192", "--parts", "4", "16", *options])
     _, timed = harness.load(path, long.LongRow)
     assert [row.num_splits for row in timed if row.impl != "model"] == [0, 0, 1, 4, 16, -4, -16]
+    main(["tiers", "--cases", "b1-131k", "--shares", "0", "0.01", *options])
+    _, tiered = harness.load(path, tiers.TierRow)
+    assert {(row.host_pages, row.impl) for row in tiered} == {(n, impl) for n in (0, 20) for impl in tiers.IMPLS}
     main(["launches", *options])
     _, launched = harness.load(path, launches.LaunchRow)
     found = {(row.case, row.call): row for row in launched}
