@@ -139,9 +139,9 @@ def host_us(call: Callable[[], object]) -> float:
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()
-        for _ in range(100):
+        for _ in range(CALLS):
             call()
-        best = min(best, (time.perf_counter() - begin) / 100)
+        best = min(best, (time.perf_counter() - begin) / CALLS)
         torch.cuda.synchronize()
     return 1e6 * best
 
@@ -203,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     gpu.require("launches")
     commit, rows = options.commit or harness.commit(), list[LaunchRow]()
-    for case in PREFILLS:
+    for case in PREFILLS[:1] if options.quick else PREFILLS:
         rows += measure(case.id, prefills(case), commit)
         torch.cuda.empty_cache()
     for step in CASES:

@@ -470,7 +470,7 @@ def test_studies_of_decoding_measure(tmp_path: Path) -> None:
     main(["tiers", "--cases", "b1-131k", "--shares", "0", "0.01", *options])
     _, tiered = harness.load(path, tiers.TierRow)
     assert {(row.host_pages, row.impl) for row in tiered} == {(n, impl) for n in (0, 20) for impl in tiers.IMPLS}
-    main(["launches", *options])
+    main(["launches", "--quick", *options])
     _, launched = harness.load(path, launches.LaunchRow)
     found = {(row.case, row.call): row for row in launched}
     for case in launches.CASES:
