@@ -382,19 +382,6 @@ template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &pro
     return grid;
 }
 
-void set_extras(Extras &params, const sinkattn_decode_args &args) {
-    const int64_t num_pages = args.fwd.problem.num_pages;
-    params.first_host_page = INT32_MAX;
-    if (args.host.num_pages && num_pages < INT32_MAX) {
-        params.first_host_page = static_cast<int32_t>(num_pages);
-        params.k_gap = sa_tier_gap(&args.fwd.k, &args.host.k, num_pages, sizeof(uint16_t));
-        params.v_gap = sa_tier_gap(&args.fwd.v, &args.host.v, num_pages, sizeof(uint16_t));
-    }
-    params.nvfp4_values = args.nvfp4.values;
-    params.nvfp4_scales = args.nvfp4.scales;
-    params.global_scale = args.nvfp4.global_scale != 0.0 ? static_cast<float>(args.nvfp4.global_scale) : 1.0f;
-}
-
 template <class C> sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     if (problem.batch == 0 || problem.q_len == 0) return sa_ok();
