@@ -282,8 +282,9 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
     barrier_wait(&smem.ds_full[n % 2], n / 2 & 1);
     const Step &step = smem.steps[n % kStages];
     const int flags = step.flags;
-    if (__any_sync(0xffffffffu, flags & kOwnsRows)) {
-        float dq[32];
+    const bool owns = __any_sync(0xffffffffu, flags & kOwnsRows);
+    float dq[32] = {};
+    if (owns) {
         const int count = warp_uniform_register(__popc(step.seen())), newest = warp_uniform_register(step.newest);
         if (count == 3)
             dq_product<Element, 3>(dq, smem, n, newest);
@@ -291,10 +292,10 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
             dq_product<Element, 2>(dq, smem, n, newest);
         else if (count == 1)
             dq_product<Element, 1>(dq, smem, n, newest);
-        else
-            for (float &x : dq) x = 0.0f; // rows before all keys
-        write_dq<Element>(dq, step, args, p);
     }
+    // All four warps have left the step before and this one's product: the producer may make another of that step, of dS and of the keys.
+    bar_sync<128>(1);
+    if (owns) write_dq<Element>(dq, step, args, p);
     return flags & kCloses;
 }
 
