@@ -174,7 +174,7 @@ test-py: $(call installed,test)
 # Where a CUDA device is; elsewhere these tests skip. Then the kernels for older devices, on this one.
 test-gpu: $(call installed,test)
 	$(MAKE) ext
-	$(PY) -m pytest tests/test_gpu.py tests/test_gpu_decode.py tests/test_cache.py tests/test_gpu_distributed.py
+	$(PY) -m pytest tests/test_gpu*.py tests/test_cache.py tests/test_models.py
 	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest tests/test_gpu.py
 
 # Memory of its own for every tensor, so that what is out of bounds is seen.

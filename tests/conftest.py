@@ -12,7 +12,8 @@ import torch
 
 from sinkattn._testing import LEVEL_VARIABLE, available_levels
 
-SEED = int(os.environ.get("SINKATTN_SEED", random.SystemRandom().randrange(2**31)))
+# In the environment, so that the workers of pytest-xdist have the one that is printed.
+SEED = int(os.environ.setdefault("SINKATTN_SEED", str(random.SystemRandom().randrange(2**31))))
 
 
 def pytest_report_header() -> str:
