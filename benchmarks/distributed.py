@@ -21,7 +21,7 @@ from torch import Tensor
 from sinkattn.distributed import Shards, context_parallel_attention
 from sinkattn.distributed.ring import Ring
 
-from . import gpu, harness, peers, report
+from . import gpu, harness, peers, report, studies
 from .cases import Case
 from .harness import Call, Inputs
 
@@ -194,14 +194,9 @@ def readme(text: str, results: Path = harness.RESULTS) -> str:
 
 def plot(path: Path, machine: dict[str, object], rows: list[DistributedRow]) -> None:
     """Speed over one GPU, a panel for each case; the dashed line is as many times as there are GPUs."""
-    from matplotlib import pyplot
-
     found = list(dict.fromkeys(row.case for row in rows))
     ranks = max(row.ranks for row in rows)
-    with pyplot.rc_context({"svg.hashsalt": path.stem}):
-        figure, axes = pyplot.subplots(
-            1, len(found), figsize=(5 * len(found), 3.8), squeeze=False, layout="constrained"
-        )
+    with studies.picture(path, 1, len(found), (5 * len(found), 3.8)) as (figure, axes):
         for panel, case in zip(axes[0], found, strict=True):
             for i, direction in enumerate(report.DIRECTIONS):
                 shown = {impl: x for impl, (_, x) in speedups(rows, case, direction).items() if impl != ALONE}
@@ -213,8 +208,6 @@ def plot(path: Path, machine: dict[str, object], rows: list[DistributedRow]) -> 
         axes[0][0].set_ylabel("times as fast as one GPU")
         axes[0][0].legend(loc="lower left")
         figure.suptitle(f"{ranks} x {machine['gpu']}, 64:8 heads of 64, bf16")
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from sinkattn import _C
 
 from . import cases, harness
 from .cases import Case
-from .harness import Call, Name
+from .harness import Call, Item, Name
 from .peers import Peer
 
 FLUSH_BYTES = 256 << 20  # more than any L2
@@ -126,16 +126,22 @@ def capture(calls: dict[Name, Call], notes: dict[Name, str]) -> None:
             notes[name] = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
-def extra_mib(call: Call) -> float:
-    """What a call allocates at its peak beside what it returns."""
-    if not torch.cuda.is_available():
-        return harness.extra_mib(call)
+def peak_bytes(call: Callable[[], Item]) -> tuple[Item, int]:
+    """What a call returns, and what it allocates at its peak."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     results = call()
     torch.cuda.synchronize()
-    return harness.digits(max(0, torch.cuda.max_memory_allocated() - before - harness.num_bytes(results)) / 2**20)
+    return results, torch.cuda.max_memory_allocated() - before
+
+
+def extra_mib(call: Call) -> float:
+    """What a call allocates at its peak beside what it returns."""
+    if not torch.cuda.is_available():
+        return harness.extra_mib(call)
+    results, peak = peak_bytes(call)
+    return harness.digits(max(0, peak - harness.num_bytes(results)) / 2**20)
 
 
 def host_times(calls: dict[Peer, Call]) -> dict[Peer, float]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from . import decode, gpu, harness, report
+from . import decode, gpu, harness, report, studies
 from .decode import COSINE, HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, Cache, DecodeCase
 
 SUITE = "decode-long"
@@ -168,10 +168,8 @@ def table(rows: list[LongRow]) -> Table:
 
 def plot(path: Path, machine: dict[str, object], rows: list[LongRow]) -> None:
     """Times against the number of parts, beside reading alone."""
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"svg.hashsalt": path.stem}):
-        figure, panel = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    with studies.picture(path, 1, 1, (7, 4.2)) as (figure, axes):
+        panel = axes[0][0]
         for impl, style in (("one launch", "-o"), ("two passes", "-s"), ("model", "--")):
             found = {n: row.us for n, row in by_parts(rows, impl).items() if n}
             panel.plot(list(found), list(found.values()), style, label=impl, markersize=4)
@@ -181,8 +179,6 @@ def plot(path: Path, machine: dict[str, object], rows: list[LongRow]) -> None:
         panel.grid(alpha=0.3, which="both")
         panel.legend(fontsize=8)
         figure.suptitle(f"decode of one sequence of {rows[0].keys} keys, 64:8 heads of 64, bf16")
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -149,12 +149,7 @@ def exact_gradients(cases: list[Case], layers: nn.ModuleList, x: Tensor, dout: T
 
 
 def peak_mib(step: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return digits((torch.cuda.max_memory_allocated() - before) / MIB)
+    return digits(gpu.peak_bytes(step)[1] / MIB)
 
 
 def clocked_ms(step: Callable[[], object]) -> float:
