@@ -102,7 +102,7 @@ class StreamingCache(Cache):
         dropped = max(layer.dropped for layer in layers)
         if dropped:
             raise ValueError(f"sinkattn: a layer has dropped {dropped} tokens; the cache cannot be cropped any more")
-        super().crop(max_length)
+        super().crop(max_length - length)  # the layers of transformers 5.23 take nothing but a number of tokens to drop
 
 
 class _Turn:
@@ -111,6 +111,11 @@ class _Turn:
     def __init__(self, model: Any, config: Any) -> None:
         parameters = getattr(config, "rope_parameters", None) or {}
         self.rotary: Any = getattr(model, "rotary_emb", None)
+        prefix, self.options = "", {}
+        if "full_attention" in parameters:  # frequencies by type of layer; no other type's keys are turned
+            parameters, prefix = parameters["full_attention"], "full_attention_"
+            self.options = {"layer_type": "full_attention"}
+        self.scaling: float = getattr(self.rotary, f"{prefix}attention_scaling", 1.0)
         self.apply: Any = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
         kind, part = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor", 1.0)
         if self.rotary is None or self.apply is None or kind not in _FIXED_ROPE or part != 1.0:
@@ -127,9 +132,9 @@ class _Turn:
         x = keys.float()
         if self.by != by or self.cos is None or self.cos.device != x.device:
             self.by = by
-            self.cos, self.sin = self.rotary(x, torch.full((1, 1), by, device=x.device))
+            self.cos, self.sin = self.rotary(x, torch.full((1, 1), by, device=x.device), **self.options)
         turned: Tensor = self.apply(x, x, self.cos, self.sin)[1]
-        return (turned / getattr(self.rotary, "attention_scaling", 1.0)).to(keys.dtype)
+        return (turned / self.scaling).to(keys.dtype)
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
