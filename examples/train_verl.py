@@ -121,7 +121,7 @@ def start_worker(rank: int, ranks: int, port: int, name: str, args: argparse.Nam
     else:
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
 
 
 def verl_config(name: str, args: argparse.Namespace) -> Any:
