@@ -214,7 +214,7 @@ def flash_attn_with_kvcache(
     head_dim 256 and in some multiple of the time; there num_splits other than 0 gives bits that do not depend on the
     batch either.
     k_cache_host, v_cache_host are more pages of a paged cache, in pinned memory, which a GPU reads where they lie:
-    block_table names them from num_pages on, new keys never go there, and both must live until the call has run.
+    block_table names them from num_pages on, and new keys never go there. A captured graph reads them again: keep them.
     head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
     the cache raise ValueError on the CPU: before anything is written where new keys lack a slot, while other errors
     may come when they are in their slots already, behind the keys in use. On CUDA, where no length is read on the host,

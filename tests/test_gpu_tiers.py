@@ -86,6 +86,21 @@ def test_pages_outside_read_as_zeros() -> None:
         sinkattn.check_errors()
 
 
+def test_dropped_pages_are_nobodys_until_they_are_read() -> None:
+    t = make_cache(LENS, 64)
+    want = decode_op(*arguments(t))
+    ours, host = in_two_tiers(t, 0)
+    shape = host["k_cache_host"].shape
+    decode_op(*arguments(ours), **host)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # half a second, in which the pages are dropped and their memory is asked for
+    got = decode_op(*arguments(ours), **host)
+    host.clear()
+    others = [torch.full(shape, torch.nan, dtype=torch.bfloat16, pin_memory=True) for _ in range(2)]
+    assert_same(got, want)
+    assert all(x.isnan().all() for x in others)
+
+
 def test_pageable_memory_is_refused() -> None:
     ours, host = in_two_tiers(make_cache(LENS, 64), 60)
     pageable = {name: x.clone() for name, x in host.items()}

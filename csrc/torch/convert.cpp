@@ -3,7 +3,12 @@
 #include "convert.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/macros/Macros.h>
 #include <c10/util/Exception.h>
+
+C10_DIAGNOSTIC_PUSH_AND_IGNORED_IF_DEFINED("-Winterference-size") // of the included file
+#include <ATen/core/CachingHostAllocator.h>
+C10_DIAGNOSTIC_POP()
 
 #include <cstdlib>
 
@@ -87,7 +92,15 @@ at::Tensor block_table_of(const at::Tensor &tensor, int64_t batch, const at::Ten
     return indices(tensor, "block_table", {batch, tensor.size(1)}, q, q_name);
 }
 
-void *stream_of(const at::Tensor &q) { return c10::impl::VirtualGuardImpl(q.device().type()).getStream(q.device()).native_handle(); }
+static c10::Stream current_stream(const at::Tensor &q) { return c10::impl::VirtualGuardImpl(q.device().type()).getStream(q.device()); }
+
+void *stream_of(const at::Tensor &q) { return current_stream(q).native_handle(); }
+
+void keep_until_read(const at::Tensor &host, const at::Tensor &q) {
+    if (q.is_cpu() || !host.is_cpu()) return;
+    void *data = const_cast<void *>(host.const_data_ptr());
+    at::getHostAllocator(q.device().type())->record_event(data, host.storage().data_ptr().get_context(), current_stream(q));
+}
 
 void check_if_asked(const at::Tensor &q) {
     const char *check = std::getenv("SINKATTN_CHECK");

@@ -35,8 +35,10 @@ void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef sha
 at::Tensor indices(const at::Tensor &tensor, const char *name, at::IntArrayRef shape, const at::Tensor &q, const char *q_name = "q");
 at::Tensor block_table_of(const at::Tensor &tensor, int64_t batch, const at::Tensor &q, const char *q_name = "q");
 
-// The stream that torch is on, for calls on CUDA; and what SINKATTN_CHECK=1 asks for after them.
+// The stream that torch is on, for calls on CUDA; what SINKATTN_CHECK=1 asks for after them.
 void *stream_of(const at::Tensor &q);
+// Pinned memory of torch's that q's stream reads: dropped, it is nobody else's until what is on the stream now has run.
+void keep_until_read(const at::Tensor &host, const at::Tensor &q);
 void check_if_asked(const at::Tensor &q);
 
 // [.., row, head, head_dim], with batch or pages in front unless packed, as C reads it. A tensor whose rows are not contiguous and

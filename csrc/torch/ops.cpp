@@ -296,6 +296,8 @@ void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_
     args.host = host_tier(extras, in.k, in.v, block_table);
     args.nvfp4 = extras.nvfp4;
     launch(sinkattn_decode, args, in.args.problem, q, scratch);
+    for (const Maybe *host : {&extras.k_cache_host, &extras.v_cache_host})
+        if (*host) keep_until_read(**host, q);
 }
 
 at::Tensor empty_lse(const at::Tensor &q) { return at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q))); }
