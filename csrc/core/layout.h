@@ -15,9 +15,12 @@ typedef struct sa_sequence {
     int64_t k_begin, k_len;
 } sa_sequence;
 
+/* Where packed sequence b begins. The first one at row 0, whatever is there: then each row is some sequence's, or past the last. */
+SA_HD int64_t sa_packed_begin(const int32_t *cu_seqlens, int64_t b, int64_t total) { return b > 0 ? sa_clamp(cu_seqlens[b], 0, total) : 0; }
+
 SA_HD sa_range sa_packed_rows(const int32_t *cu_seqlens, int64_t b, int64_t total) {
     sa_range rows;
-    rows.begin = sa_clamp(cu_seqlens[b], 0, total);
+    rows.begin = sa_packed_begin(cu_seqlens, b, total);
     rows.end = sa_clamp(cu_seqlens[b + 1], rows.begin, total);
     return rows;
 }

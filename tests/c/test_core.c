@@ -167,7 +167,7 @@ static void test_mask_of_extreme_windows(void) {
     CHECK(sinkattn_visible_pairs(&(sinkattn_mask){0}, INT64_MAX, INT64_MAX) == -1, "sizes past int64");
 }
 
-/* Whatever the integers hold, rows stay in the tensor and in order. */
+/* Whatever the integers hold, rows stay in the tensor and in order, and each is some sequence's or past the last. */
 static void test_layout_clamps_hostile_lengths(void) {
     const int32_t values[] = {INT32_MIN, -1, 0, 3, 7, 8, 9, INT32_MAX};
     const int64_t total = 8;
@@ -175,13 +175,20 @@ static void test_layout_clamps_hostile_lengths(void) {
         for (size_t b = 0; b < 8; b++) {
             const int32_t cu_seqlens[2] = {values[a], values[b]};
             const sa_range rows = sa_packed_rows(cu_seqlens, 0, total);
-            CHECK(0 <= rows.begin && rows.begin <= rows.end && rows.end <= total, "cu_seqlens %d, %d", values[a], values[b]);
+            CHECK(rows.begin == 0 && rows.begin <= rows.end && rows.end <= total, "cu_seqlens %d, %d", values[a], values[b]);
             const sinkattn_fwd_args args = {.problem = {.packed = true, .batch = 1, .q_len = total, .k_len = total},
                                             .cu_seqlens_q = cu_seqlens,
                                             .cu_seqlens_k = cu_seqlens};
             const sa_sequence s = sa_sequence_at(&args, 0);
             CHECK(s.batch == 0 && s.q_begin == rows.begin && s.k_len == rows.end - rows.begin, "sequence of %d, %d", values[a], values[b]);
         }
+    for (size_t i = 0; i < 8 * 8 * 8; i++) {
+        const int32_t cu_seqlens[3] = {values[i / 64], values[i / 8 % 8], values[i % 8]};
+        const sa_range first = sa_packed_rows(cu_seqlens, 0, total), second = sa_packed_rows(cu_seqlens, 1, total);
+        for (int64_t row = 0; row < sa_packed_begin(cu_seqlens, 2, total); row++)
+            CHECK(row < first.end || (second.begin <= row && row < second.end), "row %" PRId64 " of %d, %d, %d is nobody's", row,
+                  cu_seqlens[0], cu_seqlens[1], cu_seqlens[2]);
+    }
     for (size_t a = 0; a < 8; a++) {
         const int32_t page = values[a];
         const sinkattn_tensor cache = {.batch_stride = 100, .row_stride = 10, .head_stride = 1};

@@ -24,7 +24,7 @@ __device__ __forceinline__ bool find_key_work(const sinkattn_fwd_args &args, int
     work.has_sink = false;
     const int64_t tile = item / problem.num_kv_heads; // the first keys of a causal sequence are seen by the most rows
     if (problem.packed) {
-        const auto keys_before = [&](int64_t b) { return sa_clamp(args.cu_seqlens_k[b], 0, problem.k_len); };
+        const auto keys_before = [&](int64_t b) { return sa_packed_begin(args.cu_seqlens_k, b, problem.k_len); };
         const auto first_tile = [&](int64_t b) { return keys_before(b) / tile_keys + b; };
         const int64_t b = find_sequence(problem.batch, tile, first_tile);
         keys.begin = (tile - first_tile(b)) * tile_keys;

@@ -62,7 +62,7 @@ __device__ __forceinline__ int64_t num_sequences(const sinkattn_problem &problem
 __device__ __forceinline__ sa_sequence sequence_or_tails(const sinkattn_fwd_args &args, int64_t b) {
     const sinkattn_problem &problem = args.problem;
     if (b <= problem.batch) return sequence_or_tail(args, b);
-    const int64_t begin = sa_clamp(args.cu_seqlens_k[problem.batch], 0, problem.k_len);
+    const int64_t begin = sa_packed_begin(args.cu_seqlens_k, problem.batch, problem.k_len);
     return {0, 0, 0, begin, problem.k_len - begin};
 }
 

@@ -42,7 +42,7 @@ template <class FirstItem> __device__ __forceinline__ int64_t find_sequence(int6
 }
 
 __device__ __forceinline__ int64_t rows_before(const sinkattn_fwd_args &args, int64_t b) {
-    return sa_clamp(args.cu_seqlens_q[b], 0, args.problem.q_len);
+    return sa_packed_begin(args.cu_seqlens_q, b, args.problem.q_len);
 }
 
 __device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args &args, int64_t b) {
