@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import _C
+from .ops import _window
 
 CPU_LEVELS = ("oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 """sinkattn_cpu_level by number; the environment variable SINKATTN_CPU_LEVEL names the highest that is to be used."""
@@ -44,7 +45,7 @@ def visible_pairs(
     q_len and k_len are rows and keys; the rest is as in flash_attn_func, causal being a right side of 0. Raises
     ValueError for negative sizes, sides below -1 and lengths from 2^31 on.
     """
-    left, right = (-1 if side is None else side for side in window_size)
+    left, right = _window(window_size, causal=False)
     return _C.visible_pairs(q_len, k_len, left, right, num_sink_tokens)
 
 
@@ -62,7 +63,7 @@ def _cuda_line() -> str:
     try:
         device = _C.query_cuda(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     except (NotImplementedError, RuntimeError) as error:
-        return f"none ({error})"
+        return f"none: {str(error).removeprefix('sinkattn: ')}"
     return f"{device['name']}, sm_{device['arch']}, {device['workers']} multiprocessors"
 
 

@@ -63,7 +63,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "decode", "--k-len", "4096", "--num-splits", "2"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"variant +sa_decode_cpu_", out)
-    assert re.search(r"reason +sa_decode_cpu_\w+ is the best row for bf16, head_dim 64", out)
+    assert re.search(r"reason +sa_decode_cpu_\w+ is the best kernel for bf16, head_dim 64", out)
+    assert main(["plan", "fwd", "--k-len", "2048", "--num-q-heads", "8"]) == 0
+    assert re.search(r"num_items +256\n", capsys.readouterr().out), "a prefill has as many rows as keys"
     assert main(["plan", "fwd", "--head-dim", "12"]) == 1
     assert "head_dim is 12; it must be a multiple of 8" in capsys.readouterr().err
     assert main(["plan", "fwd", "--arch", "90"]) == 1
@@ -83,7 +85,7 @@ def test_command_line_for_a_device_that_is_not_here(capsys: pytest.CaptureFixtur
         assert re.search(not_taken, shown.out, re.MULTILINE), shown.out
     else:
         assert code == 1
-        assert "on cuda arch 90; compiled: none" in shown.err
+        assert "on sm_90; compiled: none" in shown.err
 
 
 def test_command_line_as_a_module() -> None:
@@ -124,7 +126,7 @@ def test_a_plan_needs_no_device() -> None:
     if any(variant["backend"] == "cuda" for variant in sinkattn.variants()):
         assert sinkattn.plan("fwd", H200, **SIZES)["variant"].startswith("sa_fwd_")
     else:
-        with pytest.raises(NotImplementedError, match=r"no fwd kernel serves bf16.* on cuda arch 90; compiled: none"):
+        with pytest.raises(NotImplementedError, match=r"no fwd kernel serves bf16.* on sm_90; compiled: none"):
             sinkattn.plan("fwd", H200, **SIZES)
     scalar = {"backend": "cpu", "arch": 1, "workers": 64, "shared_bytes": 0}
     plan = sinkattn.plan("decode", scalar, **SIZES)
@@ -141,7 +143,7 @@ def test_a_plan_says_why_no_better_row_serves() -> None:
     arch = _C.query_cpu()["arch"]
     for name in (name for name in better if "cpu" in name):
         level = CPU_LEVELS.index(name.removeprefix("sa_fwd_cpu_"))
-        why = r" \(64 x 128\): it has other dtypes" if level <= arch else f": it is for arch {level}"
+        why = r" \(64 x 128\): it has other dtypes" if level <= arch else f": it is for cpu level {CPU_LEVELS[level]}"
         assert re.search(f"; not {name}{why}(;|$)", own["reason"]), own["reason"]
 
 
@@ -150,9 +152,7 @@ def test_planner_refusals() -> None:
         sinkattn.plan("forward", **SIZES)
     with pytest.raises(ValueError, match="dtype is 'fp8'; known are bf16, fp16, fp32, fp64"):
         sinkattn.plan("fwd", **SIZES | {"dtype": "fp8"})
-    with pytest.raises(
-        NotImplementedError, match=r"no decode kernel serves bf16, head_dim 64 on cuda arch 10; compiled"
-    ):
+    with pytest.raises(NotImplementedError, match=r"no decode kernel serves bf16, head_dim 64 on sm_10; compiled"):
         sinkattn.plan("decode", H200 | {"arch": 10}, **SIZES)
 
 
@@ -171,8 +171,12 @@ def test_visible_pairs(window: tuple[int | None, int | None], num_sink_tokens: i
 
 @pytest.mark.parametrize("arguments", [(-1, 3), (3, -1), (3, 3, (-2, 0)), (3, 3, (0, 0), -1)])
 def test_visible_pairs_refuses(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="num_sink_tokens at least 0, window sides at least -1"):
+    with pytest.raises(
+        ValueError, match=r"q_len is -?\d, k_len -?\d, window_size \(.*sides at least -1, num_sink_tokens at least 0"
+    ):
         sinkattn.visible_pairs(*arguments)
+    with pytest.raises(ValueError, match=r"window_size is 3; it must be \(left, right\)"):
+        sinkattn.visible_pairs(4, 4, 3)  # type: ignore[arg-type]
 
 
 # ---- the header and the binary ----

@@ -42,8 +42,9 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
 sinkattn_status sa_append_cpu(const sinkattn_append_args *args);
 sinkattn_status sa_append_cuda(const sinkattn_append_args *args, const sinkattn_context *context);
 
-/* cpu_dispatch.c: the highest sinkattn_cpu_level of this CPU, whatever the environment says. */
+/* cpu_dispatch.c: the highest sinkattn_cpu_level of this CPU, whatever the environment says; the name of one. */
 int32_t sa_cpu_level(void);
+const char *sa_cpu_level_name(int32_t level);
 
 /* variants.c: a row of variants.def. args is the op's argument struct. */
 typedef sinkattn_status (*sa_launcher)(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);

@@ -101,6 +101,19 @@ static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *de
     return best;
 }
 
+typedef struct arch_name {
+    char text[32];
+} arch_name;
+
+static arch_name name_arch(sinkattn_backend backend, int32_t arch) {
+    arch_name name;
+    if (backend == SINKATTN_CPU)
+        snprintf(name.text, sizeof name.text, "cpu level %s", sa_cpu_level_name(arch));
+    else
+        snprintf(name.text, sizeof name.text, "sm_%" PRId32, arch);
+    return name;
+}
+
 static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *device) {
     char compiled[400] = "";
     size_t used = 0;
@@ -114,10 +127,10 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
         if (used < sizeof compiled)
             used += (size_t)snprintf(compiled + used, sizeof compiled - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
     }
-    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s arch %" PRId32 "; compiled: %s",
-                     op_names[p->op], sa_dtype_name(p->dtype), p->head_dim,
+    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; compiled: %s", op_names[p->op],
+                     sa_dtype_name(p->dtype), p->head_dim,
                      p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
-                     device->backend == SINKATTN_CPU ? "cpu" : "cuda", device->arch, used ? compiled : "none");
+                     name_arch(device->backend, device->arch).text, used ? compiled : "none");
 }
 
 /* Query tiles over all sequences and kv heads; the heads of a group share a tile, so a tile's rows are (token, head) pairs. Packed
@@ -189,8 +202,8 @@ static void explain_parts(const sinkattn_problem *p, const sinkattn_variant_info
 
 static void explain(const sinkattn_problem *p, const sinkattn_device *device, int64_t tiles, sinkattn_plan *plan) {
     const sa_variant *row = sa_variant_at(plan->variant);
-    say(plan, "%s is the best row for %s, head_dim %" PRId64 " at arch %" PRId32, row->info.name, sa_dtype_name(p->dtype), p->head_dim,
-        device->arch);
+    say(plan, "%s is the best kernel for %s, head_dim %" PRId64 " on %s", row->info.name, sa_dtype_name(p->dtype), p->head_dim,
+        name_arch(device->backend, device->arch).text);
     if (p->op == SINKATTN_DECODE) {
         const bool balanced = sa_is_balanced(p, plan);
         const char *why = p->invariant        ? "invariant"
@@ -208,7 +221,7 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
         if (runs_on(info, device))
             say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, refusal(row, p));
         else
-            say(plan, "; not %s: it is for arch %" PRId32, info->name, info->arch);
+            say(plan, "; not %s: it is for %s", info->name, name_arch(info->backend, info->arch).text);
     }
 }
 
@@ -252,8 +265,8 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
         return sa_status(SINKATTN_INVALID, "plan.variant is %s; it must serve %s of %s with head_dim %" PRId64 ", but %s", row->info.name,
                          op_names[problem->op], sa_dtype_name(problem->dtype), problem->head_dim, why);
     if (row->info.backend == SINKATTN_CPU && row->info.arch > sa_cpu_level())
-        return sa_status(SINKATTN_UNSUPPORTED, "plan.variant is %s; this CPU must have level %" PRId32 ", it has %" PRId32, row->info.name,
-                         row->info.arch, sa_cpu_level());
+        return sa_status(SINKATTN_UNSUPPORTED, "plan.variant is %s; this CPU must have level %s, it has %s", row->info.name,
+                         sa_cpu_level_name(row->info.arch), sa_cpu_level_name(sa_cpu_level()));
     if (plan->workers < 1 || plan->workers > SA_MAX_WORKERS)
         return sa_status(SINKATTN_INVALID, "plan.workers is %" PRId32 "; it must be from 1 to %d", plan->workers, SA_MAX_WORKERS);
     const int64_t most = problem->op == SINKATTN_DECODE ? num_key_tiles(problem, &row->info) : 1;

@@ -85,6 +85,8 @@ static bool may_use_tiles(void) { return false; }
 
 int32_t sa_cpu_level(void) { return cpu_level == SINKATTN_CPU_AMX_BF16 && !may_use_tiles() ? SINKATTN_CPU_AVX512_BF16 : cpu_level; }
 
+const char *sa_cpu_level_name(int32_t level) { return level >= 0 && level < NUM_LEVELS ? level_names[level] : "unknown"; }
+
 sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device) {
     if (!device) return sa_status(SINKATTN_INVALID, "device is NULL; it must be given");
     if (workers < 1) return sa_status(SINKATTN_INVALID, "workers is %" PRId32 "; it must be at least 1", workers);

@@ -145,7 +145,10 @@ int64_t visible_pairs(int64_t q_len, int64_t k_len, int64_t window_size_left, in
     const sinkattn_mask mask = sinkattn::mask_of(window_size_left, window_size_right, num_sink_tokens);
     const int64_t pairs = sinkattn_visible_pairs(&mask, q_len, k_len);
     if (pairs < 0)
-        throw py::value_error("sinkattn: lengths must be from 0 to 2^31 - 1, num_sink_tokens at least 0, window sides at least -1");
+        throw py::value_error("sinkattn: q_len is " + std::to_string(q_len) + ", k_len " + std::to_string(k_len) + ", window_size (" +
+                              std::to_string(window_size_left) + ", " + std::to_string(window_size_right) + "), num_sink_tokens " +
+                              std::to_string(num_sink_tokens) +
+                              "; lengths must be from 0 to 2^31 - 1, sides at least -1, num_sink_tokens at least 0");
     return pairs;
 }
 

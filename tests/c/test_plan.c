@@ -124,7 +124,7 @@ static void test_the_window_row_says_why_not(void) {
                  {&ungrouped, &device, " (64 x 144): query heads a kv head"},
                  {&negative, &device, " (64 x 144): softmax_scale is negative"},
                  {&large, &device, " (64 x 144): head_dim is above its largest"},
-                 {&base, &older, ": it is for arch 90"}};
+                 {&base, &older, ": it is for sm_90"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_plan plan;
         CHECK(sinkattn_make_plan(cases[i].problem, cases[i].device, &plan).code == SINKATTN_OK, "case %zu is planned", i);
@@ -220,7 +220,7 @@ static void test_the_backward_of_a_window_is_planned(void) {
                  {&empty, &device, " (64 x 64): there are no rows or no keys"},
                  {&no_batch, &device, " (64 x 64): there are no rows or no keys"},
                  {&large, &device, " (64 x 64): head_dim is above its largest"},
-                 {&base, &older, ": it is for arch 90"}};
+                 {&base, &older, ": it is for sm_90"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         CHECK(sinkattn_make_plan(cases[i].problem, cases[i].device, &plan).code == SINKATTN_OK, "case %zu is planned", i);
         const char *found = strstr(plan.reason, "; not sa_bwd_cuda_sm90_window");
