@@ -7,7 +7,11 @@ Row i of a sequence stands at p = i + k_len - q_len and sees key j when
 
     (right < 0 or j <= p + right) and (left < 0 or j >= p - left or j < num_sink_tokens)
 
-with (left, right) = window_size, both counting from the row itself; -1 or None is unbounded, causal is right = 0.
+with (left, right) = window_size, both counting from the row itself; -1 or None is unbounded, causal is right = 0. So
+transformers' sliding_window=128, which counts the row as well, is window_size=(127, 0).
+
+bf16, fp16, fp32 or fp64, on CUDA bf16 or fp16: one dtype for q, k, v and caches, on one device. Any strides; rows of
+head_dim that are not contiguous and 16-byte aligned are copied. head_dim is a multiple of 8 up to 256.
 
 Arguments that every function takes:
     softmax_scale    factor of q . k; None is head_dim ** -0.5.
@@ -111,7 +115,9 @@ def flash_attn_func(
 ) -> Result:
     """Attention over a batch of sequences of one length; differentiable in q, k, v, s_aux, also through the LSE.
 
-    Shapes, arguments and errors are those of this module. Returns out, or (out, lse).
+    q [batch, q_len, num_q_heads, head_dim], k and v [batch, k_len, num_kv_heads, head_dim], s_aux [num_q_heads].
+    Returns out, shaped as q, or (out, lse) with lse [batch, num_q_heads, q_len]. Other arguments, dtypes and errors:
+    help(sinkattn.ops).
     """
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
@@ -227,13 +233,15 @@ def flash_attn_with_kvcache(
     return_lse = return_lse or return_softmax_lse
     s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
     left, right = _window(window_size, causal)
-    if right != 0 and q.shape[1] > 1:
+    if right != 0 and q.ndim == 4 and q.shape[1] > 1:  # another rank is refused below
         raise NotImplementedError(
             f"sinkattn: {q.shape[1]} rows with causal=False; rows of one call are causal among themselves, give"
             " causal=True, or use flash_attn_func"
         )
     if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+        if abs(cache_seqlens) >= 2**31:  # the kernels look at what fits int32
+            raise ValueError(f"sinkattn: cache_seqlens is {cache_seqlens}; it must be from 0 to the capacity")
+        cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("sinkattn: k and v are given without cache_seqlens, which says where they go")

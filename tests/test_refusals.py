@@ -76,6 +76,20 @@ def test_rows_of_a_cache_are_causal() -> None:
         sinkattn.flash_attn_with_kvcache(q, k, v, k, cache_seqlens=lens, causal=True)
 
 
+def test_a_cache_and_one_number() -> None:
+    q, k, v, _, lens = cache()
+    for rows in (q[0], q[0, 0], q[0, 0, 0, 0]):
+        with pytest.raises(ValueError, match=rf"q has {rows.ndim} dimensions, it must be \[batch, len"):
+            sinkattn.flash_attn_with_kvcache(rows, k, v, cache_seqlens=lens)
+        with pytest.raises(ValueError, match=f"q has {rows.ndim} dimensions"):
+            sinkattn.flash_attn_with_kvcache(rows, k, v, cache_seqlens=5)
+    for number in (-(2**31), 2**31, 2**70):
+        with pytest.raises(ValueError, match=f"cache_seqlens is {number}; it must be from 0 to the capacity"):
+            sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=number, causal=True)
+    with pytest.raises(ValueError, match=r"cache_seqlens\[0\] is 9; it must be from 0 to 8"):
+        sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, causal=True)
+
+
 def attend(edit: Callable[[list[Any]], None], make: Callable[[], list[Tensor]] = dense, **options: Any) -> object:
     tensors: list[Any] = make()
     edit(tensors)
@@ -106,6 +120,8 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"q has 4 dimensions, it must be \[tot",
     ),
     "q dtype": (lambda: attend(put(0, lambda x: x.int())), ValueError, "q is Int; bfloat16, float16"),
+    "q None": (lambda: attend(put(0, lambda x: None)), ValueError, "q is None, it must be a tensor"),
+    "k None": (lambda: attend(put(1, lambda x: None)), ValueError, "k is None, it must be a tensor"),
     "k dtype": (lambda: attend(put(1, lambda x: x.half())), ValueError, "k is Half, it must be Float"),
     "v dtype": (lambda: attend(put(2, lambda x: x.half())), ValueError, "v is Half, it must be Float"),
     "k device": (lambda: attend(put(1, lambda x: x.to("meta"))), ValueError, "k is on meta, q is on cpu"),
@@ -136,7 +152,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "cu dtype": (
         lambda: attend(put(4, lambda x: x.long()), packed),
         ValueError,
-        "cu_seqlens_q is Long, it must be Int",
+        r"cu_seqlens_q is Long, it must be Int \(torch.int32\)",
     ),
     "cu shape": (lambda: attend(put(5, lambda x: x[:3]), packed), ValueError, r"cu_seqlens_k has shape \[3\], it must"),
     "cu empty": (lambda: attend(put(4, lambda x: x[:0]), packed), ValueError, "cu_seqlens_q is empty"),

@@ -44,6 +44,7 @@ void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &
 }
 
 static void check_rank(const at::Tensor &tensor, const char *name, const at::Tensor &q, bool packed, const char *q_name = "q") {
+    TORCH_CHECK_VALUE(tensor.defined(), "sinkattn: ", name, " is None, it must be a tensor");
     TORCH_CHECK_VALUE(tensor.dim() == (packed ? 3 : 4), "sinkattn: ", name, " has ", tensor.dim(), " dimensions, it must be ",
                       packed ? "[total, num_heads, head_dim], as cu_seqlens were given" : "[batch, len, num_heads, head_dim]");
     check_device(tensor, name, q, q_name);
@@ -74,7 +75,8 @@ void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, co
 
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name) {
     check_device(tensor, name, q, q_name);
-    TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "sinkattn: ", name, " is ", tensor.scalar_type(), ", it must be ", dtype);
+    TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "sinkattn: ", name, " is ", tensor.scalar_type(), ", it must be ", dtype,
+                      dtype == at::kInt ? " (torch.int32)" : "");
 }
 
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape) {
