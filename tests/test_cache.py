@@ -18,12 +18,12 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers
 from packaging.version import Version
+from tiny_gpt_oss import tiny_gpt_oss
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    GptOssConfig,
     GptOssForCausalLM,
 )
 from transformers.generation import LogitsProcessor, LogitsProcessorList
@@ -54,30 +54,12 @@ def attention_in_half(module: Any, query: Tensor, key: Tensor, value: Tensor, *r
 
 def make_model(device: str, num_layers: int = 2, **config: Any) -> GptOssForCausalLM:
     """A sliding and a full layer, or full ones only; every token visits every expert, so that no choice flips."""
-    torch.manual_seed(0)
     types = ["sliding_attention", "full_attention"] if num_layers == 2 else ["full_attention"] * num_layers
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": num_layers,
-        "layer_types": types,
-        "hidden_size": 32,
-        "intermediate_size": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 97,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    }
-    model = GptOssForCausalLM._from_config(GptOssConfig(**sizes | config), attn_implementation="sinkattn")
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, std=1.5)
+    sizes = {"num_hidden_layers": num_layers, "layer_types": types, "num_local_experts": 2, "eos_token_id": None}
+    model = tiny_gpt_oss(**sizes | config)
     if device == "cuda":
         AttentionInterface.register("sinkattn", attention_in_half)
-    return model.eval().to(device)
+    return model.to(device)
 
 
 @pytest.fixture(autouse=True)

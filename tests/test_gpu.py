@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -663,35 +664,19 @@ def test_what_is_not_compiled_raises() -> None:
         torch.ops.sinkattn.flash_attn_bwd(q, None, q, k, v, q, lse, None, None, None, None, None, None, -1, 0, 0)
 
 
-def tiny_gpt_oss(**changes: int) -> torch.nn.Module:
-    transformers = pytest.importorskip(
-        "transformers", "5.5.3", reason="runs where transformers 5.5.3 or later is installed"
-    )
+def small_gpt_oss(**changes: Any) -> Any:
+    pytest.importorskip("transformers", "5.5.3", reason="runs where transformers 5.5.3 or later is installed")
+    from tiny_gpt_oss import tiny_gpt_oss
+
     import sinkattn.hf
 
     sinkattn.hf.register()
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 256,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 64,
-        "max_position_embeddings": 1024,
-    }
-    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**(sizes | changes))).cuda()
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, std=1.5)
-    return model
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 64, "vocab_size": 256}
+    return tiny_gpt_oss(**sizes, sliding_window=64, initializer_range=0.02, pad_token_id=None, **changes).cuda()
 
 
 def test_gpt_oss_prefill() -> None:
-    model = tiny_gpt_oss().eval()
+    model = small_gpt_oss()
     tokens = torch.randint(0, 256, (2, 400), device="cuda")
     with torch.no_grad():
         model.set_attn_implementation("eager")
@@ -708,7 +693,7 @@ def test_gpt_oss_trains() -> None:
 
     def train(implementation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """The first step's gradients of all parameters and of the sinks, and every step's loss."""
-        model = tiny_gpt_oss(num_local_experts=2).to(dtype).train()
+        model = small_gpt_oss(num_local_experts=2).to(dtype).train()
         model.set_attn_implementation(implementation)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         tokens = torch.randint(0, 256, (2, 400), generator=torch.Generator().manual_seed(1)).cuda()

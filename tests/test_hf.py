@@ -17,41 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
 
-from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM, StaticCache, masking_utils
+from tiny_gpt_oss import WINDOW, tiny_gpt_oss
+from transformers import DynamicCache, GptOssForCausalLM, StaticCache, masking_utils
 
 import sinkattn.hf as hf
 
-WINDOW = 8
 LENGTHS = [5, 1, 1, 14, 3, 1]  # of packed sequences: length-1 neighbours, one longer than the window
 hf.register()
 
 
-def make_model(**config: Any) -> GptOssForCausalLM:
-    """A sliding and a full layer, weights large enough for attention to matter, sinks that stand out."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 97,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": WINDOW,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-    }
-    model = GptOssForCausalLM._from_config(GptOssConfig(**sizes | config), attn_implementation="sinkattn")
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, std=1.5)
-    return model.eval()
-
-
 @pytest.fixture
 def model() -> GptOssForCausalLM:
-    return make_model()
+    return tiny_gpt_oss()
 
 
 @pytest.fixture
@@ -487,7 +464,7 @@ def test_model_refusals(model: GptOssForCausalLM) -> None:
         model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
     with pytest.raises(ValueError, match="restart"):
         model(ids, position_ids=positions([6, 6]), past_key_values=cache)
-    dropping = make_model(attention_dropout=0.1).train()
+    dropping = tiny_gpt_oss(attention_dropout=0.1).train()
     with pytest.raises(NotImplementedError, match="dropout is"):
         dropping(ids)
 

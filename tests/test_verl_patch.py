@@ -15,23 +15,12 @@ import torch
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
 
-from transformers import AttentionInterface, AttentionMaskInterface, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from tiny_gpt_oss import tiny_gpt_oss
+from transformers import AttentionInterface, AttentionMaskInterface, GptOssForCausalLM, PreTrainedModel
 
 from sinkattn import hf, verl_patch
 
 REGISTRIES = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
-CONFIG = GptOssConfig(
-    num_hidden_layers=2,
-    hidden_size=32,
-    intermediate_size=16,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=50,
-    num_local_experts=2,
-    num_experts_per_tok=1,
-    architectures=["GptOssForCausalLM"],
-)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +84,7 @@ def test_replace(caplog: pytest.LogCaptureFixture) -> None:
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
     def attention(name: str) -> str:
-        return GptOssForCausalLM._from_config(CONFIG, attn_implementation=name).config._attn_implementation
+        return str(tiny_gpt_oss(name).config._attn_implementation)
 
     verl_patch.apply()
     assert attention("flex_attention") == "flex_attention"
@@ -192,7 +181,7 @@ def test_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Without the plugin: a rank that holds a part of the sequence would attend to that part only."""
     ulysses_of(size, monkeypatch)
     hf.register()
-    model = GptOssForCausalLM._from_config(CONFIG, attn_implementation="sinkattn")
+    model = tiny_gpt_oss()
     ids = torch.arange(1, 9)[None]
     if size == 1:
         assert model(ids).logits.isfinite().all()
@@ -204,7 +193,7 @@ def test_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def checkpoint(folder: Path) -> Path:
     """As verl writes it: the name set as an attribute of the config."""
     hf.register()
-    model = GptOssForCausalLM._from_config(CONFIG, attn_implementation="sinkattn")
+    model = tiny_gpt_oss()
     model.config.attn_implementation = "sinkattn"
     model.save_pretrained(folder)
     for registry in REGISTRIES:

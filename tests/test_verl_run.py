@@ -15,22 +15,9 @@ import torch
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed: pip install sinkattn[verl], see docs/verl.md", allow_module_level=True)
 
-from transformers import GptOssConfig, GptOssForCausalLM
+from tiny_gpt_oss import tiny_gpt_oss
 
 ROOT = Path(__file__).parent.parent
-CONFIG = GptOssConfig(
-    num_hidden_layers=2,
-    hidden_size=32,
-    intermediate_size=16,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=50,
-    num_local_experts=2,
-    num_experts_per_tok=1,
-    sliding_window=8,
-    pad_token_id=None,
-)
 
 
 def run(script: Path, *arguments: object, **environment: str) -> str:
@@ -126,10 +113,7 @@ if __name__ == "__main__":
 
 def test_ulysses_groups(tmp_path: Path) -> None:
     """2 and 4 ranks, the latter with more ranks than kv heads: logits and summed gradients are one rank's."""
-    model = GptOssForCausalLM(CONFIG)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, std=1.5)
-    model.save_pretrained(tmp_path / "model")
+    tiny_gpt_oss("eager").save_pretrained(tmp_path / "model")
     (tmp_path / "ulysses.py").write_text(ULYSSES)
     run(tmp_path / "ulysses.py", tmp_path / "store", tmp_path / "model")
     found = torch.load(tmp_path / "store.pt")
@@ -166,7 +150,7 @@ except ImportError:
 
 def test_critic(tmp_path: Path) -> None:
     """verl's critic asks for flash_attention_2 whatever the config says; told so, it gets sinkattn, not in silence."""
-    GptOssForCausalLM(CONFIG).save_pretrained(tmp_path / "model")
+    tiny_gpt_oss("eager").save_pretrained(tmp_path / "model")
     (tmp_path / "replaced.py").write_text(REPLACED)
     out = run(tmp_path / "replaced.py", tmp_path / "model", SINKATTN_VERL_REPLACE="flash_attention_2")
     assert "as before" in out
