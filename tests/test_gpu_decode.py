@@ -453,16 +453,23 @@ def test_a_captured_graph_appends_where_lengths_say(page_size: int) -> None:
 
 
 def launched(call: Callable[[], object]) -> list[str]:
-    """What the call puts on the device; it must not wait for that."""
+    """What the call puts on the device; it must not wait for that, neither by torch nor in the library."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            call()
+            with torch.profiler.record_function("the call"):
+                call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_host, on_gpu = ([e for e in profile.events() if e.device_type == getattr(torch.autograd.DeviceType, name)]
+                       for name in ("CPU", "CUDA"))  # fmt: skip
+    (within,) = (e.time_range for e in on_host if e.name == "the call")
+    runtime = [e.name for e in on_host if within.start <= e.time_range.start <= within.end and e.name.startswith("cu")]
+    assert any("Launch" in name for name in runtime), runtime
+    assert not [name for name in runtime if "Synchronize" in name or name == "cudaMemcpy"]
+    return [e.name for e in on_gpu if e.name != "the call"]
 
 
 def test_appending_is_one_launch_without_a_sync() -> None:
