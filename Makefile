@@ -175,7 +175,7 @@ test-py: $(call installed,test)
 test-gpu: $(call installed,test)
 	$(MAKE) ext
 	$(PY) -m pytest tests/test_gpu*.py tests/test_cache.py tests/test_models.py
-	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest tests/test_gpu.py
+	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest tests/test_gpu.py tests/test_gpu_kernels.py tests/test_gpu_promises.py
 
 # Memory of its own for every tensor, so that what is out of bounds is seen.
 test-gpu-sanitize: $(call installed,test)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels, on a CUDA device. SINKATTN_GPU_CASES is the number of random configurations,
-SINKATTN_GPU_REPEATS of repeats that must agree, SINKATTN_GPU_STEPS of steps of the training that must not grow."""
+"""The CUDA kernels, on a CUDA device. SINKATTN_GPU_CASES is the number of random configurations, of which one in 32
+has no s_aux, SINKATTN_GPU_REPEATS of repeats that must agree, SINKATTN_GPU_STEPS of steps of the training that must
+not grow."""
 
 from __future__ import annotations
 
@@ -67,10 +68,11 @@ def assert_right_on_device(case: Case, t: Inputs | None = None) -> None:
 
 
 def gpu_case(seed: str) -> Case:
-    """random_case's, in a half format; caches become packed sequences."""
+    """random_case's, in a half format; caches become packed sequences, and most of those without s_aux get one."""
     case = random_case(seed)
     return dataclasses.replace(
         case,
+        s_aux="rand" if case.s_aux == "none" and case.seed % 8 else case.s_aux,
         layout="dense" if case.layout == "dense" else "varlen",
         head_dim=min(case.head_dim, 256),
         dtype=case.dtype if case.dtype in ("bf16", "fp16") else "bf16",
@@ -399,13 +401,15 @@ def test_gradients_repeat_bitwise_under_load(head_dim: int, window: tuple[int, i
 @pytest.mark.parametrize(("head_dim", "window"), [(64, (-1, 0)), (64, (127, 0)), (128, (-1, 0)), (256, (-1, 0))])
 def test_repeats_are_bitwise_equal_under_load(head_dim: int, window: tuple[int, int]) -> None:
     q, k, v, s_aux = gpt_oss_like(1, 1000, head_dim)
-    first = sinkattn.flash_attn_func(q, k, v, window_size=window, s_aux=s_aux)
+    options = {"window_size": window, "s_aux": s_aux, "return_lse": True}
+    first = sinkattn.flash_attn_func(q, k, v, **options)
     busy, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(REPEATS):
         with torch.cuda.stream(busy):
             noise = (noise @ noise).clamp(-1, 1)
-        different += (sinkattn.flash_attn_func(q, k, v, window_size=window, s_aux=s_aux) != first).sum()
+        for got, want in zip(sinkattn.flash_attn_func(q, k, v, **options), first, strict=True):
+            different += (got != want).sum()
     assert different.item() == 0
 
 
@@ -628,31 +632,6 @@ def test_gradients_of_nothing(window: tuple[int, int], q_len: int, k_len: int, b
     *grads, ds_aux = torch.autograd.grad((out, lse), (q, k, v, s_aux), (torch.ones_like(out), torch.ones_like(lse)))
     assert not any(x.any() for x in grads)
     assert torch.equal(ds_aux, torch.full_like(ds_aux, batch * q_len))  # a row without keys adds g
-
-
-def test_more_than_2_31_elements() -> None:
-    q = torch.randn(1, 40000, 64, 1024, device="cuda", dtype=torch.bfloat16)[..., :128]  # strides reach past 2^31
-    k, v = torch.randn(2, 1, 40000, 8, 128, device="cuda", dtype=torch.bfloat16)
-    out = sinkattn.flash_attn_func(q, k, v, window_size=(127, 0))
-    tail = sinkattn.flash_attn_func(q[:, -50:].contiguous(), k, v, window_size=(127, 0))
-    assert torch.equal(out[:, -50:], tail)
-
-
-def test_gradients_of_more_than_2_31_elements() -> None:
-    q = torch.randn(1, 40000, 64, 1024, device="cuda", dtype=torch.bfloat16)[..., :128]
-    k, v = torch.randn(2, 1, 40000, 8, 128, device="cuda", dtype=torch.bfloat16)
-
-    def gradients_of(q: Tensor) -> tuple[Tensor, ...]:
-        out, lse = sinkattn.flash_attn_func(q, k, v, window_size=(127, 0), return_lse=True)
-        mask = (None, None, None, None, None, None, 127, 0, 0)
-        return torch.ops.sinkattn.flash_attn_bwd(q, None, q, k, v, out, lse, *mask)
-
-    dq, dk, dv, _ = gradients_of(q)
-    dq_tail, dk_tail, dv_tail, _ = gradients_of(q[:, -500:].contiguous())
-    assert torch.equal(dq[:, -500:], dq_tail)
-    # Keys that the tail's rows alone see, but whose sums run over other tiles of rows.
-    for whole, tail in ((dk, dk_tail), (dv, dv_tail)):
-        torch.testing.assert_close(whole[:, -300:], tail[:, -300:], rtol=2e-2, atol=2e-2)
 
 
 def test_what_is_not_compiled_raises() -> None:

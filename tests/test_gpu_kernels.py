@@ -50,23 +50,24 @@ DECODES = {"sm80_d64": range(8, 65, 8), "sm80_d128": range(72, 129, 8), "sm80_d2
            "sm80_d512": range(264, 513, 8), "sm80_prefill": range(8, 257, 8)}  # fmt: skip
 
 
-def planned(op: str, head_dim: int, **sizes: Any) -> str:
-    hopper = _C.query_cuda(0) | {"arch": 90}
+def planned(op: str, head_dim: int, device: dict[str, Any], **sizes: Any) -> dict[str, Any]:
     sizes = {"num_kv_heads": 1, "q_len": 40, "k_len": 60, "window_size_right": 0} | sizes
-    return str(sinkattn.plan(op, hopper, dtype="bf16", batch=1, head_dim=head_dim, **sizes)["variant"])
+    return sinkattn.plan(op, device, dtype="bf16", batch=1, head_dim=head_dim, **sizes)
 
 
 def test_every_kernel_is_in_these_tables() -> None:
-    met = set()
+    hopper, met = _C.query_cuda(0) | {"arch": 90}, set()
     for kind in KINDS.values():
         sizes = {"num_q_heads": kind.ratio, "window_size_left": kind.left}
         for op, name in (("fwd", kind.fwd), ("bwd", kind.bwd)):
-            assert {planned(op, head_dim, **sizes) for head_dim in kind.head_dims} == {f"sa_{op}_cuda_{name}"}
-            met.add(f"sa_{op}_cuda_{name}")
+            found = {planned(op, head_dim, hopper, **sizes)["variant"] for head_dim in kind.head_dims}
+            assert found == {f"sa_{op}_cuda_{name}"}
+            met |= found
     for name, head_dims in DECODES.items():
         sizes = {"num_q_heads": 8, "q_len": 1, "invariant": name == "sm80_prefill"}
-        assert {planned("decode", head_dim, **sizes) for head_dim in head_dims} == {f"sa_decode_cuda_{name}"}
-        met.add(f"sa_decode_cuda_{name}")
+        found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
+        assert found == {f"sa_decode_cuda_{name}"}
+        met |= found
     assert met == {row["name"] for row in _C.variants() if row["backend"] == "cuda"}
 
 
@@ -115,22 +116,18 @@ def test_head_counts(name: str, num_q_heads: int, num_kv_heads: int) -> None:
     assert_right_on_device(case)
 
 
-def tiles(op: str, name: str) -> tuple[int, int]:
-    row = next(row for row in _C.variants() if row["name"] == f"sa_{op}_cuda_{name}")
-    return row["tile_q"], row["tile_k"]
-
-
 @pytest.mark.parametrize("op", ["fwd", "bwd"])
 @pytest.mark.parametrize("name", TUNED)
 def test_lengths_around_every_tile_size(name: str, op: str) -> None:
     """Known failures: a tile size assumed in two places, rows of a partial tile normalised by garbage."""
-    kind = KINDS[name]
-    tile_q, tile_k = tiles(op, kind.fwd if op == "fwd" else kind.bwd)
+    kind, head_dim = KINDS[name], KINDS[name].largest - 24
+    plan = planned(op, head_dim, _C.query_cuda(0), num_q_heads=2, window_size_left=kind.left)
+    tile_q, tile_k = plan["tile_q"], plan["tile_k"]
     for q_len in (tile_q // 2 - 1, tile_q // 2, tile_q // 2 + 1):  # of two heads: a tile holds tile_q / 2 tokens
         for k_len in (tile_k - 1, tile_k, tile_k + 1, 2 * tile_k + 1):
             case = Case(
-                head_dim=kind.largest - 24, left=min(kind.left, tile_k - 18), right=0, ratio=2, q_lens=(q_len,),
-                k_lens=(k_len,), dtype="bf16", seed=q_len,
+                head_dim=head_dim, left=kind.left, right=0, ratio=2, q_lens=(q_len,), k_lens=(k_len,), dtype="bf16",
+                seed=q_len,
             )  # fmt: skip
             assert_right_on_device(case)
 

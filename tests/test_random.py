@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from test_gpu import gpu_case
+
 from sinkattn._testing import Case, random_case, run_random
 
 
@@ -16,6 +18,14 @@ def test_a_case_is_its_seed_and_its_id(seed: int) -> None:
     for index in range(200):
         case = random_case(f"{seed}/{index}")
         assert random_case(f"{seed}/{index}") == case == Case.parse(case.id)
+
+
+def test_random_configurations_of_a_gpu_differ_and_have_sinks(seed: int) -> None:
+    """So that SINKATTN_GPU_CASES=4200 is 4000 distinct ones with a sink, forward and backward."""
+    cases = {gpu_case(f"{seed}-{index}") for index in range(4200)}
+    assert len(cases) == 4200
+    assert sum(case.s_aux != "none" for case in cases) > 4000
+    assert not any(case.decode for case in cases)
 
 
 def test_a_negative_scale_is_in_the_id() -> None:
