@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 import sinkattn
 from benchmarks import harness
-from sinkattn.distributed import Shards, context_parallel_attention, ring
+from sinkattn.distributed import Shards, context_parallel_attention, halo, ring
 
 # Of the largest element: sums of a few hundred terms, taken in another order. In bf16 of each row, as in benchmarks.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: harness.TOLERANCE["bf16"]}
@@ -228,6 +230,45 @@ def gpu_cases() -> list[Case]:
     return [*found, replace(two_sided, head_dim=64)]
 
 
+@contextmanager
+def order_of(*named: tuple[Any, str, str]) -> Iterator[list[str]]:
+    """A word for each call of the named functions, in the order of the calls."""
+    seen: list[str] = []
+
+    def logged(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            seen.append(word)
+            return function(*arguments, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, word in named:
+            stack.enter_context(patch.object(owner, name, logged(word, getattr(owner, name))))
+        yield seen
+
+
+def check_overlap(group: dist.ProcessGroup) -> None:
+    """Messages are on their way while a rank computes, or copies: what is started, done and waited for, in order."""
+    shards, rank = Shards.contiguous((20, 13)), dist.get_rank(group)
+    x = [shards.take(torch.randn(1, 33, 4, 8), rank, 1).requires_grad_() for _ in range(3)]
+    of_ring = (ring.Ring, "start", "start"), (ring.Move, "wait", "wait"), (ring, "_fwd", "rows"), (ring, "_bwd", "rows")
+    with order_of(*of_ring) as seen:
+        out = context_parallel_attention(*x, group=group, shards=shards, method="ring", causal=True)
+        later = ["rows"] * rank  # the first rank sees no keys of the second
+        assert seen == ["start", "rows", "wait", *later], seen
+        seen.clear()
+        out.sum().backward()
+        assert seen == ["start", "rows", "start", "wait", *later, "wait", "start", "wait"], seen
+    of_halo = (halo.dist, "all_to_all_single", "start"), (halo, "_places", "copy"), (dist.Work, "wait", "wait")
+    with order_of(*of_halo) as seen:
+        out = context_parallel_attention(*x, group=group, shards=shards, method="halo", window_size=(9, 0))
+        assert seen[:3] == ["start", "copy", "wait"], seen
+        seen.clear()
+        out.sum().backward()
+        assert seen[:3] == ["start", "copy", "wait"], seen
+
+
 class Layer(nn.Module):
     """Projections, and attention by `attend`."""
 
@@ -345,6 +386,8 @@ def run(rank: int, world: int, folder: str, backend: str) -> None:
         }
         if device == "cpu":
             checks["data-parallel"] = lambda: check_data_parallel(groups[0, 1, 2, 3])
+            if rank < 2:
+                checks["overlap"] = lambda: check_overlap(groups[0, 1])
         checks |= dtensor_checks(device)
         torch.save({name: outcome(check) for name, check in checks.items()}, Path(folder) / f"{rank}.pt")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """256 greedy tokens with every kind of cache: those of eager fp32 that computes each step from scratch.
 
-On CUDA, where attention is in half precision, the right tokens are fed and the logits compared.
+On CUDA attention is in half precision. So tokens are compared of a model that knows what comes next, and of one with
+random weights the logits, where the right tokens are fed.
 """
 
 from __future__ import annotations
@@ -162,6 +163,39 @@ def test_tokens_are_those_from_scratch(cache: str, prompt: int, device: str) -> 
         assert torch.equal(got.sequences[:, prompt:], want)
     assert_close(torch.stack(got.logits).float(), logits, device)
     assert len(want.unique()) > 10  # a model that repeats itself would prove little
+
+
+PERIOD = 11  # more than the windowed layer sees
+
+
+@pytest.fixture(scope="module")
+def repeats() -> dict[str, Tensor]:
+    """Weights that go on with a text of period 11, at any place of it, and by far: no rounding turns the choice."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model, generator = make_model("cpu").train(), torch.Generator().manual_seed(3)
+    model.set_attn_implementation("eager")
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for rows, length in [(8, 38)] * 340 + [(2, 290)] * 80:
+        ids = torch.randint(1, 97, (rows, PERIOD), generator=generator).repeat(1, 27)[:, :length]
+        logits = model(ids, use_cache=False).logits[:, PERIOD:-1]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, PERIOD + 1 :].flatten()).backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("cache", "prompt"), [case for case in CASES if case[1] > PERIOD])
+def test_greedy_tokens_are_those_from_scratch(cache: str, prompt: int, device: str, repeats: dict[str, Tensor]) -> None:
+    model, ids = make_model(device), tokens(2, PERIOD, device).repeat(1, 6)[:, :prompt]
+    model.load_state_dict(repeats)
+    want, logits = from_scratch(model, ids, cache)
+    first, second = logits.topk(2).values.unbind(-1)
+    assert (first - second).min() > 2 * TOLERANCE["cuda"] * logits.abs().max()
+    assert torch.equal(generate(model, ids, cache, None).sequences[:, prompt:], want)
+    assert len(want.unique()) > 10
 
 
 @pytest.mark.parametrize("device", DEVICES)

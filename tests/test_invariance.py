@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -80,6 +81,24 @@ def test_one_and_two_threads(level: str, dtype: torch.dtype, mask: dict[str, obj
         results.append([*dense, *packed, *decoded])
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_callers_in_two_threads(level: str, dtype: torch.dtype, threads: None) -> None:
+    """Each with an input of its own, both at once and again and again."""
+    torch.set_num_threads(2)
+    inputs = [qkv(length, length, dtype) for length in (90, 130)]
+
+    def call(i: int) -> list[Tensor]:
+        q, k, v = inputs[i]
+        decoded = torch.ops.sinkattn.flash_decode(q[:, :1], k, v, S_AUX, None, None, None, -1, 0, 3, False)
+        return [*gradients(q, k, v, **MASKS[1]), *decoded]
+
+    want = [call(0), call(1)]
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda i: (i, [call(i) for _ in range(8)]), (0, 1, 0, 1)):
+            for got in found[1]:
+                assert_same(got, want[found[0]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
