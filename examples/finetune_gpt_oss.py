@@ -2,8 +2,9 @@
 """Fine-tune a small gpt-oss on real text, once with sinkattn and once with eager attention, and compare.
 
 The model is gpt-oss in small: layers with a window of 128 and full ones in turn, grouped heads, experts, sinks drawn
-from N(0, 1.5). The text is the language reference that Python ships, read as bytes. Both runs start from the same
-weights and see the same batches. Written to --output: results.json, finetune.png and the tuned model.
+from N(0, 1.5). The text is the language reference that Python ships, read as bytes. All runs start from the same
+weights and see the same batches; with --dtype bfloat16 there is a third one, eager attention in fp32, which the losses
+of both are compared with. Written to --output: results.json, finetune.png and the tuned model.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import sinkattn
 import sinkattn.hf
 
 IMPLEMENTATIONS = ("sinkattn", "eager")
+EXACT = "eager, fp32"
 FAR = 1e-5  # of the largest logit
 
 
@@ -78,10 +80,9 @@ def evaluate(model: GptOssForCausalLM, ids: Tensor) -> float:
 
 
 def train(
-    model: GptOssForCausalLM, name: str, text: Tensor, held_out: Tensor, args: argparse.Namespace
+    model: GptOssForCausalLM, name: str, dtype: torch.dtype, text: Tensor, held_out: Tensor, args: argparse.Namespace
 ) -> dict[str, Any]:
     device = torch.device(args.device)
-    dtype = getattr(torch, args.dtype)
     model.to(device).train()
     held_out = held_out.to(device)
     # Weights stay in fp32; a lower dtype is for the arithmetic.
@@ -239,6 +240,9 @@ def report(results: dict[str, Any]) -> None:
         f" {seen['largest']:.1e}, above {FAR:g} of the largest logit ({seen['largest_logit']:.1f}) in {seen['far']:.2%}"
         f" of the tokens.\n{rerouted}"
     )
+    if distances := results["loss_distance"]:
+        both = ", ".join(f"{name} {distance:.2e}" for name, distance in distances.items())
+        console.print(f"Training losses against eager's in fp32, mean difference in {results['dtype']}: {both}.")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -260,10 +264,12 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{sum(p.numel() for p in initial.parameters()):,} parameters, {len(text):,} bytes of text")
 
     tuned, runs = {}, {}
-    for name in IMPLEMENTATIONS:
+    dtype = getattr(torch, args.dtype)
+    exact = {} if dtype == torch.float32 else {EXACT: ("eager", torch.float32)}
+    for name, (implementation, of_run) in ({name: (name, dtype) for name in IMPLEMENTATIONS} | exact).items():
         model = copy.deepcopy(initial)
-        model.set_attn_implementation(name)  # the one line
-        runs[name] = train(model, name, text, held_out, args)
+        model.set_attn_implementation(implementation)  # the one line
+        runs[name] = train(model, name, of_run, text, held_out, args)
         tuned[name] = model
 
     model = tuned["sinkattn"]
@@ -278,6 +284,11 @@ def main(arguments: list[str] | None = None) -> None:
         "sinks": {"before": sinks(initial).tolist(), "after": sinks(model).tolist()},
         "sink_mass": {when: sink_mass(m, held_out).tolist() for when, m in (("before", initial), ("after", model))},
         "logit_difference": logit_difference(model, held_out),
+        "loss_distance": {
+            name: statistics.fmean(abs(a - b) for a, b in zip(runs[name]["losses"], runs[EXACT]["losses"], strict=True))
+            for name in IMPLEMENTATIONS
+            if exact
+        },
     }
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")

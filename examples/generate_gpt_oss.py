@@ -20,7 +20,12 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
 
     sinkattn.hf.register()
-    model = GptOssForCausalLM.from_pretrained(args.model, attn_implementation="sinkattn").to(args.device).eval()
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16  # the CUDA kernels take no fp32
+    model = (
+        GptOssForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sinkattn")
+        .to(args.device)
+        .eval()
+    )
     ids = torch.tensor([list(args.prompt.encode())], device=args.device)
 
     written = {}

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples on a CUDA device, in bf16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_examples import run
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
+)
+
+
+def test_finetune_and_generate(tmp_path: Path) -> None:
+    """Losses stay as near to those of eager attention in fp32 as eager's in bf16 do."""
+    sizes = ("--steps", "40", "--length", "512")
+    run("finetune_gpt_oss.py", "--device", "cuda", "--dtype", "bfloat16", *sizes, "--output", str(tmp_path))
+    results = json.loads((tmp_path / "results.json").read_text())
+    for tuned in results["runs"].values():
+        assert tuned["eval_loss_after"] < tuned["eval_loss_before"] - 1
+    distance = results["loss_distance"]
+    assert 0 < distance["sinkattn"] < 1.5 * distance["eager"]  # two draws of the same rounding
+    moved = zip(*(torch.tensor(results["sinks"][when]).flatten() for when in ("before", "after")), strict=True)
+    assert all(before != after for before, after in moved)
+    printed = run(
+        "generate_gpt_oss.py",
+        "--model",
+        str(tmp_path / "model"),
+        "--tokens",
+        "12",
+        "--device",
+        "cuda",
+        "--prompt",
+        "A ",
+    )
+    assert "sinkattn, static cache" in printed
+
+
+def test_rl_parity() -> None:
+    printed = run("rl_parity.py", "--device", "cuda", "--prompt", "140", "--tokens", "6")
+    assert "trainer, chunks and decode agree bit for bit" in printed
