@@ -99,6 +99,14 @@ $(BUILD)/test_c: $(C_TEST_OBJECTS) $(ARCHIVE)
 $(BUILD)/attention: examples/attention.c $(ARCHIVE)
 	$(CC) $(C_FLAGS) $(WARNINGS) $^ -o $@ $(LINK_LIBS)
 
+# The functions of csrc/cuda/device, each alone; tests/test_gpu_device.py runs it.
+DEVICE_TESTS := $(sort $(wildcard tests/cuda/*.cu))
+
+$(BUILD)/test_device: $(DEVICE_TESTS:%=$(BUILD)/%.o)
+	$(CXX) $^ -o $@ $(LINK_LIBS)
+
+-include $(DEVICE_TESTS:%=$(BUILD)/%.d)
+
 test-c: $(BUILD)/test_c $(BUILD)/attention
 	$(BUILD)/attention
 	$(BUILD)/test_c
@@ -194,7 +202,7 @@ docs: $(call installed,docs)
 
 # ---- style ----
 
-C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/fuzz/*.c benchmarks/*.cu examples/*.c)
+C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/cuda/*.cu tests/cuda/*.cuh tests/fuzz/*.c benchmarks/*.cu examples/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
 
 lint: $(call installed,lint)

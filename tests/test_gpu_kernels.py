@@ -235,6 +235,7 @@ def test_fp16_products_of_large_dout_and_v_do_not_overflow(name: str) -> None:
 @pytest.mark.parametrize("name", TUNED)
 def test_every_stride_gives_the_same_bits(name: str, strides: str) -> None:
     q, k, v, s_aux = gpt_oss_like(2, 200, KINDS[name].largest)
+    s_aux.requires_grad_()
     want = everything([x.clone().requires_grad_() for x in (q, k, v)], s_aux, KINDS[name].left, q)
     got = everything([restride(x, strides).requires_grad_() for x in (q, k, v)], s_aux, KINDS[name].left, q)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

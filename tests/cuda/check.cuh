@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the tests of csrc/cuda/device share: memory that host and device see, a verdict, and exact small numbers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdio.h>
+
+#include "cuda/device/ptx_sm80.cuh"
+
+extern int failures;
+
+inline void check(const char *name, bool right) {
+    const cudaError_t error = cudaDeviceSynchronize();
+    printf("%-28s %s%s%s\n", name, right && !error ? "ok" : "FAILED", error ? ": " : "", error ? cudaGetErrorString(error) : "");
+    failures += !right || error;
+}
+
+// Zeroed, and never given back.
+template <class T> T *new_array(size_t length) {
+    T *array = nullptr;
+    cudaMallocManaged(&array, length * sizeof(T));
+    memset(array, 0, length * sizeof(T));
+    return array;
+}
+
+inline uint16_t bits_of(sa::Bf16, float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+inline uint16_t bits_of(sa::Fp16, float x) { return __half_as_ushort(__float2half_rn(x)); }
+
+// Small integers, whose products and sums are exact in every format, and differ from neighbours.
+inline float small(int row, int column) { return (row * 7 + column * 5) % 11 - 5; }
+
+void test_sm80();
+void test_sm90();
+void test_wgmma();

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of csrc/cuda/device, each alone on the GPU: tests/cuda, a program of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = ROOT / "build" / "native" / "test_device"
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+        reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
+    ),
+    pytest.mark.skipif(
+        shutil.which("nvcc") is None and not PROGRAM.exists(),
+        reason="needs nvcc, or what make build/native/test_device made",
+    ),
+]
+
+
+def test_functions_of_the_device() -> None:
+    if shutil.which("nvcc"):
+        subprocess.run(["make", "-s", str(PROGRAM.relative_to(ROOT))], cwd=ROOT, check=True)
+    done = subprocess.run([PROGRAM], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert not [line for line in lines if "FAILED" in line], done.stdout
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == (34 if torch.cuda.get_device_capability() == (9, 0) else 11), done.stdout
