@@ -24,7 +24,7 @@ def test_finetune_and_generate(tmp_path: Path) -> None:
     for tuned in results["runs"].values():
         assert tuned["eval_loss_after"] < tuned["eval_loss_before"] - 1
     distance = results["loss_distance"]
-    assert 0 < distance["sinkattn"] < 1.5 * distance["eager"]  # two draws of the same rounding
+    assert 0 < distance["sinkattn"] < 2 * distance["eager"]  # two draws of the same rounding
     moved = zip(*(torch.tensor(results["sinks"][when]).flatten() for when in ("before", "after")), strict=True)
     assert all(before != after for before, after in moved)
     printed = run(
