@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_gpu_kernels import check_every_kernel_is_in_these_tables
 
 import sinkattn
 from sinkattn import _C
@@ -135,6 +136,11 @@ def test_a_plan_needs_no_device() -> None:
     assert 1 <= plan["workers"] <= 64
     row = next(variant for variant in sinkattn.variants() if variant["name"] == plan["variant"])
     assert (plan["tile_q"], plan["tile_k"]) == (row["tile_q"], row["tile_k"])
+
+
+def test_every_cuda_kernel_has_sizes_in_the_gpu_tests() -> None:
+    if any(variant["backend"] == "cuda" for variant in sinkattn.variants()):
+        check_every_kernel_is_in_these_tables(H200)
 
 
 def test_a_plan_says_why_no_better_row_serves() -> None:
