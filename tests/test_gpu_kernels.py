@@ -55,12 +55,8 @@ def planned(op: str, head_dim: int, device: dict[str, Any], **sizes: Any) -> dic
     return sinkattn.plan(op, device, dtype="bf16", batch=1, head_dim=head_dim, **sizes)
 
 
-def test_every_kernel_is_in_these_tables() -> None:
-    """Here on the device's own facts; test_build.py asks without a device."""
-    check_every_kernel_is_in_these_tables(_C.query_cuda(0) | {"arch": 90})
-
-
 def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
+    """By test_build.py, which asks without a device."""
     met = set()
     for kind in KINDS.values():
         sizes = {"num_q_heads": kind.ratio, "window_size_left": kind.left}
@@ -234,6 +230,32 @@ def test_fp16_products_of_large_dout_and_v_do_not_overflow(name: str) -> None:
     assert torch.equal(out, torch.full_like(out, 200.0))
     assert all(torch.isfinite(x).all() for x in (dq, dk))
     assert dq.abs().max() < 200
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_offsets_outside_are_those_clamped_to_the_tensor(name: str) -> None:
+    """What is hostile reads and writes as if it were not, forward and backward, and is reported."""
+    q, k, v, s_aux = (x[0] if x.ndim == 4 else x for x in gpt_oss_like(1, 300, KINDS[name].largest))
+
+    def run(*offsets: int) -> list[Tensor]:
+        cu = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, s_aux)]
+        options = {"window_size": (KINDS[name].left, 0), "s_aux": leaves[3], "return_lse": True}
+        out, lse = sinkattn.flash_attn_varlen_func(*leaves[:3], cu, cu, **options)
+        dlse = torch.ones_like(lse).masked_fill(torch.isinf(lse), 0)
+        return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (q, dlse))]
+
+    sinkattn.check_errors()
+    for bad, clamped in (
+        ((0, 100, 2**31 - 1), (0, 100, 300)),
+        ((-(2**31), 100, 301), (0, 100, 300)),
+        ((0, 170, 400, 500), (0, 170, 300, 300)),
+    ):
+        want = run(*clamped)
+        sinkattn.check_errors()
+        assert all(torch.equal(x, y) for x, y in zip(run(*bad), want, strict=True)), bad
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            sinkattn.check_errors()
 
 
 @pytest.mark.parametrize("strides", ["transposed", "sliced", "offset", "lastdim"])
