@@ -227,31 +227,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     path, commit, rows = studies.place(SUITE, options), options.commit or harness.commit(), list[CrossoverRow]()
-    every = fields(studies.device(), options.quick)
+    every = {field.name: field for field in fields(studies.device(), options.quick)}
 
-    def race(field: Field, direction: str) -> None:
-        @cache
-        def times(length: int) -> dict[str, float | None]:
-            rows.extend(measure(field, direction, length, commit))
-            return {row.impl: row.ms for row in rows[-len(field.entries) :]}
+    @cache
+    def times(name: str, direction: str, length: int) -> dict[str, float | None]:
+        measured = measure(every[name], direction, length, commit)
+        rows.extend(measured)
+        if path:  # after each: a run may be cut short
+            harness.save(path, rows, studies.machine())
+        return {row.impl: row.ms for row in measured}
 
-        for length in field.lengths[direction]:
-            times(length)
-        for ours, theirs in field.contests:
-            timed = [n for n in field.lengths[direction] if times(n)[ours] is not None and times(n)[theirs] is not None]
+    def bisect(field: Field, direction: str, ours: str, theirs: str) -> None:
+        def faster(length: int) -> bool:
+            found = times(field.name, direction, length)
+            first, second = found[ours], found[theirs]
+            return first is not None and second is not None and first <= second
 
-            def faster(length: int, ours: str = ours, theirs: str = theirs) -> bool:
-                first, second = times(length)[ours], times(length)[theirs]
-                return first is not None and second is not None and first <= second
+        measured = {length: times(field.name, direction, length) for length in field.lengths[direction]}
+        timed = [n for n, found in measured.items() if found[ours] is not None and found[theirs] is not None]
+        if timed:
+            crossing(faster, timed)
 
-            if timed:
-                crossing(faster, timed)
-
-    work = [(field, direction) for field in every for direction in field.lengths]
+    races = [(field, direction) for field in every.values() for direction in field.lengths]
+    points = [(field.name, direction, length) for field, direction in races for length in field.lengths[direction]]
+    contests = [(field, direction, *contest) for field, direction in races for contest in field.contests]
     with studies.one_stream():
-        for field, direction in harness.progress(work, lambda item: f"{item[0].name} {item[1]}"):
-            race(field, direction)
-            if path:  # after each: a run may be cut short
-                harness.save(path, rows, studies.machine())
+        for point in harness.progress(points, lambda point: " ".join(map(str, point))):
+            times(*point)
+        for contest in harness.progress(contests, lambda contest: f"{contest[2]} against {contest[3]}, {contest[1]}"):
+            bisect(*contest)
     studies.show(markdown(studies.machine(), rows))
     studies.keep(path, rows, plot)

@@ -231,7 +231,7 @@ def measure(case: DecodeCase, peers: dict[str, Callable[[DecodeCase, Cache], Cal
         except Exception as error:
             if impl.startswith("sinkattn"):
                 raise
-            note = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
+            note = harness.failure(error)
         bar, goal = (None if us is None else us / 1e3 for us in (case.bar_us, case.goal_us))
         measured = (warm, cold, gbps, bar, goal, note)
         rows.append(DecodeRow(SUITE, case.id, "decode", impl, *measured, commit, torch.__version__))

@@ -123,7 +123,7 @@ def capture(calls: dict[Name, Call], notes: dict[Name, str]) -> None:
             del calls[name]
             if isinstance(name, Peer) and name.is_ours:
                 raise
-            notes[name] = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
+            notes[name] = harness.failure(error)
 
 
 def peak_bytes(call: Callable[[], Item]) -> tuple[Item, int]:

@@ -170,11 +170,16 @@ def faults(case: Case, direction: str, inputs: Inputs, results: dict[Peer, tuple
     return found
 
 
+def failure(error: Exception) -> str:
+    """The note of a peer that could not do it: the first line of what it said."""
+    return f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
+
+
 def why(peer: Peer, error: Exception) -> str:
     if isinstance(error, Absent):
         return str(error)
     if not peer.is_ours:
-        return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        return failure(error)
     if isinstance(error, NotImplementedError):
         return f"not compiled: {error}"
     raise error
@@ -266,13 +271,15 @@ def walk(work: Sequence[tuple[Case, str]]) -> Iterator[tuple[Case, str]]:
 
 
 def progress(work: Sequence[Item], describe: Callable[[Item], str] = str) -> Iterator[Item]:
-    """Each item, behind a progress bar."""
+    """Each item, behind a progress bar; in a log, a line each."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=len(work))
         for item in work:
             bar.update(task, description=describe(item))
             yield item
             bar.advance(task)
+            if not bar.console.is_terminal:
+                bar.console.print(f"{bar.tasks[0].elapsed:.1f} s: {describe(item)}")
 
 
 def machine() -> dict[str, object]:

@@ -196,7 +196,7 @@ def measure(
         except Exception as error:
             if impl == "sinkattn":
                 raise
-            note = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
+            note = harness.failure(error)
         name = f"stack-{cases[0].length}"
         measured = (ms, mib, None, off, of_sinks, reference, note)
         rows.append(StackRow(SUITE, name, impl, *measured, commit, torch.__version__))

@@ -176,6 +176,31 @@ def test_crossover_is_measured_without_a_gpu(on_cpu: None) -> None:
     assert {row.impl for row in rows if row.ms} == {"w128", "w1024", "full", "SDPA"}
 
 
+def test_a_crossover_cut_short_keeps_its_rows(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every length is kept as soon as it is measured, and said in a log; bisected ones too."""
+
+    def measure(field: crossover.Field, direction: str, length: int, commit: str) -> list[crossover.CrossoverRow]:
+        if (field.name, direction, length) == ("long", "both", cut):
+            raise KeyboardInterrupt
+        times = {name: 8.0 if name == "w128" else length / 100 for name in field.entries}
+        where = ("crossover", field.name, direction, length)
+        return [crossover.CrossoverRow(*where, name, ms, "", commit, "2.0") for name, ms in times.items()]
+
+    monkeypatch.setattr(crossover, "measure", measure)
+    path, cut = tmp_path / "crossover.json", 512
+    with pytest.raises(KeyboardInterrupt):
+        main(["crossover", "--quick", "--json", str(path), "--commit", "none"])
+    _, rows = harness.load(path, crossover.CrossoverRow)
+    assert [row.length for row in rows if row.impl in ("flash", "w128")] == [16, 32, 64, 512, 1024]
+    assert "s: short forward 32" in capsys.readouterr().out
+    cut = 0
+    rows = kept_by("crossover", path)
+    assert {832, 800, 768} < {row.length for row in rows}
+    assert crossover.found(rows, crossover.fields("cpu")[1], "forward", ("w128", "full")) == (768, 800)
+
+
 def test_blocks_are_counted_in_a_trace() -> None:
     events = [
         {"cat": "kernel", "name": "k", "args": {"grid": [64, 2, 1]}},
