@@ -58,6 +58,7 @@ def measure(
 
 def free_bytes() -> int:
     if device() == "cuda":
+        torch.cuda.empty_cache()  # what the peer before has left counts as free
         return torch.cuda.mem_get_info()[0]
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return int(available.split()[1]) << 10
