@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from . import studies
 from .cases import SWEEP_LENGTHS, SWEEPS, Case
 from .harness import ROOT
 
@@ -158,14 +159,9 @@ def swept(rows: Iterable[Row], direction: str) -> dict[tuple[str, str], Row]:
 
 def plot_sweeps(path: Path, rows: Sequence[Row], direction: str) -> None:
     """TFLOP/s above, time below, against length; a column for each mask and head_dim."""
-    from matplotlib import pyplot
-
     found = swept(rows, direction)
     lines = {impl: words for impl, words in LINES.items() if impl in {impl for _, impl in found}}
-    with pyplot.rc_context({"svg.hashsalt": path.stem}):  # the same bytes for the same rows
-        figure, axes = pyplot.subplots(
-            2, len(SWEEPS), figsize=(13, 7), sharex=True, squeeze=False, layout="constrained"
-        )
+    with studies.picture(path, 2, len(SWEEPS), (13, 7)) as (figure, axes):
         for column, (title, name, *_) in enumerate(SWEEPS):
             for panel, value, label in zip(axes[:, column], ("tflops", "ms"), ("TFLOP/s", "ms"), strict=True):
                 for impl, words in lines.items():
@@ -181,38 +177,32 @@ def plot_sweeps(path: Path, rows: Sequence[Row], direction: str) -> None:
             axes[1][column].set_xlabel("tokens")
         axes[0][0].legend()
         figure.suptitle(f"{direction}, bf16, cold L2: 64 query heads of 64 or 32 of 128, 8 kv heads")
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def plot(path: Path, rows: Sequence[Row], cases: Sequence[Case]) -> None:
     """Time against length, one panel for each dtype, mask and direction, at the head_dim with the most lengths."""
-    from matplotlib import pyplot
-
     head_dims = [case.head_dim for case in cases]
     head_dim = max(set(head_dims), key=head_dims.count)
     kept = [case for case in cases if case.head_dim == head_dim]
     dtypes, windows = list(dict.fromkeys(c.dtype for c in kept)), list(dict.fromkeys(c.window for c in kept))
     columns = [(window, direction) for window in windows for direction in DIRECTIONS]
     size = (4.0 * len(columns), 3.4 * len(dtypes))
-    figure, axes = pyplot.subplots(len(dtypes), len(columns), figsize=size, squeeze=False, layout="constrained")
     impls = list(dict.fromkeys(row.impl for row in rows))
-    for i, dtype in enumerate(dtypes):
-        for j, (window, direction) in enumerate(columns):
-            panel = axes[i][j]
-            lengths = sorted(case.length for case in kept if (case.dtype, case.window) == (dtype, window))
-            for impl in impls:
-                found = [_by_impl(rows, Case(n, head_dim, dtype, window).id, direction).get(impl) for n in lengths]
-                points = [
-                    (n, row.ms) for n, row in zip(lengths, found, strict=True) if row is not None and row.ms is not None
-                ]
-                panel.plot(*zip(*points, strict=True) if points else ([], []), marker="o", label=impl)
-            mask = f"window {window}" if window else "full causal"
-            panel.set(title=f"{dtype}, {mask}, {direction}", xscale="log", yscale="log", xlabel="length", ylabel="ms")
-            panel.set_xticks(lengths, [str(n) for n in lengths], minor=False)
-            panel.minorticks_off()
-            panel.grid(alpha=0.3)
-    axes[0][0].legend()
-    figure.suptitle(f"8 query heads, 2 kv heads, head_dim {head_dim}: less is faster")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with studies.picture(path, len(dtypes), len(columns), size) as (figure, axes):
+        for i, dtype in enumerate(dtypes):
+            for j, (window, direction) in enumerate(columns):
+                panel = axes[i][j]
+                lengths = sorted(case.length for case in kept if (case.dtype, case.window) == (dtype, window))
+                for impl in impls:
+                    found = [_by_impl(rows, Case(n, head_dim, dtype, window).id, direction).get(impl) for n in lengths]
+                    points = [(n, row.ms) for n, row in zip(lengths, found, strict=True) if row and row.ms is not None]
+                    panel.plot(*zip(*points, strict=True) if points else ([], []), marker="o", label=impl)
+                mask = f"window {window}" if window else "full causal"
+                panel.set(
+                    title=f"{dtype}, {mask}, {direction}", xscale="log", yscale="log", xlabel="length", ylabel="ms"
+                )
+                panel.set_xticks(lengths, [str(n) for n in lengths], minor=False)
+                panel.minorticks_off()
+                panel.grid(alpha=0.3)
+        axes[0][0].legend()
+        figure.suptitle(f"8 query heads, 2 kv heads, head_dim {head_dim}: less is faster")
