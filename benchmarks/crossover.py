@@ -195,7 +195,7 @@ def markdown(machine: dict[str, object], rows: Sequence[CrossoverRow]) -> list[s
 
 
 def plot(path: Path, machine: dict[str, object], rows: Sequence[CrossoverRow]) -> None:
-    """Time against length; a dot and a line where one overtakes."""
+    """Time against length; a line where one overtakes."""
     every = _fields_of(machine)
     panels = [(field, direction) for field in every for direction in field.lengths]
     with studies.picture(path, 1, len(panels), (5.2 * len(panels), 4.4)) as (figure, axes):
@@ -204,12 +204,11 @@ def plot(path: Path, machine: dict[str, object], rows: Sequence[CrossoverRow]) -
             for name in field.entries:
                 points = sorted(times.get(name, {}).items())
                 panel.plot([n for n, _ in points], [ms for _, ms in points], marker=".", label=name)
-            for contest in field.contests:
+            for contest, style in zip(field.contests, ("--", ":", "-."), strict=False):
                 crossed = found(rows, field, direction, contest)
                 if isinstance(crossed, tuple):
-                    panel.axvline(crossed[1], color="black", linewidth=0.8, linestyle="--")
-                    label = f"{contest[0]} < {contest[1]}"
-                    panel.annotate(label, (crossed[1], times[contest[0]][crossed[1]]), rotation=90, fontsize=8)
+                    label = f"{contest[0]} before {contest[1]} from {crossed[1]} on"
+                    panel.axvline(crossed[1], color="black", linewidth=0.8, linestyle=style, label=label)
             words = "forward + backward" if direction == "both" else direction
             panel.set(title=f"{field.title}, {words}", xscale="log", yscale="log", xlabel="tokens of a sequence")
             ticks = field.lengths[direction]

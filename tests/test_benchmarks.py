@@ -101,6 +101,20 @@ def test_a_kernel_wrong_before_the_last_rows_is_not_timed() -> None:
     assert (rows[-1].ms, rows[-1].note.partition(" by ")[0]) == (None, "wrong: off from sinkattn")
 
 
+def test_a_row_that_cancels_is_not_measured_by_itself() -> None:
+    """rows[0] sees few keys: its norm is 10, the others' 1; and in one head it cancels. rows[6] is zero in all."""
+    rows = torch.ones(1, 64, 8, 4) / 2
+    rows[:, 0] *= 10
+    rows[0, 0, 3] = 0
+    rows[:, 6] = 0
+    for row, head, distance, expected in ((0, 3, 0.2, 0.02), (0, 2, 0.2, 0.02), (5, 3, 1.0, 1.0), (6, 3, 0.2, 0.2)):
+        got = rows.clone()
+        got[0, row, head, 0] += distance
+        assert harness.row_error(got, rows) == pytest.approx(expected)
+    rows[0, 5, 3] = torch.nan
+    assert harness.row_error(rows, torch.ones_like(rows)) == float("inf")
+
+
 def test_absent_peers_say_why() -> None:
     flex = next(peer for peer in peers.CPU if peer.name == "flex")
     who = [*PEERS, flex, planted(broken)]
