@@ -45,7 +45,9 @@ _PASSENGERS = {
     "use_cache",
 }
 
-# The dtype of a mask that hides nothing and says that each batch row is one sequence, as a StreamingCache keeps it.
+# The dtype of a mask that hides nothing and says that each batch row is one sequence, as a StreamingCache keeps it. The
+# mask is all that models pass on from the cache to each layer, and a compiled graph keeps no attribute of a tensor.
+# transformers makes a caller's own mask bool before it asks for this one.
 _ONE_SEQUENCE = torch.uint8
 
 # The mask functions of transformers whose meaning the arguments of attention_forward repeat.
