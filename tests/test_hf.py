@@ -397,6 +397,7 @@ def test_compiles_without_a_graph_break(form: str) -> None:
 
 def test_whole_model_compiles(model: GptOssForCausalLM) -> None:
     """With its masks, made inside the graph; eager experts loop over data, so the batched ones stand in."""
+    torch.compiler.reset()
     model.set_experts_implementation("batched_mm")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
