@@ -21,6 +21,7 @@ from torch import Tensor
 
 import sinkattn
 from sinkattn import _C
+from sinkattn.__main__ import main
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
@@ -337,6 +338,13 @@ def test_merged_parts_and_the_sink_are_one_call() -> None:
     seeds = (torch.randn_like(whole[0]), torch.randn_like(whole[1]))
     for got, want in zip(*(torch.autograd.grad(x, leaves, seeds) for x in (merged, whole)), strict=True):
         assert (got - want).float().norm() < 1e-2 * want.float().norm()
+
+
+def test_the_command_line_knows_this_device(capsys: pytest.CaptureFixture[str]) -> None:
+    device = _C.query_cuda(0)
+    assert re.search(rf"^cuda +{re.escape(device['name'])}, sm_{device['arch']}, ", sinkattn.check(), re.MULTILINE)
+    assert main(["plan", "fwd", "--cuda", "0", "--q-len", "4096", "--k-len", "4096", "--window-size-right", "0"]) == 0
+    assert re.search(r"^variant +sa_fwd_cuda_sm", capsys.readouterr().out, re.MULTILINE)
 
 
 OPCHECKS: dict[str, Callable[[], tuple[Any, ...]]] = {
