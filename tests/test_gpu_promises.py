@@ -367,6 +367,8 @@ def test_a_whole_training_step_in_a_graph() -> None:
     """A packed model's forward, backward and optimizer, replayed on other tokens and bounds, beside a twin without."""
     torch.manual_seed(0)
     models = [Decoder().cuda().bfloat16() for _ in range(2)]
+    for layer in (*models[0].qkv, *models[0].out):
+        layer.weight.data *= 4  # so that what is seen matters
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
     tokens = torch.randint(256, (200,), device="cuda")

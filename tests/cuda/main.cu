@@ -7,6 +7,7 @@
 int failures;
 
 int main() {
+    setvbuf(stdout, nullptr, _IOLBF, 0);
     test_sm80();
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
