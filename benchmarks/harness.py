@@ -141,12 +141,12 @@ def _exact_rows(case: Case, direction: str, inputs: Inputs, has_sink: bool) -> t
 def row_error(got: Tensor, expected: Tensor) -> float:
     """Largest distance of two rows (last dimension), relative to the row's norm; inf for NaN.
 
-    The norm counts as no less than the median, of all rows and of the heads beside it: in an early row, which sees few
+    The norm counts as no less than the median of all, and the mean of the row's heads: in an early row, which sees few
     keys, a gradient may cancel in one head, while what it is the difference of is far above the median of all.
     """
     norm = expected.double().norm(dim=-1)
-    beside = norm.median(-1, keepdim=True).values if norm.dim() else norm
-    least = norm.maximum(beside).maximum(norm.median()).clamp(min=1e-30)
+    heads = norm.mean(-1, keepdim=True) if norm.dim() else norm
+    least = norm.maximum(heads).maximum(norm.median()).clamp(min=1e-30)
     return float(((got.double() - expected.double()).norm(dim=-1) / least).nan_to_num(nan=torch.inf).max())
 
 

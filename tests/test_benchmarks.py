@@ -107,7 +107,7 @@ def test_a_row_that_cancels_is_not_measured_by_itself() -> None:
     rows[:, 0] *= 10
     rows[0, 0, 3] = 0
     rows[:, 6] = 0
-    for row, head, distance, expected in ((0, 3, 0.2, 0.02), (0, 2, 0.2, 0.02), (5, 3, 1.0, 1.0), (6, 3, 0.2, 0.2)):
+    for row, head, distance, expected in ((0, 3, 0.7, 0.08), (0, 2, 0.7, 0.07), (5, 3, 1.0, 1.0), (6, 3, 0.2, 0.2)):
         got = rows.clone()
         got[0, row, head, 0] += distance
         assert harness.row_error(got, rows) == pytest.approx(expected)
