@@ -103,8 +103,9 @@ def markdown(
     unit: str,
     bars: Bars | None = None,
 ) -> str:
-    """For the README: one line a case. columns: direction -> heading -> peer; the untimed are named below."""
-    cases, absent = list(cases), dict[str, dict[str, None]]()  # reason -> headings
+    """For the README: one line a case. columns: direction -> heading -> peer; below, why who is not timed."""
+    cases, ids = list(cases), {case.id for case in cases}
+    absent, dashes = dict[str, dict[str, None]](), dict[str, dict[str, None]]()  # reason -> headings
     timed: dict[str, dict[str, str]] = {}
     for direction, peers in columns.items():
         of = {peer: [r for r in rows if (r.impl, r.direction) == (peer, direction)] for peer in peers.values()}
@@ -113,6 +114,9 @@ def markdown(
             if heading not in timed[direction]:
                 why = of[peer][0].note if of[peer] else "not measured"
                 absent.setdefault(why, {}).setdefault(heading)
+                continue
+            for why in (row.note for row in of[peer] if row.ms is None and row.case in ids):
+                dashes.setdefault(why, {}).setdefault(heading)
     columns, head = timed, ["case"]
     for direction, peers in columns.items():
         head += [f"{direction}, ms ({unit})", *(["bar"] if bars else []), *peers]
@@ -132,8 +136,9 @@ def markdown(
             cells += [_bar(bars, case.id, direction)] if bars else []
             cells += [ratio(found.get(peer), ours) if known else "-" for peer in peers.values()]
         lines.append("| " + " | ".join(cells) + " |")
-    if absent:
-        lines += ["", "Not in the table: " + "; ".join(f"{', '.join(who)}: {why}" for why, who in absent.items()) + "."]
+    for words, who_of in (("Dashes", dashes), ("Not in the table", absent)):
+        if who_of:
+            lines += ["", f"{words}: " + "; ".join(f"{', '.join(who)}: {why}" for why, who in who_of.items()) + "."]
     return "\n".join(lines)
 
 

@@ -234,6 +234,9 @@ GPU_ROWS = [
     gpu_row("full-1024-d128", "sinkattn", 0.02),
     gpu_row("host", "sinkattn", 0.0212),
     gpu_row("host", "fa2", 0.03),
+    gpu_row("w128-512", "fa2", None, note="not shown"),
+    gpu_row("full-packed", "sinkattn", 2.0),
+    gpu_row("full-packed", "fa2", None, note="not supported: packed"),
 ]
 H200 = {"gpu": "NVIDIA H200", "cuda": "13.0"}
 
@@ -247,6 +250,7 @@ def test_gpu_rows_are_drawn_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
     # The peers come in COLUMNS' order; 0.16 and 0.45 are the bars.
     line = r"\| w128-16384 \| 0.200 \(500\) \| 0.16 \| 2.50x \| - \| 0.45 \| - \|"
     assert re.search(line, text), text
+    assert "\n\nDashes: FA2: not supported: packed.\n\n" in text
     assert "Not in the table: cuDNN: not supported: windows; flex + sink, FA4 + sink, cuDNN: not measured." in text
     assert "NVIDIA H200, CUDA 13.0" in text
     assert "us: a forward without gradients: sinkattn, with sink 21; FA2, no sink 30." in text
