@@ -24,17 +24,6 @@ __device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Without a branch, which must not stand between wgmma and the wait for it.
-__device__ __forceinline__ void barrier_arrive_if(uint64_t *barrier, bool arrives) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %1, 0;\n"
-                 "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
-                 "}" ::"r"(shared_address(barrier)),
-                 "r"(static_cast<int>(arrives))
-                 : "memory");
-}
-
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t *barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -123,8 +112,11 @@ __device__ __forceinline__ void store_release(unsigned long long *flag, unsigned
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// What threads wrote to shared memory, for wgmma and the copy engine to read.
+// Between what threads read and wrote in shared memory and what wgmma and the copy engine do there next.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same in global memory: between a flag that was seen and the copies that follow it.
+__device__ __forceinline__ void async_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 template <int kRegisters> __device__ __forceinline__ void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

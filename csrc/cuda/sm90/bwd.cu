@@ -109,10 +109,10 @@ template <class C, TermsOf kTerms> struct Math {
             auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + math_group * 1024 + computed_here(threadIdx.x % 128);
 #pragma unroll
             for (int i = 0; i < 8; i++) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
-            async_fence();
         }
+        async_fence();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.dq_full[sum]);
+        barrier_arrive(&smem.dq_full[sum]);
         dq_ring.n++;
     }
 
@@ -141,7 +141,7 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<1>();
             computed(dv);
             computed(dk);
-            if (threadIdx.x % 32 == 0) barrier_arrive(&smem.rows_empty[stage]);
+            barrier_arrive(&smem.rows_empty[stage]);
             ring.n++;
             if (t == item.begin) break;
             begin_scores(s);
@@ -170,12 +170,12 @@ template <class C, TermsOf kTerms> struct Math {
                 poison[r] = smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
             }
             __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(&smem.kv_empty);
+            barrier_arrive(&smem.kv_empty);
             if (item.num_rounds > 1) add_carry<C>(dk, dv, buffers, item);
             if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, poison, args, p, item, math_group);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(terms(), smem, p, buffers, item);
             __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(&smem.item_empty[items.place()]);
+            barrier_arrive(&smem.item_empty[items.place()]);
         }
     }
 };
@@ -190,14 +190,14 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             barrier_init(&smem.item_full[i], 1);
-            barrier_init(&smem.item_empty[i], C::kMathWarps + C::kSums);
+            barrier_init(&smem.item_empty[i], C::kMathThreads + C::kSums);
             barrier_init(&smem.rows_full[i], 1);
-            barrier_init(&smem.rows_empty[i], C::kMathWarps);
-            barrier_init(&smem.dq_full[i], C::kMathWarps);
+            barrier_init(&smem.rows_empty[i], C::kMathThreads);
+            barrier_init(&smem.dq_full[i], C::kMathThreads);
             barrier_init(&smem.dq_ready[i], 1);
         }
         barrier_init(&smem.kv_full, 1);
-        barrier_init(&smem.kv_empty, C::kMathWarps);
+        barrier_init(&smem.kv_empty, C::kMathThreads);
         barrier_init_fence();
     }
     for (int row = threadIdx.x; row < C::kRows; row += C::kThreads) {

@@ -65,6 +65,7 @@ __device__ __forceinline__ unsigned long long turn_value(unsigned generation, un
 __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, unsigned long long value) {
     while (load_acquire(turns) != value) {
     }
+    async_fence_global(); // the slot is touched by copies alone
 }
 
 template <class C>
@@ -77,6 +78,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
         OwnItem &item = smem.items[items.place()];
         uint64_t *item_full = &smem.item_full[items.place()];
         barrier_wait(&smem.item_empty[items.place()], items.phase() ^ 1);
+        async_fence();
         const uint32_t n = atomicAdd(buffers.counter, 1u);
         item.exists = n < all * static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
         if (!item.exists) return barrier_arrive(item_full);

@@ -233,13 +233,13 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
             add_gradients<Element>(dk, dv, weights, gradients, q + kHalfBytes, dout + kHalfBytes);
             async_fence();
             __syncwarp();
-            barrier_arrive_if(&smem.ds_full[n % 2], lane == 0);
+            barrier_arrive(&smem.ds_full[n % 2]);
             wgmma_wait<0>();
             computed(dv);
             computed(dk);
             if (C::kHide) mark_values(dv, smem, stage, before, p);
         } else {
-            barrier_arrive_if(&smem.ds_full[n % 2], lane == 0);
+            barrier_arrive(&smem.ds_full[n % 2]);
         }
         if (C::kSums && flags & kHeadsEnd) close_heads(warp_sums, sums, step.head_in_group, 1 << p.head_shift);
         if (flags & kCloses && step.owned() >> r & 1 && (r == kGroups - 1 || flags & kSpanEnd)) {
@@ -249,7 +249,7 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
         }
         if (C::kSums && flags & kSpanEnd) write_sums(smem, warp_sums, args, p, step, own_warp);
         __syncwarp();
-        if (lane == 0) barrier_arrive(&smem.empty[stage]);
+        barrier_arrive(&smem.empty[stage]);
     }
 }
 
@@ -264,10 +264,10 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; i++) {
             barrier_init(&smem.full[i], 1 + 32);
-            barrier_init(&smem.ready[i], kPreparers / 32);
-            barrier_init(&smem.empty[i], 4 * kGroups);
+            barrier_init(&smem.ready[i], kPreparers);
+            barrier_init(&smem.empty[i], 32 * kWarps);
         }
-        for (int i = 0; i < 2; i++) barrier_init(&smem.ds_full[i], 4 * kGroups);
+        for (int i = 0; i < 2; i++) barrier_init(&smem.ds_full[i], 32 * kWarps);
         barrier_init_fence();
         smem.unfinite = 0;
     }

@@ -230,10 +230,10 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
                 }
             }
         }
-        if (C::kHide || flags & (kOpens | kEdge)) async_fence();
+        async_fence();
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(&smem.ready[stage]);
+    barrier_arrive(&smem.ready[stage]);
     return flags & kExists;
 }
 
