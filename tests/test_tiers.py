@@ -51,6 +51,16 @@ def test_two_tiers_are_one_cache(level: str, page_size: int, options: tuple[obje
         assert torch.equal(got, there)
 
 
+@pytest.mark.parametrize("near", [0, 1, 2])
+def test_pages_may_have_their_heads_first(near: int) -> None:
+    t = make_cache(16)
+    want = ops.flash_decode(*t.values(), None, -1, 0, 0, False)
+    tiers = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in split_pages(t, near).items()}
+    host = {name: tiers.pop(name) for name in ("k_cache_host", "v_cache_host")}
+    got = ops.flash_decode(*(t | tiers).values(), None, -1, 0, 0, False, **host)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_the_reference_and_the_public_function_have_them() -> None:
     t = make_cache(16)
     tiers = split_pages(t, 7)

@@ -273,6 +273,12 @@ sinkattn_tier host_tier(const DecodeExtras &extras, const at::Tensor &k_cache, c
     return host;
 }
 
+// Of one page or none, a cache's strides say nothing of the next page, or of any row: then the host's do.
+void take_strides(sinkattn_tensor &cache, const sinkattn_tensor &host, int64_t num_pages) {
+    if (num_pages == 0) cache = {cache.data, host.batch_stride, host.row_stride, host.head_stride};
+    if (num_pages == 1) cache.batch_stride = host.batch_stride;
+}
+
 // An invariant decode on CUDA is a packed forward: between the first slots of two sequences are whole slots, as many of K as of V.
 bool is_packable(const at::Tensor &k_cache, const at::Tensor &v_cache) {
     const auto slots = [](const at::Tensor &cache) {
@@ -294,6 +300,10 @@ void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_
     args.fwd.out = written_rows_of(out);
     args.fwd.lse = lse.mutable_data_ptr();
     args.host = host_tier(extras, in.k, in.v, block_table);
+    if (args.host.num_pages) {
+        take_strides(args.fwd.k, args.host.k, in.k.size(0));
+        take_strides(args.fwd.v, args.host.v, in.v.size(0));
+    }
     args.nvfp4 = extras.nvfp4;
     launch(sinkattn_decode, args, in.args.problem, q, scratch);
     for (const Maybe *host : {&extras.k_cache_host, &extras.v_cache_host})
