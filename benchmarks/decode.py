@@ -191,8 +191,8 @@ def replay_ms(graph: torch.cuda.CUDAGraph, rounds: int, prepare: Callable[[], ob
     return median(times)
 
 
-def warm_ms(call: Call, rounds: int, nodes: int = NODES) -> float:
-    """Of one node in a graph of `nodes`, median over replays."""
+def captured(call: Call, nodes: int) -> torch.cuda.CUDAGraph:
+    """As many calls behind each other; replayed once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # captured where it was warmed up
         call()
@@ -202,7 +202,12 @@ def warm_ms(call: Call, rounds: int, nodes: int = NODES) -> float:
         for _ in range(nodes):
             call()
     graph.replay()
-    return replay_ms(graph, rounds) / nodes
+    return graph
+
+
+def warm_ms(call: Call, rounds: int, nodes: int = NODES) -> float:
+    """Of one node in a graph of `nodes`, median over replays."""
+    return replay_ms(captured(call, nodes), rounds) / nodes
 
 
 def cold_ms(call: Call, rounds: int) -> float:

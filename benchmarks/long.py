@@ -4,7 +4,8 @@
 N parts are merged in the launch that made them (num_splits = N) and in a second pass (-N), which ncu times by itself.
 The model knows two rates of the run: what the device reads, and what one block takes in while few are at work (N = 1).
 Parts run at the second as long as there is room for them all and the first allows it; then a block adds up N partials,
-read at the second. Results are held against fp64. Times are warm, of a node in a captured graph; ncu's are of a call.
+read at the second. Results are held against fp64 first; then all graphs and reading alone take turns, since a GPU that
+draws too much power slows its clock for tens of ms, for whoever comes then. Times are of a node; ncu's are of a call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.table import Table
@@ -26,7 +28,7 @@ from .decode import COSINE, HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, Cache, DecodeCa
 SUITE = "decode-long"
 KEYS = 1 << 20
 PARTS = (1, 2, 4, 8, 16, 33, 66, 132, 264, 528, 1056, 2112)
-NODES, ROUNDS = 5, 11
+NODES, ROUNDS = 5, 15
 BLOCKS_AN_SM = 4  # of 4 warps, as num_splits has them
 PARTIAL_BYTES = NUM_Q_HEADS // NUM_KV_HEADS * (HEAD_DIM + 8) * 4  # (O, pivot, sum) of a group's rows, and padding
 METRICS = ("gpu__time_duration.sum", "dram__bytes_read.sum")
@@ -98,17 +100,21 @@ def measure(parts: tuple[int, ...], keys: int, commit: str) -> list[LongRow]:
     from . import reader
 
     case = DecodeCase("b1-long", 1, keys, 0)
-    cache, times, results = Cache.of(case), dict[int, float](), dict[int, torch.Tensor]()
-    read_us = min(1e3 * decode.warm_ms(call, ROUNDS, NODES) for call in reader.readers(cache.k, cache.v))
+    cache, results = Cache.of(case), dict[int, torch.Tensor]()
+    calls: dict[str | int, decode.Call] = {f"read {i}": call for i, call in enumerate(reader.readers(cache.k, cache.v))}
     for num_splits in order(parts):
-        call = decode.prepare(case, cache, num_splits)
-        results[num_splits] = call().clone()
+        calls[num_splits] = decode.prepare(case, cache, num_splits)
+        results[num_splits] = calls[num_splits]().clone()
         if num_splits < 0 and not results[num_splits].equal(results[-num_splits]):
             raise RuntimeError(f"{SUITE}: num_splits {num_splits} has other bits than {-num_splits}")
         cosine = 1.0 if num_splits < 0 else decode.cosine_to_fp64(case, cache, results[num_splits])
         if not cosine >= COSINE:
             raise RuntimeError(f"{SUITE}: num_splits {num_splits} is off from fp64, cosine {cosine}")
-        times[num_splits] = 1e3 * decode.warm_ms(call, ROUNDS, NODES)
+    graphs = {name: decode.captured(call, NODES) for name, call in calls.items()}
+    rounds = [{name: decode.replay_ms(graph, 1) for name, graph in graphs.items()} for _ in range(ROUNDS)]
+    found = {name: 1e3 / NODES * median(times[name] for times in rounds) for name in graphs}
+    read_us = min(us for name, us in found.items() if isinstance(name, str))
+    times = {name: us for name, us in found.items() if isinstance(name, int)}
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     rates = case.cache_bytes / read_us / 1e3, case.cache_bytes / NUM_KV_HEADS / times[1] / 1e3
     seen = profiled(parts, keys)

@@ -623,6 +623,31 @@ def test_lengths_change_between_replays(options: dict[str, int]) -> None:
             assert_same((out, lse), want)
 
 
+@pytest.mark.parametrize(("batch", "length"), [(1, 8192), (33, 2048), (66, 1024), (66, 4096)])
+def test_keys_that_the_kernel_in_front_writes(batch: int, length: int) -> None:
+    """out of one decode is k of the next, whose blocks start before and ask the L2 cache for it."""
+    t = make_cache([length] * batch, 64)
+    assert t["k"] is not None
+    front = make_cache([32] * t["k"].shape[0], kv_heads=1, q_len=64)
+    assert front["q"] is not None
+    written, wrote = buffers(t), buffers(front)
+    t["k"] = wrote[0]
+
+    def both() -> None:
+        decode_out_op(*arguments(front), *wrote)
+        decode_out_op(*arguments(t), *written)
+
+    graph = captured(both)
+    for _ in range(3):
+        front["q"].normal_()
+        decode_out_op(*arguments(front), *wrote)
+        torch.cuda.synchronize()
+        want = decode_op(*arguments(t))
+        wrote[0].zero_()
+        graph.replay()
+        assert_same(written[:2], want)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"num_splits": -5}])
 def test_scratch_may_hold_anything(options: dict[str, int]) -> None:
     t = make_cache(LENS, 64)

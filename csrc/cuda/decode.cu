@@ -118,7 +118,9 @@ __device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, t
     const sa_key_tiles &tiles = loader.tiles;
     const int32_t page_before = loader.page;
     const uint16_t *queries = find_rows<C>(smem, params);
-    const bool guessed = guess.open;
+    const bool guessed = guess.open, late = params.fills && loader.last - fragment.first >= 32 * C::kStep;
+    if (!C::kExtras && guessed && !late && params.whole_tiles && loader.last - fragment.first >= 8 * C::kTeams)
+        loader.fetch_ahead(first, fragment.kv_head);
     int32_t length_now = 0;
     Asked asked = {};
 #pragma unroll 1
@@ -128,6 +130,7 @@ __device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, t
         cp_async_commit();
         if (stage > 0) continue;
         guess.wait();
+        if (!late) let_next_kernel_start();
         length_now = guess.look(params);
         if (params.whole_tiles) loader.page = loader.find_page(first);
         load_queries<C>(rows, q, queries, fragment, params);
@@ -162,6 +165,7 @@ __device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, t
         stage = 0;
         keys -= team_bytes<C>(params);
     }
+    if (late) let_next_kernel_start();
     if (threadIdx.x < num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
     return {wrong, loader.bad_page};
 }
@@ -378,7 +382,8 @@ template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &pro
     const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
     params.cut = sa_cut_of(num_streams, static_cast<uint32_t>(problem.num_kv_heads), C::kStep, workers, C::kThreads > 128 ? workers : room);
     const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
-    if (C::kHeadDim <= 64 && 2 * grid > room) params.stages = 2; // 128 KiB in flight an SM are enough
+    params.fills = 2 * grid > room;
+    if (C::kHeadDim <= 64 && params.fills) params.stages = 2; // 128 KiB in flight an SM are enough
     return grid;
 }
 

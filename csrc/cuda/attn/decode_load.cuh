@@ -13,7 +13,7 @@ __device__ __forceinline__ int64_t wide(int32_t x) { return x; }
 // tiles lies, and soon the page of the l-th of those after; else the page of key l % 16 of the next tile. So no copy but the first waits
 // for the block table. A cache without pages has one a sequence.
 template <class C> struct Loader {
-    static constexpr int kRowStep = C::kTeamThreads / C::kChunks;
+    static constexpr int kRowStep = C::kTeamThreads / C::kChunks, kAhead = 2;
     const typename C::Arguments &params;
     const sa_key_tiles tiles;
     const int32_t *pages; // of this sequence, NULL: the sequence itself
@@ -121,6 +121,20 @@ template <class C> struct Loader {
                  seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
         }
         page = find_page(n + C::kTeams);
+    }
+
+    // Asks the L2 cache for the first tiles: before the wait, since what the kernel in front still writes there, the cache has as well.
+    __device__ __forceinline__ void fetch_ahead(int32_t n, int32_t kv_head) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % C::kTeamThreads / 32;
+        const bool of_k = lane < kTileK;
+        const uint16_t *from = of_k ? params.k + wide(kv_head) * params.k_head + wide(lane) * params.k_row
+                                    : params.v + wide(kv_head) * params.v_head + wide(lane - kTileK) * params.v_row;
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) {
+            const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, i), v_offset = __shfl_sync(0xffffffffu, v_at, i);
+            if (i % C::kTeamWarps == warp && k_offset >= 0 && is_plain(n + i * C::kTeams))
+                prefetch_l2(from + (of_k ? k_offset : v_offset), params.head_dim * static_cast<uint32_t>(sizeof(uint16_t)));
+        }
     }
 
     __device__ __forceinline__ void next_tiles(int32_t n) {

@@ -48,6 +48,7 @@ struct Params {
     float *lse;
     unsigned *error_word;
     bool two_pass; // another kernel merges the parts
+    bool fills;    // blocks take more than half of the SMs' room, so that the next launch's find none beside them
 };
 
 // What few decodes ask for; the others run kernels that know nothing of it.
@@ -145,7 +146,6 @@ struct Guess {
     __device__ __forceinline__ void wait() {
         if (!open) return;
         wait_for_previous_kernel();
-        let_next_kernel_start();
         open = false;
     }
 

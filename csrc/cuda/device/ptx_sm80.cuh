@@ -204,6 +204,13 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Asks the L2 cache for a multiple of 16 bytes at such an address. Does nothing before sm_90.
+__device__ __forceinline__ void prefetch_l2(const void *from, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // Element x of lane l becomes element l of lane x, within four lanes.
 __device__ __forceinline__ void quad_transpose(uint32_t (&x)[4]) {
 #pragma unroll
