@@ -185,12 +185,19 @@ test-gpu: $(call installed,test)
 	$(PY) -m pytest tests/test_gpu*.py tests/test_cache.py tests/test_models.py
 	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest tests/test_gpu.py tests/test_gpu_kernels.py tests/test_gpu_promises.py
 
-# Memory of its own for every tensor, so that what is out of bounds is seen.
+# Some of those tests under compute-sanitizer, its four tools side by side; memory of its own for every tensor, so that what is out of bounds
+# is seen. Of 2026.4 or later (CUDA 13.5, or the package nvidia-cuda-sanitizer-api): docs/kernels/sanitizers.md says why, and what is left out.
+COMPUTE_SANITIZER ?= compute-sanitizer
+SANITIZED := head_dim or edges or stay_where_they_belong or pages_outside or 200-90-0-64-5 or 299-0-140-128-7 or varlen-127-7 or dense-64-64
+
 test-gpu-sanitize: $(call installed,test)
 	$(MAKE) ext
-	for tool in memcheck racecheck initcheck synccheck; do \
-	    PYTORCH_NO_CUDA_MEMORY_CACHING=1 SINKATTN_GPU_CASES=20 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	        $(PY) -m pytest tests/test_gpu.py tests/test_gpu_decode.py -k 'random or head_dim or edges or hostile' || exit; done
+	$(MAKE) -O -j4 gpu-memcheck gpu-racecheck gpu-initcheck gpu-synccheck
+
+gpu-%:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1 $(COMPUTE_SANITIZER) --tool $* --error-exitcode 1 \
+	    $(if $(filter initcheck,$*),--suppressions tests/initcheck.xml --check-api-memory-access no) \
+	    $(PY) -m pytest tests/test_gpu.py tests/test_gpu_decode.py tests/test_gpu_nvfp4.py tests/test_gpu_tiers.py -k '$(SANITIZED)'
 
 demo: $(call installed,demo)
 	$(MAKE) ext
