@@ -66,8 +66,10 @@ __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, 
 
 // A tile's slot is free when the tile so many places before is finished, by an item before: a sequence of more tiles comes in rounds, later
 // tiles first, but for a window, where that holds anyway. Rounds are the same in a pack, as dK and dV are summed over them.
-constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 20 << 20;
+// A window of 4096 keys has 44 MiB of tiles in use; at head_dim 64 statistics leave no room for that.
+constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 19 << 20;
 template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
+template <class C> constexpr int64_t kLocalTiles = (C::kHeadDim == 64 ? kSlotsBytes : 44 << 20) / (4 * C::kTileFloats);
 template <class C> constexpr int64_t kRoundTiles = kRoundBytes / (4 * C::kTileFloats);
 
 template <class C> __device__ __forceinline__ int64_t num_rounds_of(int64_t tiles, const BwdProblem &p) {
@@ -338,7 +340,10 @@ template <class C> BwdSizes sizes_of(const sinkattn_problem &problem) {
     sizes.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
                      sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
     const bool has_rounds = !sizes.is_local && longest > kMostTiles<C>;
-    sizes.slots = sa_min(sizes.tiles, problem.packed ? kPackedSlotsBytes / tile_bytes : has_rounds ? kRoundTiles<C> : kMostTiles<C>);
+    sizes.slots = sa_min(sizes.tiles, problem.packed   ? kPackedSlotsBytes / tile_bytes
+                                      : sizes.is_local ? kLocalTiles<C>
+                                      : has_rounds     ? kRoundTiles<C>
+                                                       : kMostTiles<C>);
     sizes.carries = !has_rounds      ? 0
                     : problem.packed ? problem.k_len / C::kKeys + longest / kMostTiles<C> + 1
                                      : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);

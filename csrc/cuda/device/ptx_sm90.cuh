@@ -67,6 +67,21 @@ __device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, ui
                  : "memory");
 }
 
+// Lines read or written by it are the first to leave the L2 cache.
+__device__ __forceinline__ uint64_t evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, uint64_t *barrier, int x, int head, int row, int batch,
+                                            uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, "
+                 "%6}], [%2], %7;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(head), "r"(row), "r"(batch), "l"(policy)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tensor_store(const CUtensorMap *map, const void *from, int x, int head, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(x), "r"(head), "r"(row), "r"(batch)

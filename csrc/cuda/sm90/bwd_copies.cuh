@@ -73,6 +73,14 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
                                            const BwdBuffers &buffers) {
     const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
     const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item); // items of a kv head
+    // The blocks of a window meet a tile of rows so far apart that it would leave the L2 cache anyway, and push slots out.
+    const uint64_t policy = evict_first();
+    const auto load = [&](void *to, const CUtensorMap *map, uint64_t *full, int half, int head, int row, int batch) {
+        if (p.is_local)
+            tensor_load(to, map, full, 64 * half, head, row, batch, policy);
+        else
+            tensor_load(to, map, full, 64 * half, head, row, batch);
+    };
     Ring<C::kStages> ring;
     for (Ring<2> items;; items.n++) {
         OwnItem &item = smem.items[items.place()];
@@ -90,8 +98,8 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
         barrier_wait(item_full, items.phase());
         barrier_arrive_expect(&smem.kv_full, 2 * C::kHalves * C::kKeyHalf);
         for (int half = 0; half < C::kHalves; half++) {
-            tensor_load(smem.keys + half * C::kKeyHalf, &maps.k, &smem.kv_full, 64 * half, head, item.k_begin + item.key, item.batch);
-            tensor_load(smem.values + half * C::kKeyHalf, &maps.v, &smem.kv_full, 64 * half, head, item.k_begin + item.key, item.batch);
+            load(smem.keys + half * C::kKeyHalf, &maps.k, &smem.kv_full, half, head, item.k_begin + item.key, item.batch);
+            load(smem.values + half * C::kKeyHalf, &maps.v, &smem.kv_full, half, head, item.k_begin + item.key, item.batch);
         }
         for (int t = item.end - 1; t >= item.begin; t--, ring.n++) {
             uint64_t *full = &smem.rows_full[ring.place()];
@@ -99,8 +107,8 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
             barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
             const int row = item.q_begin + t * p.tokens;
             for (int half = 0; half < C::kHalves; half++) {
-                tensor_load(smem.queries[ring.place()] + half * C::kRowHalf, &maps.q, full, 64 * half, head * p.group, row, item.batch);
-                tensor_load(smem.douts[ring.place()] + half * C::kRowHalf, &maps.dout, full, 64 * half, head * p.group, row, item.batch);
+                load(smem.queries[ring.place()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
+                load(smem.douts[ring.place()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
             }
             const int tile = item.first_tile + head * item.num_tiles + t;
             bulk_load(&smem.stats[ring.place()], buffers.stats + static_cast<int64_t>(tile) * (stats_bytes / 4), stats_bytes, full);

@@ -29,8 +29,8 @@ template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, c
     zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
         smem.poisoned[key] = true;
         *reinterpret_cast<uint16_t *>(smem.values + key * kRowBytes + ((key & 7) << 4)) = 0x7fff;
+        async_fence(); // here alone: it waits for the stores of the item before
     });
-    async_fence();
     bar_sync<C::kMathThreads>(1);
 }
 
