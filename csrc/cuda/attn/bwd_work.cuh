@@ -226,67 +226,82 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
 
 // ---- rows ----
 
-// The last blocks write items.
+// Of a tile's rows.
+__device__ __forceinline__ float sum_head(const float *terms, const BwdProblem &p, int head) {
+    float sum = 0.0f;
+    for (int row = head; row < p.tokens * p.group; row += p.group) sum += terms[row];
+    return sum;
+}
+
+// Blocks of neighbouring heads are neighbours, as their rows are in memory. The last blocks write items.
 template <class C>
-__global__ __launch_bounds__(128, 7) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
+__global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
     constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
     __shared__ float deltas[C::kRows], terms[C::kRows];
-    const int64_t heads = args.fwd.problem.num_kv_heads, n = blockIdx.x, all = p.num_tiles * heads;
-    if (n >= all) return write_item<C>(args, p, buffers, (n - all) * 128 + threadIdx.x);
-    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_tile, n / heads);
+    const auto heads = static_cast<int>(args.fwd.problem.num_kv_heads), n = static_cast<int>(blockIdx.x), nth_tile = n / heads,
+               kv_head = n - nth_tile * heads;
+    if (nth_tile >= p.num_tiles) return write_item<C>(args, p, buffers, (n - p.num_tiles * heads) * 128 + threadIdx.x);
+    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile);
     if (e >= p.num_entries) return;
     const Entry &entry = buffers.entries[e];
     const sa_sequence sequence = entry.sequence;
     const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
-    const int64_t tiles = num_tiles_of(sequence, p.tokens), local = n - heads * entry.first_tile, kv_head = local / tiles,
-                  t = local % tiles;
-    const int64_t first = t * p.tokens;
+    const int t = nth_tile - static_cast<int>(entry.first_tile), first = t * p.tokens,
+              rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
     const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
-    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens);
-    const auto is_real = [&](int row) { return row < p.tokens * p.group && first + row / p.group < sequence.q_len; };
-    const auto offset = [&](const sinkattn_tensor &tensor, int row) {
-        return sa_offset(&tensor, sequence.batch, sequence.q_begin + first + row / p.group, kv_head * p.group + row % p.group);
-    };
-    const int column = threadIdx.x % kLanes * 8;
+    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens), has_sink = buffers.row_terms && entry.has_sink;
+    // What is read of a row first is there when its p_sink is computed, which the longer reads hide.
+    const int row = threadIdx.x, token = row / p.group, first_head = kv_head * p.group, head = first_head + row - token * p.group;
+    float found = 0.0f, g = 0.0f;
+    double s_aux = 0.0;
+    if (row < rows) {
+        const int64_t at = sa_row_index(&args.fwd.problem, &sequence, head, first + token);
+        found = static_cast<const float *>(args.fwd.lse)[at];
+        if (args.dlse) g = static_cast<const float *>(args.dlse)[at];
+        if (has_sink) s_aux = sa_s_aux(&args.fwd, head);
+    }
+    const int lane_row = threadIdx.x / kLanes, column = threadIdx.x % kLanes * 8, step_tokens = kStep / p.group,
+              step_heads = kStep - step_tokens * p.group;
+    int own_token = lane_row / p.group, own_head = lane_row - own_token * p.group; // of the next row
+    float p_sink = 0.0f;
     constexpr int kBatch = kSteps / 2; // loads of a thread at a time
 #pragma unroll
     for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
         uint4 out[kBatch] = {}, dout[kBatch] = {};
 #pragma unroll
         for (int i = 0; i < kBatch; i++) {
-            const int row = (first_step + i) * kStep + threadIdx.x / kLanes;
-            if (!is_real(row) || column >= args.fwd.problem.head_dim) continue;
-            out[i] =
-                *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out, row) + column);
-            dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout, row) + column);
-            if (blind)
-                *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq, row) + column) = uint4{0, 0, 0, 0};
+            const auto offset = [&](const sinkattn_tensor &tensor) {
+                return sa_offset(&tensor, sequence.batch, sequence.q_begin + first + own_token, first_head + own_head) + column;
+            };
+            if ((first_step + i) * kStep + lane_row < rows && column < args.fwd.problem.head_dim) {
+                out[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out));
+                dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout));
+                if (blind) *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq)) = uint4{0, 0, 0, 0};
+            }
+            own_token += step_tokens;
+            own_head += step_heads;
+            if (own_head >= p.group) own_head -= p.group, own_token++;
         }
+        if (first_step == 0 && has_sink && row < rows) p_sink = static_cast<float>(sa_exp_minus(s_aux, found));
 #pragma unroll
         for (int i = 0; i < kBatch; i++) {
             float delta = dot<typename C::Element>(out[i], dout[i]);
 #pragma unroll
             for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
-            if (threadIdx.x % kLanes == 0) deltas[(first_step + i) * kStep + threadIdx.x / kLanes] = delta;
+            if (threadIdx.x % kLanes == 0) deltas[(first_step + i) * kStep + lane_row] = delta;
         }
     }
     __syncthreads();
-    const int row = threadIdx.x;
-    float lse = 0.0f, bias = 0.0f, p_sink = 0.0f, term = 0.0f;
-    if (row < C::kRows && is_real(row)) {
-        const int64_t head = kv_head * p.group + row % p.group,
-                      at = sa_row_index(&args.fwd.problem, &sequence, head, first + row / p.group);
-        const float found = static_cast<const float *>(args.fwd.lse)[at], g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
-        const bool is_dead = found == -INFINITY;
+    const bool is_dead = found == -INFINITY;
+    float lse = 0.0f, bias = 0.0f, term = 0.0f;
+    if (row < rows) {
         lse = is_dead ? 0.0f : found * kLog2e;
         bias = g - deltas[row];
-        if (buffers.row_terms && entry.has_sink) {
-            p_sink = static_cast<float>(sa_exp_minus(sa_s_aux(&args.fwd, head), found));
-            // p_sink (g - sum_j P dP), of which - p_sink sum_j dS is added where dS is; 1 - p_sink is sum_j P.
-            term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
-        }
+        // p_sink (g - sum_j P dP), of which - p_sink sum_j dS is added where dS is; 1 - p_sink is sum_j P.
+        if (has_sink) term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
     }
-    float *stats = buffers.stats + n * stats_length<C>(buffers.row_terms);
+    const int64_t tile = heads * entry.first_tile + kv_head * num_tiles_of(sequence, p.tokens) + t;
+    float *stats = buffers.stats + tile * stats_length<C>(buffers.row_terms);
     if (row < C::kRows) {
         stats[row] = lse;
         stats[C::kRows + row] = bias;
@@ -297,10 +312,7 @@ __global__ __launch_bounds__(128, 7) void rows_kernel(const __grid_constant__ si
         terms[row] = term;
     }
     __syncthreads();
-    if (row >= p.group) return;
-    float sum = 0.0f;
-    for (int x = row; x < p.tokens * p.group; x += p.group) sum += terms[x];
-    buffers.row_terms[(kv_head * p.group + row) * p.num_tiles + entry.first_tile + t] = sum;
+    if (row < p.group) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = sum_head(terms, p, row);
 }
 
 // ---- sink ----
