@@ -27,9 +27,9 @@ struct alignas(16) Item {
     int finish_end;                       // tiles before it have no later key block
     int first_tile, num_tiles;            // of the sequence: before its first kv head, and a kv head
     int first_place, num_places;          // of the last tile in the first kv head; a kv head of all sequences
-    bool descending;
-    int num_rounds, nth_round; // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
-    int carry, nth;            // places among what is carried over, and among the items of a kv head
+    int descending;                       // or not; no byte of an item is left unwritten, since it is copied whole
+    int num_rounds, nth_round;            // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
+    int carry, nth;                       // places among what is carried over, and among the items of a kv head
 };
 
 struct BwdProblem {
