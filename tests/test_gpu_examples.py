@@ -17,14 +17,16 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_finetune_and_generate(tmp_path: Path) -> None:
-    """Losses stay as near to those of eager attention in fp32 as eager's in bf16 do."""
+    """Three runs that end alike; how near bf16 is to fp32, test_gpu.py says, where no run has time to drift."""
     sizes = ("--steps", "40", "--length", "512")
     run("finetune_gpt_oss.py", "--device", "cuda", "--dtype", "bfloat16", *sizes, "--output", str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())
     for tuned in results["runs"].values():
         assert tuned["eval_loss_after"] < tuned["eval_loss_before"] - 1
-    distance = results["loss_distance"]
-    assert 0 < distance["sinkattn"] < 2 * distance["eager"]  # two draws of the same rounding
+    ends = [tuned["eval_loss_after"] for tuned in results["runs"].values()]
+    assert len(ends) == 3
+    assert max(ends) - min(ends) < 0.2
+    assert 0 < max(results["loss_distance"].values()) < 0.1
     moved = zip(*(torch.tensor(results["sinks"][when]).flatten() for when in ("before", "after")), strict=True)
     assert all(before != after for before, after in moved)
     printed = run(
