@@ -15,6 +15,7 @@ __global__ void copies(const uint8_t *from, uint8_t *to) {
     s[threadIdx.x] = 0xab;
     __syncthreads();
     if (threadIdx.x == 0) {
+        prefetch_l2(from, 128); // of which nothing is seen
         cp_async_16(shared_address(s), from, true);
         cp_async_16(shared_address(s + 16), from + 16, false);
         cp_async_commit();
