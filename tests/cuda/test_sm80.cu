@@ -248,7 +248,11 @@ __global__ void second_kernel(const int *value, int *seen) {
 }
 
 static bool early_starts_are_right() {
-    auto *value = new_array<int>(1), *seen = new_array<int>(1);
+    auto *seen = new_array<int>(1);
+    int *value = nullptr; // on the device alone: a page that comes from the host would be waited for
+    cudaMalloc(&value, sizeof *value);
+    cudaMemset(value, 0, sizeof *value);
+    cudaDeviceSynchronize();
     first_kernel<<<1, 1>>>(value);
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
