@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install sinkattn[test]")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install sinkattn[hf]")
 
-from test_hf import Calls, make_model
+from test_hf import Calls
+from tiny_gpt_oss import tiny_gpt_oss
 from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 STEPS = 50
@@ -122,7 +123,7 @@ def with_trl(model: torch.nn.Module, folder: Path, unpacked: bool, **others: Any
 
 
 def model_with(attention: str) -> PreTrainedModel:
-    model = make_model(num_experts_per_tok=4)
+    model = tiny_gpt_oss(num_experts_per_tok=4)
     model.set_attn_implementation(attention)
     return model
 
