@@ -286,7 +286,7 @@ def test_the_wheel_runs_away_from_its_sources(tmp_path: Path) -> None:
     said = re.search(r"A wheel has ([\d.]+) MB without CUDA, and\s([\d.]+) MB with", (ROOT / "README.md").read_text())
     assert said
     with_cuda = any(variant["backend"] == "cuda" for variant in sinkattn.variants())
-    assert wheel.stat().st_size / 1e6 == pytest.approx(float(said[1 + with_cuda]), rel=0.15)
+    assert wheel.stat().st_size / 1e6 == pytest.approx(float(said[1 + with_cuda]), rel=0.15), "README's wheel size"
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
     held, sources = (

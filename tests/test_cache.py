@@ -56,7 +56,8 @@ def attention_in_half(module: Any, query: Tensor, key: Tensor, value: Tensor, *r
 def make_model(device: str, num_layers: int = 2, **config: Any) -> GptOssForCausalLM:
     """A sliding and a full layer, or full ones only; every token visits every expert, so that no choice flips."""
     types = ["sliding_attention", "full_attention"] if num_layers == 2 else ["full_attention"] * num_layers
-    sizes = {"num_hidden_layers": num_layers, "layer_types": types, "num_local_experts": 2, "eos_token_id": None}
+    sizes: dict[str, Any] = {"num_hidden_layers": num_layers, "layer_types": types, "hidden_size": 32}
+    sizes |= {"intermediate_size": 16, "num_attention_heads": 4, "num_local_experts": 2, "eos_token_id": None}
     model = tiny_gpt_oss(**sizes | config)
     if device == "cuda":
         AttentionInterface.register("sinkattn", attention_in_half)

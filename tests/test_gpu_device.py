@@ -27,7 +27,7 @@ pytestmark = [
 def test_functions_of_the_device() -> None:
     if shutil.which("nvcc"):
         subprocess.run(["make", "-s", str(PROGRAM.relative_to(ROOT))], cwd=ROOT, check=True)
-    done = subprocess.run([PROGRAM], capture_output=True, text=True)
+    done = subprocess.run([PROGRAM], capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()
     assert not [line for line in lines if "FAILED" in line], done.stdout
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "cuda/device/ptx_sm80.cuh"
 

@@ -3,7 +3,6 @@
 // Each function of csrc/cuda/device/ptx_sm80.cuh alone, in one block.
 
 #include <math.h>
-#include <string.h>
 
 #include "check.cuh"
 

@@ -2,8 +2,6 @@
 //
 // Barriers, copies and shuffles of csrc/cuda/device/ptx_sm90.cuh, each alone, in one block.
 
-#include <string.h>
-
 #include "cuda/device/ptx_sm90.cuh"
 
 #include "check.cuh"

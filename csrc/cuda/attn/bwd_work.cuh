@@ -226,7 +226,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
 
 // ---- rows ----
 
-// Of a tile's rows.
+// The terms of one head among a tile's rows.
 __device__ __forceinline__ float sum_head(const float *terms, const BwdProblem &p, int head) {
     float sum = 0.0f;
     for (int row = head; row < p.tokens * p.group; row += p.group) sum += terms[row];
