@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -371,3 +372,10 @@ def test_a_binary_that_does_not_load_is_explained(tmp_path: Path) -> None:
     assert re.match(
         r"ImportError: sinkattn's extension does not load under torch .*; it is compiled for one torch", last
     )
+
+
+def test_planted_bugs_have_their_place() -> None:
+    """tools/mutation_check.py replaces text of the sources; that takes minutes, so here only whether it could."""
+    planted = runpy.run_path(str(ROOT / "tools" / "mutation_check.py"))["MUTATIONS"]
+    assert len(planted) >= 30
+    assert [m.name for m in planted if m.old not in (ROOT / m.path).read_text()] == []

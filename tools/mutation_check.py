@@ -46,15 +46,15 @@ MUTATIONS = [
     Mutation(
         "sink scaled",
         FWD,
-        "attend->pivot[lane] = (float)s;",
-        "attend->pivot[lane] = (float)(s * sa_softmax_scale(problem));",
+        "state->pivot[lane] = (float)s;",
+        "state->pivot[lane] = (float)(s * sa_softmax_scale(problem));",
         EDGES + "sink_is_not_scaled",
     ),
     Mutation(
         "pivot over keys alone",
         ROWS,
-        "sa_vmax(sa_vmax(sa_vmax(top[0], top[1]), sa_vmax(top[2], top[3])), before);",
-        "sa_vmax(sa_vmax(top[0], top[1]), sa_vmax(top[2], top[3]));",
+        "pivot = sa_select(top > before + SA_PIVOT_SLACK, top, before);",
+        "pivot = top;",
         EDGES + "sink_far_above_the_scores_keeps_lse_finite",
     ),
     Mutation(
@@ -109,22 +109,22 @@ MUTATIONS = [
     Mutation(
         "window one key short",
         MASK,
-        "keys.begin = sa_clamp(p - band->left, 0,",
-        "keys.begin = sa_clamp(p - band->left + 1, 0,",
+        "keys.begin = sa_within(p - band->left, 0,",
+        "keys.begin = sa_within(p - band->left + 1, 0,",
         EDGES + "hugging_face_window_counts_the_row",
     ),
     Mutation(
         "right side one key long",
         MASK,
-        "keys.end = sa_clamp(p + band->right + 1,",
-        "keys.end = sa_clamp(p + band->right + 2,",
+        "keys.end = sa_within(p + band->right + 1,",
+        "keys.end = sa_within(p + band->right + 2,",
         EDGES + "key_sets_are_exact",
     ),
     Mutation(
         "sink tokens hidden",
         MASK,
-        "{ return sa_min(band->num_sink, sa_row_band(band, i).begin); }",
-        "{ return sa_min(band->num_sink, sa_row_band(band, i).begin) * 0; }",
+        "{ return sa_first(band->num_sink, sa_row_band(band, i).begin); }",
+        "{ return sa_first(band->num_sink, sa_row_band(band, i).begin) * 0; }",
         EDGES + "key_sets_are_exact",
     ),
     Mutation(
@@ -165,7 +165,7 @@ MUTATIONS = [
     Mutation(
         "0 * NaN",
         FWD,
-        "sa_operand_clean(&attend->values, ops, problem, n, seen.begin != NULL);",
+        "sa_operand_clean(&attend->values, ops, problem, n, !sa_all_visible(&stream->band, rows->tokens, keys));",
         "sa_operand_clean(&attend->values, ops, problem, n, false);",
         EDGES + "dead_cache_rows_do_not_leak",
     ),
@@ -200,8 +200,8 @@ MUTATIONS = [
     Mutation(
         "pairs of keys begun anywhere",
         "csrc/cpu/cpu_tile.h",
-        "keys.begin &= ~(int64_t)1;",
-        "keys.begin &= ~(int64_t)0;",
+        "keys.begin -= keys.begin % rows->key_step;",
+        "keys.begin -= keys.begin % 1;",
         INVARIANCE + "row_alone",
     ),
     Mutation(
