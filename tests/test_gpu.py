@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import needs_gpus
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -31,10 +32,7 @@ from sinkattn._testing import (
     run_ops,
 )
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
-)
+pytestmark = needs_gpus()
 RANDOM_CASES = int(os.environ.get("SINKATTN_GPU_CASES", "500"))
 REPEATS = int(os.environ.get("SINKATTN_GPU_REPEATS", "500"))
 STEPS = int(os.environ.get("SINKATTN_GPU_STEPS", "1000"))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gpus import needs_gpus
 from test_decode import CASES
 from test_gpu import on_device
 from torch import Tensor
@@ -28,10 +29,7 @@ from sinkattn._testing import (
     run_ops,
 )
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
-)
+pytestmark = needs_gpus()
 RANDOM_CASES = int(os.environ.get("SINKATTN_GPU_CASES", "500"))
 SERVED = [name for name in CASES if not ("invariant" in name and "d512" in name)]
 decode_op, decode_out_op = torch.ops.sinkattn.flash_decode, torch.ops.sinkattn.flash_decode_out

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpus import needs_gpus
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "build" / "native" / "test_device"
 pytestmark = [
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-        reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
-    ),
+    needs_gpus(),
     pytest.mark.skipif(
         shutil.which("nvcc") is None and not PROGRAM.exists(),
         reason="needs nvcc, or what make build/native/test_device made",

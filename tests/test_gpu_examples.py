@@ -6,14 +6,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
+from gpus import needs_gpus
 from test_examples import run
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
-)
+pytestmark = needs_gpus()
 
 
 def test_finetune_and_generate(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gpus import needs_gpus
 from test_edges import MASKS
 from test_gpu import assert_right_on_device, gpt_oss_like
 from test_gpu_decode import assert_right_on_device as assert_decode_right
@@ -17,10 +18,7 @@ import sinkattn
 from sinkattn import _C, reference
 from sinkattn._testing import EDGES, Case, restride
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
-)
+pytestmark = needs_gpus()
 
 
 class Kind(NamedTuple):

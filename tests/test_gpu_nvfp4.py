@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import needs_gpus
 from test_gpu_decode import LENS, arguments, launched, make_cache
 from test_nvfp4 import assert_packed, edges, of_one_key
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
-)
+pytestmark = needs_gpus()
 ops = torch.ops.sinkattn
 
 

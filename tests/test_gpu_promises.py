@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import needs_gpus
 from test_gpu import Decoder, gpt_oss_like
 from test_gpu_decode import LENS, append_op, arguments, assert_close, assert_same, decode_op, launched, make_cache
 from test_gpu_kernels import KINDS, TUNED
@@ -23,10 +24,7 @@ import sinkattn
 from sinkattn import _C
 from sinkattn.__main__ import main
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
-)
+pytestmark = needs_gpus()
 fwd_op, bwd_op = torch.ops.sinkattn.flash_attn_fwd, torch.ops.sinkattn.flash_attn_bwd
 Call = Callable[[], tuple[Tensor, ...]]
 
@@ -174,7 +172,7 @@ def test_threads_at_once_get_the_same_bits() -> None:
     sinkattn.check_errors()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices; runs there with make test-gpu")
+@needs_gpus(2)
 def test_tensors_on_another_device_than_the_current_one() -> None:
     q, k, v, s_aux = gpt_oss_like(1, 300)
     t = make_cache(LENS)

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import needs_gpus
 from test_gpu_decode import LENS, arguments, assert_same, captured, launched, make_cache
 from test_tiers import split_pages
 from torch import Tensor
 
 import sinkattn
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
-    reason="needs a CUDA device of compute capability 8.0 or later; runs there with make test-gpu",
-)
+pytestmark = needs_gpus()
 decode_op = torch.ops.sinkattn.flash_decode
 
 
