@@ -126,16 +126,24 @@ def _exact_rows(case: Case, direction: str, inputs: Inputs, has_sink: bool) -> t
     """out, or dq, dk, dv, of the last rows and keys in fp64: no other row sees those keys, so the sums are whole."""
     probed = min(PROBED, case.lengths[-1])
     last = min(case.lengths[-1], case.window + probed if case.window else case.lengths[-1])  # keys that they may see
-    q, dout = (x[:, -probed:].double() for x in (inputs.q, inputs.dout))
-    k, v = (x[:, -last:].double() for x in (inputs.k, inputs.v))
-    for x in (q, k, v):
-        x.requires_grad_(direction != "forward")
-    s_aux = inputs.s_aux.double() if has_sink else None
-    out = reference.flash_attn_func(q, k, v, window_size=case.window_size, s_aux=s_aux)
-    assert isinstance(out, Tensor)
-    if direction == "forward":
-        return (out,)
-    return tuple(x[:, -probed:] for x in torch.autograd.grad(out, (q, k, v), dout))
+
+    def group(q: Tensor, dout: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> tuple[Tensor, ...]:
+        q, dout, k, v = (x.double() for x in (q, dout, k, v))
+        for x in (q, k, v):
+            x.requires_grad_(direction != "forward")
+        out = reference.flash_attn_func(
+            q, k, v, window_size=case.window_size, s_aux=s_aux.double() if has_sink else None
+        )
+        assert isinstance(out, Tensor)
+        if direction == "forward":
+            return (out,)
+        return tuple(x[:, -probed:] for x in torch.autograd.grad(out, (q, k, v), dout))
+
+    # One kv head at a time: of a million keys there is no room for more.
+    parts = [x[:, -probed:].chunk(case.num_kv_heads, 2) for x in (inputs.q, inputs.dout)]
+    parts += [x[:, -last:].chunk(case.num_kv_heads, 2) for x in (inputs.k, inputs.v)]
+    groups = map(group, *parts, inputs.s_aux.chunk(case.num_kv_heads))
+    return tuple(torch.cat(heads, 2) for heads in zip(*groups, strict=True))
 
 
 def row_error(got: Tensor, expected: Tensor) -> float:
