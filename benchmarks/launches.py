@@ -2,7 +2,9 @@
 """What a call makes the device and the host do, by the profiler: kernels, their blocks, copies, syncs, allocations.
 
 Counts are of CALLS calls less those of none, over CALLS; a grid of 128 blocks is one kernel. host_us is the wall time
-of a call while the device keeps up. Prefills are held against fp64 first.
+of a call while the device keeps up. Prefills are held against fp64 first. What a training step pays before any kernel
+is in the rows of 16 tokens: a function of torch.autograd that does nothing beside ours, and both without the thread
+that torch has for each device's backward.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import sinkattn
 
 from . import cases, decode, gpu, harness, peers, report, studies
 from .decode import HEAD_DIM, NUM_KV_HEADS, Cache, DecodeCase
+from .harness import Inputs
 
 SUITE = "launches"
 CALLS = 20
@@ -169,6 +173,37 @@ def prefills(case: cases.Case) -> dict[str, Callable[[], object]]:
     return found
 
 
+class Nothing(torch.autograd.Function):
+    """Of attention's arguments and gradients, without a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
+        ctx.save_for_backward(k, v, s_aux)
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return dout, *ctx.saved_tensors
+
+
+def training_steps() -> dict[str, Callable[[], object]]:
+    """Forward and backward of a case so small that the host is all there is to see."""
+    nothing = peers.Peer("nothing", lambda case, direction: Nothing.apply, True, False)
+    ready, _ = harness.ready(cases.HOST, "both", PEERS)
+    calls = {report.LINES[peer.name]: call for peer, call in ready.items()}
+    calls["a function that does nothing"] = harness.prepare(nothing, cases.HOST, "both", Inputs.of(cases.HOST))
+
+    def on_one_thread(call: harness.Call) -> Callable[[], object]:
+        def step() -> object:
+            with torch.autograd.set_multithreading_enabled(False):
+                return call()
+
+        return step
+
+    found: dict[str, Callable[[], object]] = {f"{name}: forward and backward": call for name, call in calls.items()}
+    return found | {f"{name}, on one thread": on_one_thread(call) for name, call in found.items()}
+
+
 def _blocks(row: LaunchRow) -> str:
     return ", ".join(map(str, row.blocks)) or "-"
 
@@ -206,6 +241,7 @@ def run(options: argparse.Namespace) -> None:
     for case in PREFILLS[:1] if options.quick else PREFILLS:
         rows += measure(case.id, prefills(case), commit)
         torch.cuda.empty_cache()
+    rows += measure(cases.HOST.id, training_steps(), commit)
     for step in CASES:
         rows += measure(step.id, calls_of(step), commit)
     studies.show(markdown(studies.machine(), rows))
