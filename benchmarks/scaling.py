@@ -62,11 +62,14 @@ def _held(case: Case, direction: str) -> float:
     return heads * case.length * case.head_dim * 2 / 2**20
 
 
-def _row(layer: str, direction: str, tokens: int, call: Call, held: float, commit: str) -> ScalingRow:
-    seconds = 0.0
+def _measured(
+    layer: str, direction: str, tokens: int, call: Call, held: float, commit: str
+) -> tuple[ScalingRow, tuple[Tensor, ...]]:
+    """The row, and what the call gave when its memory was read."""
+    seconds, results = 0.0, tuple[Tensor, ...]()
 
     def timed() -> tuple[Tensor, ...]:
-        nonlocal seconds
+        nonlocal seconds, results
         begin = time.perf_counter()
         results = call()
         if studies.device() == "cuda":
@@ -77,16 +80,19 @@ def _row(layer: str, direction: str, tokens: int, call: Call, held: float, commi
     extra = gpu.extra_mib(timed)
     ms = 1e3 * seconds if seconds > LONG else studies.take_turns({layer: call}, SECONDS, ROUNDS)[layer]
     peak = harness.digits(held + extra)
-    return ScalingRow(SUITE, layer, direction, tokens, harness.digits(ms), extra, peak, commit, torch.__version__)
+    row = ScalingRow(SUITE, layer, direction, tokens, harness.digits(ms), extra, peak, commit, torch.__version__)
+    return row, results
 
 
 def layer(name: str, direction: str, tokens: int, commit: str) -> ScalingRow:
     """Raises RuntimeError when the result is wrong."""
     case = studies.gpt_oss(tokens, WINDOWS[name])
-    calls, notes = harness.ready(case, direction, [peers.OURS])
-    if not calls:
-        raise RuntimeError(f"{case.id} {direction}: {notes[peers.OURS]}")
-    return _row(name, direction, tokens, calls[peers.OURS], _held(case, direction), commit)
+    inputs = Inputs.of(case)
+    call = harness.prepare(peers.OURS, case, direction, inputs)
+    row, results = _measured(name, direction, tokens, call, _held(case, direction), commit)
+    for fault in harness.faults(case, direction, inputs, {peers.OURS: results}).values():
+        raise RuntimeError(f"{case.id} {direction}: {fault}")
+    return row
 
 
 def stack(direction: str, tokens: int, layers: int, commit: str) -> ScalingRow:
@@ -104,9 +110,10 @@ def stack(direction: str, tokens: int, layers: int, commit: str) -> ScalingRow:
             x = attention(x, inputs.k, inputs.v, inputs.s_aux)
         return torch.autograd.grad(x, wanted, inputs.dout) if direction == "both" else (x,)
 
-    if not all(bool(torch.isfinite(x).all()) for x in call()):
+    row, results = _measured("stack", direction, tokens, call, _held(cases[0], direction), commit)
+    if not all(bool(torch.isfinite(x).all()) for x in results):
         raise RuntimeError(f"stack of {layers} layers, {tokens} tokens, {direction}: not finite")
-    return _row("stack", direction, tokens, call, _held(cases[0], direction), commit)
+    return row
 
 
 def projected(rows: Sequence[ScalingRow], direction: str, tokens: int, layers: int = LAYERS) -> float | None:
