@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from gpus import needs_gpus
 from torch.nn.attention.flex_attention import create_block_mask
 
 import sinkattn
@@ -299,7 +300,7 @@ def test_prefill_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["prefill", "--quick"])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; runs there")
+@needs_gpus()
 @pytest.mark.parametrize("mode", [[], ["--graph"]])
 def test_prefill_measures(tmp_path: Path, mode: list[str]) -> None:
     path = tmp_path / "rows.json"
@@ -472,7 +473,7 @@ def test_studies_of_decoding_need_a_gpu(study: str, monkeypatch: pytest.MonkeyPa
         main([study])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; runs there")
+@needs_gpus()
 def test_studies_of_decoding_measure(tmp_path: Path) -> None:
     path, options = tmp_path / "rows.json", ["--json", str(tmp_path / "rows.json"), "--commit", "none"]
     main(["decode-crossover", "--batches", "1", "4", "--lengths", "512", "2048", *options])

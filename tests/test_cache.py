@@ -18,6 +18,7 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
 
 import transformers
+from gpus import needs_gpus
 from packaging.version import Version
 from tiny_gpt_oss import tiny_gpt_oss
 from transformers import (
@@ -41,8 +42,7 @@ from sinkattn.cache import _ROTATED_MODELS, StreamingCache
 hf.register()
 
 STEPS, PROMPT, WINDOW, SINKS = 256, 21, 24, 3
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=NO_CUDA)]
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpus())]
 LONG_PROMPT = SINKS + WINDOW + 30
 CASES = [("dynamic", PROMPT), ("static", PROMPT), *(("streaming", n) for n in (PROMPT, 2, LONG_PROMPT))]
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # of the largest logit

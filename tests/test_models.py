@@ -12,16 +12,14 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
 
 import transformers
+from gpus import needs_gpus
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sinkattn.hf as hf
 
 hf.register()
 WINDOW = 8
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpus())]
 SIZES = {
     "num_hidden_layers": 2,
     "layer_types": ["full_attention", "sliding_attention"],

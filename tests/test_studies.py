@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import needs_gpus
 
 from benchmarks import accuracy, crossover, harness, launches, naive, packed, peers, plot, report, scaling, studies
 from benchmarks.__main__ import main
@@ -222,7 +223,7 @@ def test_launches_are_drawn_without_a_gpu(tmp_path: Path) -> None:
     assert b"</svg>" in (tmp_path / "launches.svg").read_bytes()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; runs there")
+@needs_gpus()
 def test_the_naive_kernel_is_right() -> None:
     for case in packed.cases([(2, 60), (3, 129), (1, 1024)]):
         calls, notes = harness.ready(case, "forward", packed.PEERS)
