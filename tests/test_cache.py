@@ -171,18 +171,26 @@ PERIOD = 11  # more than the windowed layer sees
 
 @pytest.fixture(scope="module")
 def repeats() -> dict[str, Tensor]:
-    """Weights that go on with a text of period 11, at any place of it, and by far: no rounding turns the choice."""
+    """Weights that go on with a text of period 11, at any place of it, and by far: no rounding turns the choice.
+
+    How soon they do depends on the CPU, whose last bits training makes much of: 420 steps on some, 460 on others.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model, generator = make_model("cpu").train(), torch.Generator().manual_seed(3)
     model.set_attn_implementation("eager")
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for rows, length in [(8, 38)] * 340 + [(2, 290)] * 80:
+    losses: list[float] = []
+    for rows, length in [(8, 38)] * 340 + [(2, 290)] * 600:
         ids = torch.randint(1, 97, (rows, PERIOD), generator=generator).repeat(1, 27)[:, :length]
         logits = model(ids, use_cache=False).logits[:, PERIOD:-1]
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, PERIOD + 1 :].flatten()).backward()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, PERIOD + 1 :].flatten())
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+        if len(losses) >= 420 and max(losses[-10:]) < 0.04:
+            break
     torch.set_num_threads(threads)
     return model.state_dict()
 
@@ -259,13 +267,13 @@ def test_cropping_all_layers_or_none(sliding_window: int, window: int) -> None:
         model(ids[:, :3], past_key_values=fresh, use_cache=True)
         cache.crop(-1)
         more = [model(ids[:, 3:], past_key_values=x, use_cache=True).logits for x in (cache, fresh)]
-        assert torch.equal(*more)
+        assert_close(*more, "cpu")
         with pytest.raises(ValueError, match=r"has dropped [58] tokens; the cache cannot be cropped"):
             cache.crop(10)
         cache.crop(12)
         assert [layer.get_seq_length() for layer in cache.layers] == [12, 12]
         more = [model(ids[:, :1], past_key_values=x, use_cache=True).logits for x in (cache, fresh)]
-    assert torch.equal(*more)
+    assert_close(*more, "cpu")
 
 
 @pytest.mark.parametrize(("window", "num_sink_tokens"), [(1, 0), (1, 2), (5, 0)])
