@@ -338,6 +338,27 @@ def test_scores_that_grow_or_fall_with_the_key(slope: float, head_dim: int, dtyp
     torch.testing.assert_close(lse.double(), weights.logsumexp(-1), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("slope", [0.0, 60.0, -60.0])
+@pytest.mark.parametrize("sink", [None, 0.0, 30.0, 80.0, -30.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_a_window_far_from_the_sink(slope: float, sink: float | None, dtype: torch.dtype) -> None:
+    """Above it and below it, some rows of a tile and all of them: what makes a sink a poor pivot."""
+    q, k, v, s_aux = gpt_oss_like(1, 500, 64)
+    q[:, ::3, :, 0] = 4
+    k[..., 0] = torch.linspace(0, slope * 8, 500, device="cuda")[:, None]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    s_aux = None if sink is None else s_aux + sink
+    out, lse = sinkattn.flash_attn_func(q, k, v, window_size=(127, 0), s_aux=s_aux, return_lse=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(8, 2)) / 8
+    near = torch.ones(500, 500, dtype=torch.bool, device="cuda").tril().triu(-127)
+    scores.masked_fill_(~near, float("-inf"))
+    logits = torch.full((16,), float("-inf"), device="cuda") if s_aux is None else s_aux
+    weights = torch.cat([scores, logits.double()[None, :, None, None].expand(1, -1, 500, 1)], -1)
+    want = torch.einsum("bhij,bjhd->bihd", weights.softmax(-1)[..., :-1], v.double().repeat_interleave(8, 2))
+    assert (out.double() - want).square().mean().sqrt() < 4e-3 * want.square().mean().sqrt() + 1e-6
+    torch.testing.assert_close(lse.double(), weights.logsumexp(-1), rtol=1e-5, atol=1e-4)
+
+
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, cu: Tensor | None = None, **options: object
 ) -> tuple[Tensor, ...]:

@@ -2,31 +2,41 @@
 //
 // Forward for windows that fit one key tile, head_dim up to 64, on sm_90.
 //
-//     producer warp   K, V of a span | Q tile | Q tile | ...          K, V of the next span | ...
-//     math group g    QK wgmma, softmax over all keys at once, PV wgmma, out through Q's slot      (three groups, each its own tiles)
+//     key warp       K, V of a span             K, V of the next span ..
+//     query warp     Q tile | Q tile | Q tile ..
+//     checker warp   NaN and infinity in V, s_aux of the heads
+//     math group g   QK wgmma, softmax over all keys at once, PV wgmma, out through Q's slot      (four groups, each its own tiles)
 //
-// A tile is 64 rows, kTokens tokens x the heads of a group, and sees at most 144 keys: one pass, nothing is rescaled, the sink is in the
-// pivot and in the sum from the start. The window begins at its exact token, since a wgmma operand may start at any row. K and V are read
-// once a span of 96 tokens, with the keys before it. Tiles lie at multiples of kTokens positions: a row's bits are its own.
+// A tile is 64 rows, kTokens tokens x the heads of a group, and sees at most 144 keys: one pass, nothing is rescaled. The window begins
+// at its exact token, since a wgmma operand may start at any row. K and V are read once a span of at most 96 tokens, with the keys before
+// it. Tiles lie at multiples of kTokens positions: a row's bits are its own.
 //
-// Shared memory: two stages of K and V, 240 keys each, 120 KiB; nine slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32.
+// Shared memory: two stages of K and V, 240 keys each, 120 KiB; twelve slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32. A block
+// of 640 threads begins with 96 each; setmaxnreg moves 32 of the loaders' group to the math.
 
+#include "cuda/attn/mma_tile.cuh"
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
 namespace sa {
 namespace {
 
-constexpr int kGroups = 3, kThreads = 128 * (kGroups + 1), kTileRows = sa_fwd_cuda_sm90_window_tile_q;
-constexpr int kKeys = sa_fwd_cuda_sm90_window_tile_k, kMaxSpan = 96, kSpanKeys = kMaxSpan + kKeys;
+constexpr int kGroups = 4, kMathThreads = 128 * kGroups, kThreads = kMathThreads + 128;
+constexpr int kMathRegisters = 104, kOtherRegisters = 64;
+constexpr int kTileRows = sa_fwd_cuda_sm90_window_tile_q, kKeys = sa_fwd_cuda_sm90_window_tile_k;
+constexpr int kMaxSpan = 96, kSpanKeys = kMaxSpan + kKeys;
 constexpr int kSpanCost = 4; // of a span beside its tokens, in tokens: measured
-constexpr int kStages = 2, kSlots = 3, kCheckers = 3, kSlotBytes = kTileRows * kRowBytes, kKeyBytes = kSpanKeys * kRowBytes;
+constexpr int kStages = 2, kSlots = 3, kSlotBytes = kTileRows * kRowBytes, kKeyBytes = kSpanKeys * kRowBytes;
+static_assert(kGroups * kMathRegisters + kOtherRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+              "registers that the block begins with");
 
 // A span of tokens of one sequence and kv head.
 struct Span {
     sa_sequence sequence;
-    int64_t batch, kv_head;
+    int64_t kv_head, lse;     // offset of the first row's lse
     sa_position_t token, key; // of the first tile: its first token, and the first key of that token's window; both may lie outside
+    int low_key, high_key, low_token, high_token; // the sequence's keys and tokens, from these two on
+    int first_tile, num_tiles;                    // that hold tokens of the sequence
     bool exists, has_sink;
 };
 
@@ -34,9 +44,9 @@ struct Smem {
     unsigned char keys[kStages][kKeyBytes], values[kStages][kKeyBytes];
     unsigned char slots[kGroups][kSlots][kSlotBytes];
     Span spans[kStages];
-    uint64_t kv_full[kStages], kv_ready[kStages], kv_empty[kStages], q_full[kGroups][kSlots], q_empty[kGroups][kSlots];
-    bool unfinite[kStages][kCheckers];
-    uint32_t copied[kGroups]; // one more than the slot whose copy of out may still be read, 0 for none
+    uint64_t planned[kStages], kv_full[kStages], kv_ready[kStages], kv_empty[kStages], q_full[kGroups][kSlots], q_empty[kGroups][kSlots];
+    float s_aux[kStages][kTileRows];
+    bool unfinite[kStages];
 };
 
 struct Maps {
@@ -44,10 +54,13 @@ struct Maps {
 };
 
 struct Problem {
-    sa_band window; // of a sequence long enough that nothing is clamped
-    int64_t num_items;
-    int group, tokens, span; // heads of a token; tokens of a tile and of a span
-    int reach;               // keys that a row sees beside its window's first
+    sa_band window;           // of a sequence long enough that nothing is clamped
+    unsigned num_spans;       // of a kv head
+    unsigned step, head_step; // from one of a block's spans to its next
+    unsigned spans_a_batch;   // 0: packed
+    int group, group_log2;    // heads of a token, a power of two
+    int tokens, span;         // of a tile, of a span
+    int reach;                // keys that a row sees beside its window's first
     float scale_log2;
 };
 
@@ -56,113 +69,201 @@ static inline int64_t num_spans(const sinkattn_problem &problem, int span) {
     return problem.batch * (problem.q_len / span + 2);
 }
 
-// Tokens of a span, the same number of tiles for each group: as many as let the blocks end soonest.
+// Tokens of a span: as many as let the blocks end soonest. Of a packed batch the last spans of sequences are short.
 static inline int choose_span(const sinkattn_problem &problem, int tokens, int workers) {
-    const int least = kGroups * tokens;
+    const int least = tokens < 8 ? 8 : tokens;
+    const int64_t heads = problem.num_kv_heads;
     int best = least;
     int64_t best_cost = INT64_MAX;
     for (int span = least; span <= kMaxSpan; span += least) {
-        const int64_t cost = sa_ceil_div(num_spans(problem, span) * problem.num_kv_heads, workers) * (span + kSpanCost);
+        const int64_t spans = problem.packed ? problem.q_len / span + problem.batch : num_spans(problem, span);
+        const int64_t cost = problem.packed ? (problem.q_len + spans * kSpanCost) * heads / workers + span
+                                            : sa_ceil_div(spans * heads, workers) * (span + kSpanCost);
         if (cost < best_cost) best = span;
         best_cost = sa_min(cost, best_cost);
     }
     return best;
 }
 
-__device__ __forceinline__ Span span_at(const sinkattn_fwd_args &args, const Problem &p, int64_t item) {
+// Where a block stands among the spans: kv heads in turn, then sequences. What comes later lies in the same or in a later sequence.
+struct Walk {
+    unsigned n, kv_head, sequence;
+};
+
+__device__ __forceinline__ int near(int64_t distance) { return static_cast<int>(sa_clamp(distance, -(1 << 20), 1 << 20)); }
+
+// The next span that exists, by the lanes of a warp, which look for its sequence.
+__device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &args, const Problem &p) {
     const sinkattn_problem &problem = args.problem;
+    const auto batch = static_cast<unsigned>(problem.batch), heads = static_cast<unsigned>(problem.num_kv_heads);
+    const auto first_span = [&](unsigned b) { return static_cast<unsigned>(rows_before(args, b)) / static_cast<unsigned>(p.span) + 2 * b; };
     Span span;
-    span.kv_head = item % problem.num_kv_heads;
-    const int64_t n = item / problem.num_kv_heads;
-    sa_position_t within;
-    if (problem.packed) {
-        const auto first_span = [&](int64_t b) { return rows_before(args, b) / p.span + 2 * b; };
-        span.batch = find_sequence(problem.batch, n, first_span);
-        within = static_cast<sa_position_t>(n - first_span(span.batch));
-    } else {
-        const int64_t each = problem.q_len / p.span + 2;
-        span.batch = n / each;
-        within = static_cast<sa_position_t>(n % each);
+    span.exists = false;
+    while (walk.n < p.num_spans && !span.exists) {
+        sa_position_t within;
+        if (p.spans_a_batch) {
+            walk.sequence = walk.n / p.spans_a_batch;
+            within = static_cast<sa_position_t>(walk.n % p.spans_a_batch);
+        } else {
+            for (unsigned begun = 32; begun == 32; walk.sequence += begun) {
+                const unsigned b = walk.sequence + 1 + threadIdx.x % 32;
+                begun = __ffs(~__ballot_sync(0xffffffffu, b <= batch && first_span(b) <= walk.n)) - 1u;
+                if (begun > 32) begun = 32;
+            }
+            within = static_cast<sa_position_t>(walk.n - first_span(walk.sequence));
+        }
+        span.has_sink = args.s_aux && walk.sequence < batch;
+        span.kv_head = walk.kv_head;
+        span.sequence = sequence_or_tail(args, walk.sequence);
+        const sa_band band = sa_band_of(&problem.mask, span.sequence.q_len, span.sequence.k_len);
+        const sa_position_t start = sa_position(&band, 0),
+                            base = (start >= 0 ? start : start - p.span + 1) / p.span * p.span; // a multiple of span
+        span.token = base - start + within * p.span;
+        span.key = sa_window_begin(&p.window, base + within * p.span);
+        span.exists = within >= 0 && span.token < span.sequence.q_len;
+        span.low_key = near(-static_cast<int64_t>(span.key));
+        span.high_key = near(span.sequence.k_len - span.key);
+        span.low_token = near(-static_cast<int64_t>(span.token));
+        span.high_token = near(span.sequence.q_len - span.token);
+        span.first_tile = max(span.low_token, 0) / p.tokens;
+        span.num_tiles = (min(span.high_token, p.span) + p.tokens - 1) / p.tokens - span.first_tile;
+        span.lse = sa_row_index(&problem, &span.sequence, span.kv_head * p.group, span.token);
+        walk.n += p.step;
+        walk.kv_head += p.head_step;
+        if (walk.kv_head >= heads) {
+            walk.kv_head -= heads;
+            walk.n++;
+        }
     }
-    span.has_sink = args.s_aux && span.batch < problem.batch;
-    span.sequence = sequence_or_tail(args, span.batch);
-    const sa_band band = sa_band_of(&problem.mask, span.sequence.q_len, span.sequence.k_len);
-    const sa_position_t start = sa_position(&band, 0),
-                        base = (start >= 0 ? start : start - p.span + 1) / p.span * p.span; // a multiple of span
-    span.token = base - start + within * p.span;
-    span.key = sa_window_begin(&p.window, base + within * p.span);
-    span.exists = within >= 0 && span.token < span.sequence.q_len;
     return span;
 }
 
-__device__ __forceinline__ void produce(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
-    Ring<kStages> stages;
-    Ring<kSlots> slots;
-    for (int64_t item = blockIdx.x; item < p.num_items; item += gridDim.x) {
-        const Span span = span_at(args, p, item);
-        if (!span.exists) continue;
+// Keys and values, a span ahead of the queries. By a warp.
+__device__ __forceinline__ void load_keys(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+    const auto heads = static_cast<unsigned>(args.problem.num_kv_heads);
+    Walk walk{blockIdx.x / heads, blockIdx.x % heads, 0};
+    for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.place();
+        const Span span = next_span(walk, args, p);
         barrier_wait(&smem.kv_empty[stage], stages.phase() ^ 1);
-        smem.spans[stage] = span;
-        barrier_arrive_expect(&smem.kv_full[stage], 2 * (p.span + kKeys) * kRowBytes);
-        const int key = static_cast<int>(span.sequence.k_begin + span.key), batch = static_cast<int>(span.sequence.batch);
-        tensor_load(smem.keys[stage], &maps.k, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
-        tensor_load(smem.values[stage], &maps.v, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
-        for (int tile = 0; tile < p.span / p.tokens; tile++) {
-            const int group = tile % kGroups;
-            const uint32_t slot = slots.place();
-            barrier_wait(&smem.q_empty[group][slot], slots.phase() ^ 1);
-            barrier_arrive_expect(&smem.q_full[group][slot], kSlotBytes);
-            tensor_load(smem.slots[group][slot], &maps.q, &smem.q_full[group][slot], 0, static_cast<int>(span.kv_head * p.group),
-                        static_cast<int>(span.sequence.q_begin + span.token + tile * p.tokens), batch);
-            slots.n += group == kGroups - 1;
+        if (threadIdx.x % 32 == 0) {
+            smem.spans[stage] = span;
+            barrier_arrive(&smem.planned[stage]);
+            if (!span.exists) {
+                barrier_arrive(&smem.kv_full[stage]);
+            } else {
+                barrier_arrive_expect(&smem.kv_full[stage], 2 * (p.span + kKeys) * kRowBytes);
+                const int key = static_cast<int>(span.sequence.k_begin + span.key), batch = static_cast<int>(span.sequence.batch);
+                tensor_load(smem.keys[stage], &maps.k, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
+                tensor_load(smem.values[stage], &maps.v, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
+            }
         }
-        stages.n++;
+        if (!span.exists) break;
     }
-    barrier_wait(&smem.kv_empty[stages.place()], stages.phase() ^ 1);
-    smem.spans[stages.place()].exists = false;
-    barrier_arrive(&smem.kv_full[stages.place()]);
 }
 
-// The other warps of the producer's group.
-template <class Element> __device__ __forceinline__ void check_values(Smem &smem, const Problem &p) {
-    const int checker = threadIdx.x / 32 - 1;
+// Tiles of queries, as slots become free. By a warp.
+__device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const Problem &p) {
+    int group = 0;
+    Ring<kSlots> slots;
+    for (Ring<kStages> stages;; stages.n++) {
+        const uint32_t stage = stages.place();
+        barrier_wait(&smem.planned[stage], stages.phase());
+        const Span &span = smem.spans[stage];
+        if (!span.exists) break;
+        const int head = static_cast<int>(span.kv_head * p.group),
+                  first = static_cast<int>(span.sequence.q_begin + span.token) + span.first_tile * p.tokens,
+                  batch = static_cast<int>(span.sequence.batch);
+        for (int tile = 0; tile < span.num_tiles; tile++) {
+            const uint32_t slot = slots.place();
+            uint64_t *full = &smem.q_full[group][slot];
+            barrier_wait(&smem.q_empty[group][slot], slots.phase() ^ 1);
+            if (threadIdx.x % 32 == 0) {
+                barrier_arrive_expect(full, kSlotBytes);
+                tensor_load(smem.slots[group][slot], &maps.q, full, 0, head, first + tile * p.tokens, batch);
+            }
+            if (++group == kGroups) {
+                group = 0;
+                slots.n++;
+            }
+        }
+        barrier_arrive(&smem.kv_empty[stage]);
+    }
+}
+
+// x * 0 + sum, by halves: NaN once x is NaN or infinite.
+template <class Element> __device__ __forceinline__ uint32_t add_unfinite_halves(uint32_t sum, uint32_t x);
+template <> __device__ __forceinline__ uint32_t add_unfinite_halves<Bf16>(uint32_t sum, uint32_t x) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+    return sum;
+}
+template <> __device__ __forceinline__ uint32_t add_unfinite_halves<Fp16>(uint32_t sum, uint32_t x) {
+    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+    return sum;
+}
+
+// By a warp. Whether any of the values is not finite.
+template <class Element> __device__ __forceinline__ bool some_unfinite(const unsigned char *values, int bytes) {
+    uint32_t sum[4] = {};
+#pragma unroll 4
+    for (int x = threadIdx.x % 32; x < bytes / 16; x += 32) {
+        const uint4 chunk = reinterpret_cast<const uint4 *>(values)[x];
+        sum[0] = add_unfinite_halves<Element>(sum[0], chunk.x);
+        sum[1] = add_unfinite_halves<Element>(sum[1], chunk.y);
+        sum[2] = add_unfinite_halves<Element>(sum[2], chunk.z);
+        sum[3] = add_unfinite_halves<Element>(sum[3], chunk.w);
+    }
+    bool some = false;
+    for (int i = 0; i < 4; i++) some |= unfinite<Element>(sum[i]);
+    return __any_sync(0xffffffffu, some);
+}
+
+// What the math needs beside the keys, by a warp.
+template <class Element> __device__ __forceinline__ void check_values(Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
+    const int lane = threadIdx.x % 32, bytes = (p.span + kKeys) * kRowBytes;
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.place();
         barrier_wait(&smem.kv_full[stage], stages.phase());
-        if (!smem.spans[stage].exists) break;
-        bool bad = zero_unfinite<Element, 32 * kCheckers>(smem.values[stage], (p.span + kKeys) * kRowBytes, threadIdx.x - 32);
-        bad = __any_sync(0xffffffffu, bad);
-        if (threadIdx.x % 32 == 0) smem.unfinite[stage][checker] = bad;
+        const Span &span = smem.spans[stage];
+        if (!span.exists) break;
+        for (int i = lane; i < p.group; i += 32)
+            smem.s_aux[stage][i] =
+                span.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i)) : -INFINITY;
+        const bool some = some_unfinite<Element>(smem.values[stage], bytes);
+        if (some) zero_unfinite<Element, 32>(smem.values[stage], bytes, lane);
+        if (lane == 0) smem.unfinite[stage] = some;
         async_fence();
         barrier_arrive(&smem.kv_ready[stage]);
     }
 }
 
-// The two rows of a thread's accumulators: element i of a row block belongs to row (i / 2) % 2.
-struct ThreadRows {
-    int group, token[2]; // heads of a token, tokens of the tile
+// The i-th of the two rows of a thread's accumulators, of which element x belongs to row (x / 2) % 2; its token and head in the tile.
+struct ThreadRow {
+    int row, token, head;
 
-    __device__ __forceinline__ explicit ThreadRows(int group_) : group(group_) {
-        for (int i = 0; i < 2; i++) token[i] = row(i) / group;
+    __device__ __forceinline__ ThreadRow(const Problem &p, int i) {
+        unsigned thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); // read anew wherever it is needed: there is no register to keep it in
+        thread %= 128;
+        row = static_cast<int>(thread / 32 * 16 + thread % 32 / 4) + 8 * i;
+        token = row >> p.group_log2;
+        head = row & (p.group - 1);
     }
-
-    __device__ __forceinline__ int row(int i) const { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
-    __device__ __forceinline__ int head(int i) const { return row(i) - token[i] * group; }
 };
 
-// Columns of the tile that each of the two rows sees: a row's own window, of the keys inside the sequence.
+// Columns of the tile that each of the two rows sees: a row's own window, of the keys inside the sequence, which are [low, high).
 struct Columns {
     int begin[2], end[2];
-    bool edge; // the tile reaches past the sequence
+    bool edge; // others may be hidden than those that no row or not every row of an inner tile sees
 
-    __device__ __forceinline__ Columns(const ThreadRows &rows, const Span &span, int64_t first_key, int reach) {
-        const int low = static_cast<int>(sa_clamp(-first_key, 0, kKeys)),
-                  high = static_cast<int>(sa_clamp(span.sequence.k_len - first_key, 0, kKeys));
-        edge = low > 0 || high < kKeys;
+    __device__ __forceinline__ Columns(int low, int high, const Problem &p) {
+        low = min(max(low, 0), kKeys);
+        high = min(max(high, 0), kKeys);
+        edge = low > 0 || high < kKeys || p.tokens > 16 || p.reach < 119;
         for (int i = 0; i < 2; i++) {
-            begin[i] = max(rows.token[i], low);
-            end[i] = min(rows.token[i] + reach + 1, high);
+            const int token = ThreadRow(p, i).token;
+            begin[i] = max(token, low);
+            end[i] = min(token + p.reach + 1, high);
         }
     }
 };
@@ -171,37 +272,54 @@ struct Softmax {
     float pivot[2], sum[2]; // pivot in log2 units
 };
 
+// In two parts, 80 keys and 64: ptxas has 96 registers for what wgmma holds, of which an instruction of 144 keys leaves too few.
 template <class Element> __device__ __forceinline__ void qk_product(float (&s)[72], uint32_t q, uint32_t k) {
+    float (&first)[40] = *reinterpret_cast<float (*)[40]>(s), (&second)[32] = *reinterpret_cast<float (*)[32]>(s + 40);
+    const uint64_t left = operand(q, 0), right = operand(k, 0);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) wgmma_shared<Element>(s, operand(q + 32 * step, 0), operand(k + 32 * step, 0), step > 0);
+    for (int step = 0; step < 4; step++) wgmma_shared<Element>(first, operand_at(left, 32 * step), operand_at(right, 32 * step), step > 0);
+#pragma unroll
+    for (int step = 0; step < 4; step++)
+        wgmma_shared<Element>(second, operand_at(left, 32 * step), operand_at(right, 80 * kRowBytes + 32 * step), step > 0);
     wgmma_commit();
-    wgmma_wait<0>();
-    computed(s);
 }
 
-// All keys at once: maximum, exponentials, sum. The sink's logits s_aux take part in both.
-template <class Element>
-__device__ __forceinline__ Softmax softmax(uint32_t (&weights)[9][4], float (&s)[72], const Columns &seen, const Problem &p,
-                                           const float (&s_aux)[2]) {
+// Scores of hidden keys to -inf. Written out for all columns only where more than those of an inner tile may be hidden.
+__device__ __forceinline__ void mask(float (&s)[72], const Columns &seen, const Problem &p) {
     const int column = 2 * (threadIdx.x % 4);
-    float top[2] = {-INFINITY, -INFINITY};
+    const int begin[2] = {seen.begin[0] - column, seen.begin[1] - column}, end[2] = {seen.end[0] - column, seen.end[1] - column};
+    const auto hide_first = [&](int n) {
 #pragma unroll
-    for (int n = 0; n < 18; n++) {
-        if (8 * n < p.tokens || 8 * n + 7 > p.reach || seen.edge) { // elsewhere every row sees every key
+        for (int i = 4 * n; i < 4 * n + 4; i++)
+            if (8 * n + (i & 1) < begin[i / 2 & 1]) s[i] = -INFINITY;
+    };
+    const auto hide_last = [&](int n) {
 #pragma unroll
-            for (int x = 0; x < 4; x++)
-                if (8 * n + column + (x & 1) < seen.begin[x / 2] || 8 * n + column + (x & 1) >= seen.end[x / 2]) s[4 * n + x] = -INFINITY;
+        for (int i = 4 * n; i < 4 * n + 4; i++)
+            if (8 * n + (i & 1) >= end[i / 2 & 1]) s[i] = -INFINITY;
+    };
+    if (seen.edge) {
+#pragma unroll
+        for (int n = 0; n < 18; n++) {
+            hide_first(n);
+            hide_last(n);
         }
-#pragma unroll
-        for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+        return;
     }
-    Softmax rows;
+    hide_first(0);
+    if (p.tokens > 8) hide_first(1);
+    if (p.reach < 127) hide_last(15);
+    hide_last(16);
+    hide_last(17);
+}
+
+// Scores become exp2(s - pivot); the sums are of this thread's columns.
+template <class Element>
+__device__ __forceinline__ void exponentials(uint32_t (&weights)[9][4], Softmax &rows, const float (&s)[72], const Problem &p) {
     float from[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float key = quad_max(top[i]) * p.scale_log2, sink = s_aux[i] * kLog2e;
-        rows.pivot[i] = key > sink ? key : sink; // a NaN in s_aux stays
         from[i] = rows.pivot[i] == -INFINITY ? 0.0f : rows.pivot[i];
         rows.sum[i] = 0.0f;
     }
@@ -212,27 +330,150 @@ __device__ __forceinline__ Softmax softmax(uint32_t (&weights)[9][4], float (&s)
         rows.sum[r] += x + y;
         weights[i / 8][i / 2 % 4] = pack_halves<Element>(x, y);
     }
+}
+
+// The pivot of the thread's i-th row, of which it has seen `top`: the maximum of the keys and the sink.
+__device__ __forceinline__ float largest(float top, int i, const Problem &p, const float *s_aux) {
+    const float key = quad_max(top) * p.scale_log2, sink = s_aux[ThreadRow(p, i).head] * kLog2e;
+    return key > sink ? key : sink; // a NaN in s_aux stays
+}
+
+// bf16 has the exponents of fp32, so any pivot will do that leaves a row's weights far from their ends. Nobody looks for a maximum: the
+// pivot is the sink, or 0 for a sink that is far away or not there, and rows whose weights turn out too large or too small are done again,
+// from their maximum. All this is a matter of the row. Bounds of the sink in log2 units, and of a thread's sum.
+template <class Element> constexpr bool kAnyPivot = false;
+template <> constexpr bool kAnyPivot<Bf16> = true;
+constexpr float kFarSink = 16.0f, kLargeSink = 64.0f, kLarge = 0x1p64f, kSmall = 0x1p-64f;
+
+// Scores of 16 keys, hidden ones -inf, once more, by a warp alone. q: its first row; k: the span's first key.
+template <class Element>
+__device__ __forceinline__ void scores_again(float (&s)[2][4], uint32_t q, uint32_t k, int ahead, int step, const Columns &seen) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 8; i++) s[i / 4][i % 4] = 0.0f;
+#pragma unroll 1
+    for (int depth = 0; depth < 4; depth++) {
+        uint32_t left[4], right[4];
+        ldmatrix_x4(left, q + chunk_offset<kRowBytes>(lane % 16, 2 * depth + lane / 16));
+        ldmatrix_x4(right, k + chunk_offset<kRowBytes>(ahead + 16 * step + lane % 8 + lane / 16 * 8, 2 * depth + lane / 8 % 2));
+        mma_m16n8k16<Element>(s[0], left, right[0], right[1]);
+        mma_m16n8k16<Element>(s[1], left, right[2], right[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int j = 16 * step + 8 * (i / 4) + 2 * (lane % 4) + (i & 1), r = i / 2 & 1;
+        if (j < seen.begin[r] || j >= seen.end[r]) s[i / 4][i % 4] = -INFINITY;
+    }
+}
+
+template <class Element>
+__device__ __forceinline__ void softmax_again(uint32_t (&weights)[9][4], Softmax &rows, const bool (&again)[2], uint32_t q, uint32_t k,
+                                              int ahead, const Columns &seen, const Problem &p, const float *s_aux) {
+    q += threadIdx.x % 128 / 32 * 16 * kRowBytes;
+    float s[2][4], top[2] = {-INFINITY, -INFINITY}, from[2], sum[2] = {};
+#pragma unroll 1
+    for (int step = 0; step < 9; step++) {
+        scores_again<Element>(s, q, k, ahead, step, seen);
+#pragma unroll
+        for (int i = 0; i < 8; i++) top[i / 2 & 1] = fmaxf(top[i / 2 & 1], s[i / 4][i % 4]);
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float sink = s_aux[i] * kLog2e;
-        const float added = sink == -INFINITY ? 0.0f : sink == rows.pivot[i] ? 1.0f : exp2_approx(sink - from[i]);
-        rows.sum[i] = quad_sum(rows.sum[i]) + added;
+        const float pivot = largest(top[i], i, p, s_aux);
+        if (again[i]) rows.pivot[i] = pivot;
+        from[i] = rows.pivot[i] == -INFINITY ? 0.0f : rows.pivot[i];
+    }
+#pragma unroll
+    for (int step = 0; step < 9; step++) {
+        scores_again<Element>(s, q, k, ahead, step, seen);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int r = i & 1;
+            const float x = exp2_approx(fmaf(s[i / 2][2 * r], p.scale_log2, -from[r])),
+                        y = exp2_approx(fmaf(s[i / 2][2 * r + 1], p.scale_log2, -from[r]));
+            sum[r] += x + y;
+            if (again[r]) weights[step][i] = pack_halves<Element>(x, y);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (again[i]) rows.sum[i] = sum[i];
+    async_fence(); // the keys were read; copies will be written over them
+}
+
+// Weights of all keys, this thread's part of their sums, from the maximum.
+template <class Element>
+__device__ __forceinline__ Softmax softmax_of_maximum(uint32_t (&weights)[9][4], const float (&s)[72], const Problem &p,
+                                                      const float *s_aux) {
+    Softmax rows;
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < 18; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+#pragma unroll
+    for (int i = 0; i < 2; i++) rows.pivot[i] = largest(top[i], i, p, s_aux);
+    exponentials<Element>(weights, rows, s, p);
+    return rows;
+}
+
+// The same without one. q: the group's first query; k: the span's first key.
+template <class Element>
+__device__ __forceinline__ Softmax softmax_of_sink(uint32_t (&weights)[9][4], const float (&s)[72], uint32_t q, uint32_t k, int ahead,
+                                                   const Span &span, const Problem &p, const float *s_aux) {
+    Softmax rows;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float sink = s_aux[ThreadRow(p, i).head] * kLog2e;
+        rows.pivot[i] = fabsf(sink) <= kFarSink ? sink : 0.0f;
+    }
+    exponentials<Element>(weights, rows, s, p);
+    unsigned large[2], small[2]; // by lanes
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float sink = s_aux[ThreadRow(p, i).head] * kLog2e;
+        large[i] = __ballot_sync(0xffffffffu, !(rows.sum[i] <= kLarge && sink <= kLargeSink));
+        small[i] = __ballot_sync(0xffffffffu, !(rows.sum[i] >= kSmall || fabsf(sink) <= kFarSink));
+    }
+    if (large[0] | large[1] | small[0] | small[1]) {
+        bool again[2]; // where one of a row's four lanes has too much or all have too little
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = threadIdx.x % 32 / 4 * 4;
+            again[i] = (large[i] >> row & 0xf) || (small[i] >> row & 0xf) == 0xf;
+        }
+        if (__any_sync(0xffffffffu, again[0] || again[1]))
+            softmax_again<Element>(weights, rows, again, q, k, ahead, Columns(span.low_key - ahead, span.high_key - ahead, p), p, s_aux);
     }
     return rows;
 }
 
+// The sums, with the sink's part; what each row is to be multiplied by. Returns lse of row lane % 4. Under the product of values.
+__device__ __forceinline__ float finish_softmax(float (&factor)[2], Softmax &rows, const Problem &p, const float *all_s_aux) {
+    const float s_aux[2] = {all_s_aux[ThreadRow(p, 0).head], all_s_aux[ThreadRow(p, 1).head]};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float sink = s_aux[i] * kLog2e, from = rows.pivot[i] == -INFINITY ? 0.0f : rows.pivot[i];
+        rows.sum[i] = quad_sum(rows.sum[i]) + (sink == from ? 1.0f : exp2_approx(sink - from)); // both may be inf
+        factor[i] = rows.sum[i] == 0.0f ? 0.0f : reciprocal_approx(rows.sum[i]);
+    }
+    const bool second = threadIdx.x % 4 == 1;
+    const float its_s_aux = second ? s_aux[1] : s_aux[0], its_pivot = second ? rows.pivot[1] : rows.pivot[0],
+                total = second ? rows.sum[1] : rows.sum[0];
+    const float pivot = its_pivot == its_s_aux * kLog2e ? its_s_aux : its_pivot * kLn2; // a row without keys gets s_aux itself
+    return total == 0.0f ? -INFINITY : pivot + logf(total);
+}
+
 template <class Element> __device__ __forceinline__ void pv_product(float (&o)[32], const uint32_t (&weights)[9][4], uint32_t v) {
+    const uint64_t right = operand(v, kKeyBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 9; step++)
-        wgmma_registers<Element>(o, weights[step], operand(v + step * 16 * kRowBytes, kKeyBytes), step > 0);
+    for (int step = 0; step < 9; step++) wgmma_registers<Element>(o, weights[step], operand_at(right, step * 16 * kRowBytes), step > 0);
     wgmma_commit();
-    wgmma_wait<0>();
-    computed(o);
 }
 
 template <class Element>
-__device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const Span &span, int64_t first_key,
+__device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const Span &span, sa_position_t first_key,
                                            const Columns &seen) {
 #pragma unroll 1
     for (int j = min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]); j++)
@@ -242,29 +483,16 @@ __device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_ar
                               args.problem.head_dim, [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
 }
 
-template <class Element>
-__device__ __forceinline__ void stage_out(unsigned char *slot, const float (&o)[32], const Softmax &softmax, const ThreadRows &rows) {
+template <class Element> __device__ __forceinline__ void stage_out(unsigned char *slot, const float (&o)[32], const float (&factor)[2]) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, half = threadIdx.x % 32 / 16;
+    const uint32_t to = shared_address(slot) + row * kRowBytes + ((half ^ (row & 7)) << 4);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float factor = softmax.sum[i] == 0.0f ? 0.0f : 1.0f / softmax.sum[i];
-        const int row = rows.row(i);
+    for (int n = 0; n < 8; n += 2) {
+        uint32_t packed[4];
 #pragma unroll
-        for (int n = 0; n < 8; n++)
-            *reinterpret_cast<uint32_t *>(slot + row * kRowBytes + ((n ^ (row & 7)) << 4) + 4 * (threadIdx.x % 4)) =
-                pack_halves<Element>(o[4 * n + 2 * i] * factor, o[4 * n + 2 * i + 1] * factor);
-    }
-}
-
-__device__ __forceinline__ void write_lse(const Softmax &softmax, const sinkattn_fwd_args &args, const Span &span, int64_t token,
-                                          const ThreadRows &rows, int group, const float (&s_aux)[2]) {
-    if (threadIdx.x % 4) return;
-    for (int i = 0; i < 2; i++) {
-        if (token + rows.token[i] < 0 || token + rows.token[i] >= span.sequence.q_len) continue;
-        const float pivot =
-            softmax.pivot[i] == s_aux[i] * kLog2e ? s_aux[i] : softmax.pivot[i] * kLn2; // a row without keys gets s_aux itself
-        static_cast<float *>(
-            args.lse)[sa_row_index(&args.problem, &span.sequence, span.kv_head * group + rows.head(i), token + rows.token[i])] =
-            softmax.sum[i] == 0.0f ? -INFINITY : pivot + logf(softmax.sum[i]);
+        for (int i = 0; i < 4; i++)
+            packed[i] = pack_halves<Element>(o[4 * n + 2 * i] * factor[i & 1], o[4 * n + 2 * i + 1] * factor[i & 1]);
+        stmatrix_x4(to ^ n << 4, packed);
     }
 }
 
@@ -282,68 +510,73 @@ __device__ __forceinline__ void write_rows(const unsigned char *slot, const sink
     }
 }
 
-// A slot is free again once the copy of out has read it; that wait is put off by a tile.
+// A slot is free again once the copy of out has read it, or the threads; that is put off by a tile.
 __device__ __forceinline__ void write_tile(Smem &smem, Ring<kSlots> slots, const sinkattn_fwd_args &args, const Maps &maps,
-                                           const Span &span, int64_t token, const Problem &p, int math_group) {
-    const bool leader = threadIdx.x % 128 == 0, whole = token >= 0 && token + p.tokens <= span.sequence.q_len;
+                                           const Span &span, int ahead, const Problem &p, int math_group) {
+    const bool whole = ahead >= span.low_token && ahead + p.tokens <= span.high_token;
+    const sa_position_t token = span.token + ahead;
     unsigned char *slot = smem.slots[math_group][slots.place()];
     async_fence();
     bar_sync<128>(1 + math_group);
-    if (!whole) {
-        write_rows(slot, args, span, token, p.group);
-        async_fence();
-        bar_sync<128>(1 + math_group);
-    }
-    if (!leader) return;
-    uint64_t *free = smem.q_empty[math_group];
-    if (whole) {
+    if (!whole) write_rows(slot, args, span, token, p.group);
+    if (threadIdx.x % 128) return;
+    if (whole)
         tensor_store(&maps.out, slot, 0, static_cast<int>(span.kv_head * p.group), static_cast<int>(span.sequence.q_begin + token),
                      static_cast<int>(span.sequence.batch));
-        store_commit();
-        store_wait_read<1>();
-    } else {
-        store_wait_read<0>();
-        barrier_arrive(&free[slots.place()]);
-    }
-    const uint32_t copied = smem.copied[math_group];
-    if (copied) barrier_arrive(&free[copied - 1]);
-    smem.copied[math_group] = whole ? slots.place() + 1 : 0;
+    store_commit();
+    store_wait_read<1>();
+    if (slots.n) barrier_arrive(&smem.q_empty[math_group][Ring<kSlots>{slots.n - 1}.place()]);
+}
+
+// Of four lanes the first two, each of one row.
+__device__ __forceinline__ void write_lse(float lse, const sinkattn_fwd_args &args, const Span &span, int ahead, const Problem &p) {
+    const ThreadRow row(p, threadIdx.x % 4 == 1);
+    const int token = ahead + row.token;
+    if (threadIdx.x % 4 < 2 && token >= span.low_token && token < span.high_token)
+        static_cast<float *>(args.lse)[span.lse + row.head * args.problem.q_len + token] = lse;
 }
 
 template <class Element>
 __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
-    const int math_group = warp_uniform(threadIdx.x / 128) - 1;
-    const ThreadRows rows(p.group);
+    const int math_group = warp_uniform(threadIdx.x / 128);
+    int tile = math_group;
     Ring<kSlots> slots;
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.place();
         barrier_wait(&smem.kv_full[stage], stages.phase());
         const Span &span = smem.spans[stage];
         if (!span.exists) break;
-        float s_aux[2];
-        for (int i = 0; i < 2; i++)
-            s_aux[i] = span.has_sink
-                           ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + rows.head(i)))
-                           : -INFINITY;
-        barrier_wait(&smem.kv_ready[stage], stages.phase());
-        const bool hidden = smem.unfinite[stage][0] || smem.unfinite[stage][1] || smem.unfinite[stage][2];
-        for (int tile = math_group; tile < p.span / p.tokens; tile += kGroups, slots.n++) {
-            const int64_t token = span.token + tile * p.tokens, first_key = span.key + tile * p.tokens;
+        for (; tile < span.num_tiles; tile += kGroups, slots.n++) {
+            const int ahead = (span.first_tile + tile) * p.tokens; // of the span's first token
             unsigned char *slot = smem.slots[math_group][slots.place()];
-            const uint32_t first_row = tile * p.tokens * kRowBytes;
-            float s[72], o[32];
+            const uint32_t first_row = ahead * kRowBytes;
+            float s[72], o[32], factor[2];
             uint32_t weights[9][4];
             barrier_wait(&smem.q_full[math_group][slots.place()], slots.phase());
             qk_product<Element>(s, shared_address(slot), shared_address(smem.keys[stage]) + first_row);
-            const Columns seen(rows, span, first_key, p.reach);
-            const Softmax result = softmax<Element>(weights, s, seen, p, s_aux);
+            const Columns seen(span.low_key - ahead, span.high_key - ahead, p);
+            barrier_wait(&smem.kv_ready[stage], stages.phase());
+            wgmma_wait<0>();
+            computed(s);
+            mask(s, seen, p);
+            Softmax result;
+            if constexpr (kAnyPivot<Element>)
+                result = softmax_of_sink<Element>(weights, s, shared_address(slot), shared_address(smem.keys[stage]), ahead, span, p,
+                                                  smem.s_aux[stage]);
+            else
+                result = softmax_of_maximum<Element>(weights, s, p, smem.s_aux[stage]);
             pv_product<Element>(o, weights, shared_address(smem.values[stage]) + first_row);
-            if (hidden) add_hidden<Element>(o, args, span, first_key, seen);
-            stage_out<Element>(slot, o, result, rows);
-            write_lse(result, args, span, token, rows, p.group, s_aux);
-            write_tile(smem, slots, args, maps, span, token, p, math_group);
+            const float its_lse = finish_softmax(factor, result, p, smem.s_aux[stage]);
+            wgmma_wait<0>();
+            computed(o);
+            if (smem.unfinite[stage])
+                add_hidden<Element>(o, args, span, span.key + ahead, Columns(span.low_key - ahead, span.high_key - ahead, p));
+            stage_out<Element>(slot, o, factor);
+            write_tile(smem, slots, args, maps, span, ahead, p, math_group);
+            write_lse(its_lse, args, span, ahead, p);
         }
-        if (threadIdx.x % 128 == 0) barrier_arrive(&smem.kv_empty[stage]);
+        tile -= span.num_tiles;
+        barrier_arrive(&smem.kv_empty[stage]);
     }
     if (threadIdx.x % 128 == 0) store_wait();
 }
@@ -358,29 +591,30 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&maps.q, &maps.k, &maps.v, &maps.out}) tensor_map_prefetch(map);
         for (int i = 0; i < kStages; i++) {
+            barrier_init(&smem.planned[i], 1);
             barrier_init(&smem.kv_full[i], 1);
-            barrier_init(&smem.kv_ready[i], 32 * kCheckers);
-            barrier_init(&smem.kv_empty[i], kGroups);
+            barrier_init(&smem.kv_ready[i], 32);
+            barrier_init(&smem.kv_empty[i], kMathThreads + 32);
         }
-        for (int g = 0; g < kGroups; g++) {
-            smem.copied[g] = 0;
+        for (int g = 0; g < kGroups; g++)
             for (int i = 0; i < kSlots; i++) {
                 barrier_init(&smem.q_full[g][i], 1);
                 barrier_init(&smem.q_empty[g][i], 1);
             }
-        }
         barrier_init_fence();
     }
     if (blockIdx.x == 0) check_lengths(args, error_word);
     __syncthreads();
-    if (threadIdx.x < 128) {
-        registers_down<40>();
-        if (threadIdx.x == 0) produce(smem, args, maps, p);
-        if (threadIdx.x >= 32) check_values<Element>(smem, p);
-    } else {
-        registers_up<152>();
+    const int warp = warp_uniform(threadIdx.x / 32);
+    if (warp < kMathThreads / 32) {
+        registers_up<kMathRegisters>();
         compute<Element>(smem, args, maps, p);
+        return;
     }
+    registers_down<kOtherRegisters>();
+    if (warp == kMathThreads / 32) load_keys(smem, args, maps, p);
+    if (warp == kMathThreads / 32 + 1) load_queries(smem, maps, p);
+    if (warp == kMathThreads / 32 + 2) check_values<Element>(smem, args, p);
 #else
     __trap();
 #endif
@@ -388,13 +622,19 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
 
 template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
-    Problem p;
+    Problem p = {};
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = kTileRows / p.group;
+    while (1 << p.group_log2 < p.group) p.group_log2++;
     p.window = sa_band_of(&problem.mask, kKeys, kKeys);
     p.reach = static_cast<int>(sa_window_size(&p.window)) - 1;
     p.span = choose_span(problem, p.tokens, plan.workers);
-    p.num_items = num_spans(problem, p.span) * problem.num_kv_heads;
+    const int64_t spans = num_spans(problem, p.span);
+    const auto heads = static_cast<unsigned>(problem.num_kv_heads), blocks = static_cast<unsigned>(sa_min(spans * heads, plan.workers));
+    p.num_spans = static_cast<unsigned>(spans);
+    p.step = blocks / heads;
+    p.head_step = blocks % heads;
+    p.spans_a_batch = problem.packed ? 0 : static_cast<unsigned>(problem.q_len / p.span + 2);
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     Encode encode = nullptr;
     unsigned *error_word;
@@ -408,7 +648,6 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
         status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.tokens, p.group, "out");
     if (!status.code) status = allow_shared<window_kernel<Element>>(sizeof(Smem));
     if (status.code) return status;
-    const unsigned blocks = static_cast<unsigned>(sa_min(p.num_items, plan.workers));
     window_kernel<Element><<<blocks, kThreads, sizeof(Smem), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
     return sa_cuda_status("sa_fwd_cuda_sm90_window", cudaGetLastError());
 }
