@@ -14,7 +14,6 @@
 // Shared memory: two stages of K and V, 240 keys each, 120 KiB; twelve slots of 8 KiB for Q and out. Registers: S 72, P 36, O 32. A block
 // of 640 threads begins with 96 each; setmaxnreg moves 32 of the loaders' group to the math.
 
-#include "cuda/attn/mma_tile.cuh"
 #include "cuda/attn/unfinite.cuh"
 #include "cuda/tensor_map.cuh"
 
@@ -332,79 +331,9 @@ __device__ __forceinline__ void exponentials(uint32_t (&weights)[9][4], Softmax 
     }
 }
 
-// The pivot of the thread's i-th row, of which it has seen `top`: the maximum of the keys and the sink.
-__device__ __forceinline__ float largest(float top, int i, const Problem &p, const float *s_aux) {
-    const float key = quad_max(top) * p.scale_log2, sink = s_aux[ThreadRow(p, i).head] * kLog2e;
-    return key > sink ? key : sink; // a NaN in s_aux stays
-}
-
-// bf16 has the exponents of fp32, so any pivot will do that leaves a row's weights far from their ends. Nobody looks for a maximum: the
-// pivot is the sink, or 0 for a sink that is far away or not there, and rows whose weights turn out too large or too small are done again,
-// from their maximum. All this is a matter of the row. Bounds of the sink in log2 units, and of a thread's sum.
-template <class Element> constexpr bool kAnyPivot = false;
-template <> constexpr bool kAnyPivot<Bf16> = true;
-constexpr float kFarSink = 16.0f, kLargeSink = 64.0f, kLarge = 0x1p64f, kSmall = 0x1p-64f;
-
-// Scores of 16 keys, hidden ones -inf, once more, by a warp alone. q: its first row; k: the span's first key.
+// Weights of all keys, and this thread's part of their sums.
 template <class Element>
-__device__ __forceinline__ void scores_again(float (&s)[2][4], uint32_t q, uint32_t k, int ahead, int step, const Columns &seen) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 8; i++) s[i / 4][i % 4] = 0.0f;
-#pragma unroll 1
-    for (int depth = 0; depth < 4; depth++) {
-        uint32_t left[4], right[4];
-        ldmatrix_x4(left, q + chunk_offset<kRowBytes>(lane % 16, 2 * depth + lane / 16));
-        ldmatrix_x4(right, k + chunk_offset<kRowBytes>(ahead + 16 * step + lane % 8 + lane / 16 * 8, 2 * depth + lane / 8 % 2));
-        mma_m16n8k16<Element>(s[0], left, right[0], right[1]);
-        mma_m16n8k16<Element>(s[1], left, right[2], right[3]);
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int j = 16 * step + 8 * (i / 4) + 2 * (lane % 4) + (i & 1), r = i / 2 & 1;
-        if (j < seen.begin[r] || j >= seen.end[r]) s[i / 4][i % 4] = -INFINITY;
-    }
-}
-
-template <class Element>
-__device__ __forceinline__ void softmax_again(uint32_t (&weights)[9][4], Softmax &rows, const bool (&again)[2], uint32_t q, uint32_t k,
-                                              int ahead, const Columns &seen, const Problem &p, const float *s_aux) {
-    q += threadIdx.x % 128 / 32 * 16 * kRowBytes;
-    float s[2][4], top[2] = {-INFINITY, -INFINITY}, from[2], sum[2] = {};
-#pragma unroll 1
-    for (int step = 0; step < 9; step++) {
-        scores_again<Element>(s, q, k, ahead, step, seen);
-#pragma unroll
-        for (int i = 0; i < 8; i++) top[i / 2 & 1] = fmaxf(top[i / 2 & 1], s[i / 4][i % 4]);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float pivot = largest(top[i], i, p, s_aux);
-        if (again[i]) rows.pivot[i] = pivot;
-        from[i] = rows.pivot[i] == -INFINITY ? 0.0f : rows.pivot[i];
-    }
-#pragma unroll
-    for (int step = 0; step < 9; step++) {
-        scores_again<Element>(s, q, k, ahead, step, seen);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int r = i & 1;
-            const float x = exp2_approx(fmaf(s[i / 2][2 * r], p.scale_log2, -from[r])),
-                        y = exp2_approx(fmaf(s[i / 2][2 * r + 1], p.scale_log2, -from[r]));
-            sum[r] += x + y;
-            if (again[r]) weights[step][i] = pack_halves<Element>(x, y);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        if (again[i]) rows.sum[i] = sum[i];
-    async_fence(); // the keys were read; copies will be written over them
-}
-
-// Weights of all keys, this thread's part of their sums, from the maximum.
-template <class Element>
-__device__ __forceinline__ Softmax softmax_of_maximum(uint32_t (&weights)[9][4], const float (&s)[72], const Problem &p,
-                                                      const float *s_aux) {
+__device__ __forceinline__ Softmax softmax(uint32_t (&weights)[9][4], const float (&s)[72], const Problem &p, const float *s_aux) {
     Softmax rows;
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -412,39 +341,11 @@ __device__ __forceinline__ Softmax softmax_of_maximum(uint32_t (&weights)[9][4],
 #pragma unroll
         for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
 #pragma unroll
-    for (int i = 0; i < 2; i++) rows.pivot[i] = largest(top[i], i, p, s_aux);
-    exponentials<Element>(weights, rows, s, p);
-    return rows;
-}
-
-// The same without one. q: the group's first query; k: the span's first key.
-template <class Element>
-__device__ __forceinline__ Softmax softmax_of_sink(uint32_t (&weights)[9][4], const float (&s)[72], uint32_t q, uint32_t k, int ahead,
-                                                   const Span &span, const Problem &p, const float *s_aux) {
-    Softmax rows;
-#pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float sink = s_aux[ThreadRow(p, i).head] * kLog2e;
-        rows.pivot[i] = fabsf(sink) <= kFarSink ? sink : 0.0f;
+        const float key = quad_max(top[i]) * p.scale_log2, sink = s_aux[ThreadRow(p, i).head] * kLog2e;
+        rows.pivot[i] = key > sink ? key : sink; // a NaN in s_aux stays
     }
     exponentials<Element>(weights, rows, s, p);
-    unsigned large[2], small[2]; // by lanes
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float sink = s_aux[ThreadRow(p, i).head] * kLog2e;
-        large[i] = __ballot_sync(0xffffffffu, !(rows.sum[i] <= kLarge && sink <= kLargeSink));
-        small[i] = __ballot_sync(0xffffffffu, !(rows.sum[i] >= kSmall || fabsf(sink) <= kFarSink));
-    }
-    if (large[0] | large[1] | small[0] | small[1]) {
-        bool again[2]; // where one of a row's four lanes has too much or all have too little
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = threadIdx.x % 32 / 4 * 4;
-            again[i] = (large[i] >> row & 0xf) || (small[i] >> row & 0xf) == 0xf;
-        }
-        if (__any_sync(0xffffffffu, again[0] || again[1]))
-            softmax_again<Element>(weights, rows, again, q, k, ahead, Columns(span.low_key - ahead, span.high_key - ahead, p), p, s_aux);
-    }
     return rows;
 }
 
@@ -559,12 +460,7 @@ __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &arg
             wgmma_wait<0>();
             computed(s);
             mask(s, seen, p);
-            Softmax result;
-            if constexpr (kAnyPivot<Element>)
-                result = softmax_of_sink<Element>(weights, s, shared_address(slot), shared_address(smem.keys[stage]), ahead, span, p,
-                                                  smem.s_aux[stage]);
-            else
-                result = softmax_of_maximum<Element>(weights, s, p, smem.s_aux[stage]);
+            Softmax result = softmax<Element>(weights, s, p, smem.s_aux[stage]);
             pv_product<Element>(o, weights, shared_address(smem.values[stage]) + first_row);
             const float its_lse = finish_softmax(factor, result, p, smem.s_aux[stage]);
             wgmma_wait<0>();
