@@ -42,22 +42,25 @@ template <class Element> __device__ __forceinline__ void score_product(float (&s
     for (int t = 0; t < 4; t++) wgmma_shared<Element>(s, operand_at(a, 32 * t), operand_at(b, 32 * t), t > 0);
 }
 
-template <class Element> __device__ __forceinline__ void gradient_product(float (&d)[32], const uint32_t (&weights)[2][4], uint32_t rows) {
+template <class Element>
+__device__ __forceinline__ void gradient_product(float (&d)[32], const uint32_t (&weights)[2][4], uint32_t rows, bool adds) {
     const uint64_t b = operand(rows, kTileBytes);
 #pragma unroll
-    for (int t = 0; t < 2; t++) wgmma_registers<Element>(d, weights[t], operand_at(b, t * 16 * kRowBytes), true);
+    for (int t = 0; t < 2; t++) wgmma_registers<Element>(d, weights[t], operand_at(b, t * 16 * kRowBytes), adds || t > 0);
 }
 
 template <class Element>
 __device__ __forceinline__ void add_gradients(float (&dk)[32], float (&dv)[32], const uint32_t (&weights)[2][4],
-                                              const uint32_t (&gradients)[2][4], uint32_t q, uint32_t dout) {
-    gradient_product<Element>(dv, weights, dout);
-    gradient_product<Element>(dk, gradients, q);
+                                              const uint32_t (&gradients)[2][4], uint32_t q, uint32_t dout, bool adds) {
+    gradient_product<Element>(dv, weights, dout, adds);
+    gradient_product<Element>(dk, gradients, q, adds);
     wgmma_commit();
 }
 
+enum Mask { kAll, kPairs, kAny }; // all pairs are seen, or both columns of a thread are of one token, or neither
+
 // S and dP to P and dS, as operands. `first`: the first of the rows, `before`: the group's first position less the thread's first key.
-template <class C, bool kMasked>
+template <class C, Mask kMask>
 __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_t (&gradients)[2][4], float (&sums)[2],
                                               const float (&s)[16], const float (&dp)[16], const Smem &smem, int stage, int slot, int first,
                                               int before, const Problem &p) {
@@ -68,21 +71,25 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
         const float4 both = *reinterpret_cast<const float4 *>(&smem.bias[stage][8 * n + column]);
         const float bias[2] = {both.x, both.z}, p_sink[2] = {both.y, both.w};
         int2 token = {};
-        if (kMasked) token = *reinterpret_cast<const int2 *>(&smem.token[stage][8 * n + column]);
+        if (kMask == kPairs) token.x = token.y = smem.token[stage][8 * n + column];
+        if (kMask == kAny) token = *reinterpret_cast<const int2 *>(&smem.token[stage][8 * n + column]);
         float weight[4], term[4], ds[4];
 #pragma unroll
         for (int x = 0; x < 4; x++) {
+            const int distance = (x & 1 ? token.y : token.x) + before - 8 * (x / 2);
+            const bool sees = kMask == kAll || static_cast<uint32_t>(distance) <= static_cast<uint32_t>(p.behind);
             weight[x] = exp2_approx(fmaf(s[4 * n + x], p.scale_log2, -(x & 1 ? lse.y : lse.x)));
-            term[x] = weight[x] * dp[4 * n + x];
+            if (!sees) weight[x] = 0.0f;
+            term[x] = weight[x] * (sees ? dp[4 * n + x] : 0.0f);
             ds[x] = fmaf(weight[x], bias[x & 1], term[x]);
-            if (!kMasked) continue;
-            const bool sees = static_cast<uint32_t>((x & 1 ? token.y : token.x) + before - 8 * (x / 2)) <= static_cast<uint32_t>(p.behind);
-            if (!sees) weight[x] = term[x] = ds[x] = 0.0f;
-            if (C::kHide && sees) {
+            if (!C::kHide) continue;
+            if (sees) {
                 const int row = 8 * n + column + (x & 1);
                 const uint32_t bad = smem.bad_rows[stage][row] | smem.bad_keys[slot][key + 8 * (x / 2)];
                 if (bad) term[x] = ds[x] = NAN;
                 if (bad & 1) weight[x] = NAN;
+            } else {
+                ds[x] = 0.0f; // g - delta may be NaN
             }
         }
         if (C::kSums)
@@ -159,97 +166,119 @@ __device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_s
     }
 }
 
-// The next token group: r counts those that saw the math group's keys, and with the last of them come the next keys.
-__device__ __forceinline__ void open_group(int &r, int &slot, float (&dk)[32], float (&dv)[32]) {
-    if (r == kGroups - 1) {
-        r = 0;
-        slot = (slot + kGroups) % kSlots;
-#pragma unroll
-        for (int i = 0; i < 32; i++) dk[i] = dv[i] = 0.0f;
-        computed(dk);
-        computed(dv);
-    } else {
-        r++;
-    }
-}
-
 template <class C> __device__ __forceinline__ void run_math(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
     using Element = typename C::Element;
-    const int own_warp = warp_uniform(threadIdx.x / 32) - 4, math_group = own_warp / 4, warp = own_warp % 4, lane = threadIdx.x % 32;
+    const int own_warp = warp_uniform(threadIdx.x / 32) - 4, math_group = own_warp / 4, warp = own_warp & 3, lane = threadIdx.x % 32;
     float *warp_sums = smem.sums[own_warp], dk[32] = {}, dv[32] = {}, sums[2] = {};
-    int r = (kGroups + 1 - math_group) % kGroups, slot = r == kGroups - 1 ? kSlots - 1 : math_group; // as if before the first token group
+    // r counts the token groups that saw the math group's keys; as if before the first of them.
+    int r = (kGroups + 1 - math_group) % kGroups, slot = r == kGroups - 1 ? kSlots - 1 : math_group;
     const int pair_at = chunk_at(16 * warp + lane % 16, lane / 16);
-    for (uint32_t n = 0;; n++) {
-        const int stage = n % kStages;
-        barrier_wait(&smem.ready[stage], n / kStages & 1);
-        const Step &step = smem.steps[stage];
-        const int flags = warp_uniform(step.flags), step_token = warp_uniform(step.token);
+    bool adds = false; // to dK and dV, or begins them: zeroing the accumulators makes ptxas serialize all wgmma
+    uint32_t n = 0;
+    const auto wait_for_step = [&]() {
+        barrier_wait(&smem.ready[n % kStages], n / kStages & 1);
+        return warp_uniform(smem.steps[n % kStages].flags);
+    };
+    while (true) { // a token group
+        int flags = wait_for_step();
         if (!__any_sync(0xffffffffu, flags & kExists)) break;
-        if (__any_sync(0xffffffffu, flags & kOpens)) open_group(r, slot, dk, dv);
-        const bool seen = __any_sync(0xffffffffu, step.groups >> r & 1);
+        if (r == kGroups - 1) { // the next keys
+            r = 0;
+            slot = (slot + kGroups) & (kSlots - 1);
+            adds = false;
+        } else {
+            r++;
+        }
         if (C::kSums && flags & kNewHead) {
             for (int h = lane; h < kHeads; h += 32) warp_sums[h] = 0.0f;
             __syncwarp();
         }
-        const int before = r * kKeys - 16 * warp - lane / 4;
-        const uint32_t q = shared_address(smem.q[stage]), dout = shared_address(smem.dout[stage]),
-                       k = warp_uniform_register(shared_address(smem.k[slot])), v = k + sizeof(smem.k);
-        uint32_t weights[2][4], gradients[2][4];
+        if (__any_sync(0xffffffffu, smem.steps[n % kStages].groups >> r & 1)) {
+            bool opens = true;
+            while (true) { // a step, begun while the last products of the one before run
+                const int stage = n % kStages;
+                const Step &step = smem.steps[stage];
+                const int step_token = warp_uniform(step.token), before = r * kKeys - 16 * warp - lane / 4;
+                const uint32_t q = warp_uniform_register(shared_address(smem.q[stage])), dout = q + sizeof(smem.q),
+                               k = warp_uniform_register(shared_address(smem.k[slot])), v = k + sizeof(smem.k);
+                uint32_t weights[2][4], gradients[2][4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (!seen) continue;
-            float s[16], dp[16];
-            wgmma_fence();
-            score_product<Element>(s, k, q + half * kHalfBytes);
-            score_product<Element>(dp, v, dout + half * kHalfBytes);
-            wgmma_commit();
-            if (half) add_gradients<Element>(dk, dv, weights, gradients, q, dout); // of keys that are not owned too, for nothing
-            const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
-            const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;
-            const bool some = farthest >= 0 && nearest <= p.behind,
-                       all = !C::kHide && nearest >= 0 && farthest <= p.behind && !(flags & kEdge);
-            wgmma_wait<0>();
-            computed(s);
-            computed(dp);
-            if (half) {
-                computed(dv);
-                computed(dk);
-            }
-            if (all) {
-                differentiate<C, false>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
-            } else if (some) {
-                differentiate<C, true>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
-            } else {
+                for (int half = 0; half < 2; half++) {
+                    float s[16], dp[16];
+                    wgmma_fence();
+                    score_product<Element>(s, k, q + half * kHalfBytes);
+                    score_product<Element>(dp, v, dout + half * kHalfBytes);
+                    wgmma_commit();
+                    // Of keys that are not owned too, for nothing.
+                    if (half) add_gradients<Element>(dk, dv, weights, gradients, q, dout, adds);
+                    const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
+                    const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;
+                    const bool some = farthest >= 0 && nearest <= p.behind,
+                               all = !C::kHide && nearest >= 0 && farthest <= p.behind && !(flags & kEdge);
+                    wgmma_wait<0>();
+                    computed(s);
+                    computed(dp);
+                    computed(dv);
+                    computed(dk);
+                    if (!half && !opens) barrier_arrive(&smem.empty[(n - 1) % kStages]);
+                    if (all) {
+                        differentiate<C, kAll>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+                    } else if (some && !C::kHide && p.head_shift > 0) {
+                        differentiate<C, kPairs>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+                    } else if (some) {
+                        differentiate<C, kAny>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+                    } else {
 #pragma unroll
-                for (int i = 0; i < 8; i++) weights[i / 4][i % 4] = gradients[i / 4][i % 4] = 0;
-            }
-            if (flags & kOwnsRows) {
+                        for (int i = 0; i < 8; i++) weights[i / 4][i % 4] = gradients[i / 4][i % 4] = 0;
+                    }
+                    if (flags & kOwnsRows) {
+                        const uint32_t to = shared_address(smem.ds[n % 2][kGroups - 1 - r]);
 #pragma unroll
-                for (int t = 0; t < 2; t++) stmatrix_x4(shared_address(smem.ds[n % 2][r]) + (pair_at ^ (2 * half + t) << 5), gradients[t]);
+                        for (int t = 0; t < 2; t++) stmatrix_x4(to + (pair_at ^ (2 * half + t) << 5), gradients[t]);
+                    }
+                }
+                wgmma_fence();
+                add_gradients<Element>(dk, dv, weights, gradients, q + kHalfBytes, dout + kHalfBytes, true);
+                async_fence(); // dS is on its way while the products run
+                __syncwarp();
+                barrier_arrive(&smem.ds_full[n % 2]);
+                if (C::kHide) {
+                    wgmma_wait<0>();
+                    computed(dv);
+                    computed(dk);
+                    mark_values(dv, smem, stage, before, p);
+                }
+                if (C::kSums && flags & kHeadsEnd) close_heads(warp_sums, sums, step.head_in_group, 1 << p.head_shift);
+                if (__any_sync(0xffffffffu, flags & kCloses)) break;
+                n++;
+                adds = true;
+                opens = false;
+                flags = wait_for_step();
             }
-        }
-        if (seen) { // dS is on its way while the products run
-            wgmma_fence();
-            add_gradients<Element>(dk, dv, weights, gradients, q + kHalfBytes, dout + kHalfBytes);
-            async_fence();
-            __syncwarp();
-            barrier_arrive(&smem.ds_full[n % 2]);
             wgmma_wait<0>();
             computed(dv);
             computed(dk);
-            if (C::kHide) mark_values(dv, smem, stage, before, p);
+            adds = true;
         } else {
-            barrier_arrive(&smem.ds_full[n % 2]);
+            while (true) {
+                barrier_arrive(&smem.ds_full[n % 2]);
+                if (__any_sync(0xffffffffu, flags & kCloses)) break;
+                __syncwarp();
+                barrier_arrive(&smem.empty[n % kStages]);
+                n++;
+                flags = wait_for_step();
+            }
         }
-        if (C::kSums && flags & kHeadsEnd) close_heads(warp_sums, sums, step.head_in_group, 1 << p.head_shift);
-        if (flags & kCloses && step.owned() >> r & 1 && (r == kGroups - 1 || flags & kSpanEnd)) {
+        const Step &step = smem.steps[n % kStages];
+        if (step.owned() >> r & 1 && (r == kGroups - 1 || flags & kSpanEnd)) {
             const bool bad_dk = write_keys<Element>(dk, p.scale, args.dk, step, r, args.fwd.problem.head_dim),
                        bad_dv = write_keys<Element>(dv, 1.0f, args.dv, step, r, args.fwd.problem.head_dim);
             if ((bad_dk || bad_dv) && !C::kHide) smem.unfinite = 1;
         }
         if (C::kSums && flags & kSpanEnd) write_sums(smem, warp_sums, args, p, step, own_warp);
         __syncwarp();
-        barrier_arrive(&smem.empty[stage]);
+        barrier_arrive(&smem.empty[n % kStages]);
+        n++;
     }
 }
 

@@ -11,7 +11,7 @@ namespace sa {
 
 constexpr int kThreads = 128 * (kGroups + 1), kWarps = 4 * kGroups; // of the math groups
 constexpr int kPreparers = 96, kRowWarps = 2;                       // threads of the row group but for the producer; warps that have rows
-constexpr int kStages = 4, kSlots = 4, kTileBytes = 64 * kRowBytes;
+constexpr int kStages = 4, kSlots = 4, kTileBytes = 64 * kRowBytes, kBlockBytes = 16 * kRowBytes;
 constexpr int kHeads = 64;              // of a group, at most
 constexpr int kNoToken = INT32_MAX / 2; // sees no key
 
@@ -24,7 +24,7 @@ template <class Element_, bool kSums_, bool kHide_> struct Config {
 struct Smem {
     alignas(1024) unsigned char q[kStages][kTileBytes], dout[kStages][kTileBytes], out[kStages][kTileBytes];
     unsigned char k[kSlots][kTileBytes], v[kSlots][kTileBytes]; // v lies behind k
-    unsigned char ds[2][kGroups][kTileBytes];
+    unsigned char ds[2][kGroups][kTileBytes];                   // the oldest group's first
     float lse[kStages][kRows], g[kStages][kRows];
     alignas(16) float2 bias[kStages][kRows]; // g - delta, p_sink
     int token[kStages][kRows];
@@ -230,34 +230,33 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
                 }
             }
         }
-        async_fence();
+        if (C::kHide || flags & (kOpens | kEdge)) async_fence(); // else nothing was written that wgmma reads; it waits for dQ's stores
     }
     __syncwarp();
     barrier_arrive(&smem.ready[stage]);
     return flags & kExists;
 }
 
-// dQ from the kCount newest key groups, the oldest first.
-template <class Element, int kCount> __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, int newest) {
+// dQ from kBlocks blocks of 16 keys, of which the first is block `first` from the oldest group's on, the oldest first.
+template <class Element, int kBlocks>
+__device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, uint32_t newest, uint32_t first) {
+    const uint32_t base = warp_uniform_register(shared_address(&smem)), k_at = base + offsetof(Smem, k), k_block = 4 * (newest - 2) + first,
+                   ds_at = base + offsetof(Smem, ds) + n % 2 * sizeof(smem.ds[0]) + first * kBlockBytes;
     wgmma_fence();
 #pragma unroll
-    for (int r = kCount - 1; r >= 0; r--) {
-        const uint64_t ds = operand(shared_address(smem.ds[n % 2][r]), kTileBytes),
-                       k = operand(shared_address(smem.k[(newest - r) % kSlots]), kTileBytes);
-#pragma unroll
-        for (int t = 0; t < kKeys / 16; t++)
-            wgmma_shared_transposed<Element>(dq, operand_at(ds, t * 16 * kRowBytes), operand_at(k, t * 16 * kRowBytes),
-                                             r < kCount - 1 || t > 0);
-    }
+    for (int i = 0; i < kBlocks; i++)
+        wgmma_shared_transposed<Element>(dq, operand(ds_at + i * kBlockBytes, kTileBytes),
+                                         operand(k_at + (k_block + i) % (4 * kSlots) * kBlockBytes, kTileBytes), i > 0);
     wgmma_commit();
     wgmma_wait<0>();
     computed(dq);
 }
 
-// dQ of step n, of the rows that exist, in whole 16-byte chunks.
+// dQ of step n, of the rows that exist: two lanes exchange halves of a chunk, and a row's four write two whole chunks.
 template <class Element>
 __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
-    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x % 4);
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
+    const bool odd = threadIdx.x & 1;
     const int first = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, step.batch, step.row + first, step.head + head) + column;
 #pragma unroll
@@ -265,13 +264,14 @@ __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step
         const int token = step.token + first + (8 * i >> p.head_shift);
         const bool real = token >= step.begin && token < step.end;
 #pragma unroll
-        for (int n = 0; n < 8; n += 4) {
-            uint32_t x[4];
+        for (int n = 0; n < 8; n += 2) {
+            uint32_t x[2];
 #pragma unroll
-            for (int c = 0; c < 4; c++)
+            for (int c = 0; c < 2; c++)
                 x[c] = pack_halves<Element>(dq[4 * (n + c) + 2 * i] * p.scale, dq[4 * (n + c) + 2 * i + 1] * p.scale);
-            quad_transpose(x);
-            if (real && column + 8 * n < args.fwd.problem.head_dim) *reinterpret_cast<uint4 *>(to + 8 * n) = {x[0], x[1], x[2], x[3]};
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[1], 1);
+            if (real && column + 8 * n < args.fwd.problem.head_dim)
+                *reinterpret_cast<uint2 *>(to + 8 * n) = {odd ? got : x[0], odd ? x[1] : got};
         }
         to += (8 >> p.head_shift) * args.dq.row_stride;
     }
@@ -286,12 +286,17 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
     float dq[32] = {};
     if (owns) {
         const int count = warp_uniform_register(__popc(step.seen())), newest = warp_uniform_register(step.newest);
-        if (count == 3)
-            dq_product<Element, 3>(dq, smem, n, newest);
+        // Past the keys that the first row sees, and from those that the last one sees on, dS is zero.
+        const uint32_t token = warp_uniform_register(step.token), first = (2 * kKeys + token - p.behind) / 16,
+                       end = (2 * kKeys + token + (kRows >> p.head_shift) + 15) / 16;
+        if (count == 3 && end - first <= 9)
+            dq_product<Element, 9>(dq, smem, n, newest, min(first, 3));
+        else if (count == 3)
+            dq_product<Element, 12>(dq, smem, n, newest, 0);
         else if (count == 2)
-            dq_product<Element, 2>(dq, smem, n, newest);
+            dq_product<Element, 8>(dq, smem, n, newest, 4);
         else if (count == 1)
-            dq_product<Element, 1>(dq, smem, n, newest);
+            dq_product<Element, 4>(dq, smem, n, newest, 8);
     }
     // All four warps have left the step before and this one's product: the producer may make another of that step, of dS and of the keys.
     bar_sync<128>(1);
