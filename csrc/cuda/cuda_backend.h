@@ -61,31 +61,48 @@ template <auto kKernel> sinkattn_status allow_shared(int bytes) {
     return sa_cuda_status("cudaFuncSetAttribute", once_a_device(&allowed, &bit, allow));
 }
 
-/* The launch of a kernel that waits for the one in front by itself, so that it may begin while that ends. */
-template <auto kKernel, class... Arguments>
-sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads, size_t shared_bytes, void *stream,
-                                   const Arguments &...arguments) {
-    static uint64_t asked, waits; /* where the code that runs knows how to wait */
+/* Whether the kernel's code that runs on this device is that for 9.0, which knows how to wait, and of clusters. */
+template <auto kKernel> sinkattn_status runs_code_of_90(bool *yes) {
+    static uint64_t asked, found;
     uint64_t bit;
     const auto ask = [&] {
         cudaFuncAttributes code = {};
         const cudaError_t error = cudaFuncGetAttributes(&code, kKernel);
-        if (error == cudaSuccess && code.ptxVersion >= 90) __atomic_fetch_or(&waits, bit, __ATOMIC_RELAXED);
+        if (error == cudaSuccess && code.ptxVersion >= 90) __atomic_fetch_or(&found, bit, __ATOMIC_RELAXED);
         return error;
     };
     const sinkattn_status status = sa_cuda_status("cudaFuncGetAttributes", once_a_device(&asked, &bit, ask));
+    *yes = (__atomic_load_n(&found, __ATOMIC_RELAXED) & bit) != 0;
+    return status;
+}
+
+/* The launch of a kernel that waits for the one in front by itself, so that it may begin while that ends; in clusters of so many blocks,
+ * which only code for 9.0 may be. */
+template <auto kKernel, class... Arguments>
+sinkattn_status launch_clusters(const char *what, dim3 grid, unsigned cluster, unsigned threads, size_t shared_bytes, void *stream,
+                                const Arguments &...arguments) {
+    bool waits = false;
+    const sinkattn_status status = runs_code_of_90<kKernel>(&waits);
     if (status.code) return status;
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {cluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = threads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &overlap;
-    config.numAttrs = (__atomic_load_n(&waits, __ATOMIC_RELAXED) & bit) != 0;
+    config.attrs = attributes;
+    config.numAttrs = !waits ? 0 : cluster > 1 ? 2 : 1;
     return sa_cuda_status(what, cudaLaunchKernelEx(&config, kKernel, arguments...));
+}
+
+template <auto kKernel, class... Arguments>
+sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads, size_t shared_bytes, void *stream,
+                                   const Arguments &...arguments) {
+    return launch_clusters<kKernel>(what, grid, 1, threads, shared_bytes, stream, arguments...);
 }
 
 } // namespace sa

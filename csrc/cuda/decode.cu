@@ -24,15 +24,15 @@
 namespace sa {
 namespace {
 
-template <class Element_, int kHeadDim_, int kWarps, bool kExtras_> struct Config {
+template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, bool kClusters_ = false> struct Config {
     using Element = Element_;
-    static constexpr bool kExtras = kExtras_;
+    static constexpr bool kExtras = kExtras_, kClusters = kClusters_; // the parts of a stream are a cluster of kCluster blocks
     using Arguments = std::conditional_t<kExtras, Extras, Params>;
     static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
     static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
     static constexpr int kTeamWarps = kTeamThreads / 32;               // each takes all scores and its own columns of O
     static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps; // an SM
-    using Smem = sa::Smem<kThreads>;
+    using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, sa::Smem<kThreads>>;
     static constexpr int kColumns = kHeadDim / kTeamWarps;
     static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
@@ -62,7 +62,7 @@ template <class C> __device__ __forceinline__ Asked ask_rows(const typename C::S
     const Fragment &fragment = smem.fragment;
     Asked asked = {};
     const int row = static_cast<int>(threadIdx.x);
-    if (row == 0 && fragment.num_parts > 1) asked.count = __ldcg(counter_of<C>(fragment, params));
+    if (row == 0 && fragment.num_parts > 1 && !C::kClusters) asked.count = __ldcg(counter_of<C>(fragment, params));
     if (row < fragment.stream.num_rows && params.s_aux) {
         const int32_t head = token_head(fragment, params, row).head;
         if (params.s_aux_dtype == SINKATTN_FP32)
@@ -220,6 +220,20 @@ __device__ __forceinline__ void merge_parts(const float *nothing, const typename
     });
 }
 
+// The same where the parts are a cluster's blocks, of which each has left the others their runs of 2^bits of the stream's quads.
+template <class C>
+__device__ __forceinline__ void merge_cluster(const typename C::Smem &smem, const typename C::Arguments &params, uint32_t num_quads,
+                                              int bits) {
+    const Fragment &fragment = smem.fragment;
+    const uint32_t thread = threadIdx.x, x = (fragment.part << bits) + thread;
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
+    if (thread >> bits || x >= num_quads) return;
+    const Quad quad = add_up_exchanged<C>(smem.o + thread, smem.stats + thread, fragment.num_parts, 1 << bits);
+    write_out<C>(quad, smem, params, x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
+}
+
 // False where nothing has been done, since a thread's guess was wrong.
 template <class C>
 __device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params,
@@ -232,18 +246,29 @@ __device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typ
     leave_partial<C>(partial(team), rows, num_rows, first_column);
     if (__syncthreads_or(doubts.wrong)) return false;
     if (doubts.bad_page) atomicOr(params.error_word, kBadBlockTable);
-    const bool counts = num_parts > 1 && !params.two_pass;
+    const bool counts = num_parts > 1 && !params.two_pass && !C::kClusters;
+    const uint32_t num_quads = num_rows * (C::kHeadDim / 4);
+    const int bits = run_bits(num_quads, num_parts); // where there are clusters
     if (threadIdx.x == 0 && counts) open_counter(counter_of<C>(fragment, params), smem.counted, params.tag);
     for_each_quad<C>(num_rows, [&](int row, int column) {
         Chunk<C, C::kTeams> teams;
         teams.load(partial(0) + row * C::kPartialRow, C::kTeams, team_bytes<C>(params) / 4, column, nullptr);
         Quad quad;
         teams.add_to(quad);
-        if (num_parts == 1)
+        if (num_parts == 1) {
             write_out<C>(quad, smem, params, row, column);
-        else
+            return;
+        }
+        if constexpr (C::kClusters) {
+            const uint32_t x = row * (C::kHeadDim / 4) + column / 4, to = x >> bits, at = (fragment.part << bits) + x - (to << bits);
+            *of_block(&smem.o[at], to) = {quad.o[0], quad.o[1], quad.o[2], quad.o[3]};
+            *of_block(&smem.stats[at], to) = {quad.pivot, quad.sum};
+        } else {
             store_quad<C>(slot_of(fragment, params, fragment.part) + row * C::kPartialRow, column, quad);
+        }
     });
+    if constexpr (C::kClusters)
+        if (num_parts > 1) merge_cluster<C>(smem, params, num_quads, bits);
     if (!counts) return true;
     __syncthreads(); // nobody reads the teams' any more
     float *nothing = reinterpret_cast<float *>(shared);
@@ -262,19 +287,30 @@ template <class Arguments> __device__ __forceinline__ void fetch_params(const Ar
     asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
 }
 
+// A block without a part stays until the cluster's others have written to shared memory: to its own, were lengths to change under the kernel.
+template <class C> __device__ __forceinline__ void leave_cluster() {
+    if (!C::kClusters) return;
+    let_next_kernel_start();
+    cluster_arrive();
+    cluster_wait();
+}
+
 template <class C>
 __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const __grid_constant__ typename C::Arguments params) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ typename C::Smem smem;
     fetch_params(params);
-    Guess guess = guess_of<C::kThreads>(params, blockIdx.x);
+    if (C::kClusters) cluster_arrive();
+    const uint32_t number = C::kClusters ? blockIdx.x % kCluster * params.num_heads + blockIdx.x / kCluster : blockIdx.x;
+    Guess guess = guess_of<C::kThreads>(params, number);
+    if (C::kClusters) cluster_wait(); // all of its blocks are there
     for (bool begins = true;;) {
         if (begins && threadIdx.x == 0) smem.fragment.found = false;
         __syncwarp();
-        if (begins && !take_part(smem, params, blockIdx.x, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
-            if (!guess.open) return;
+        if (begins && !take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
+            if (!guess.open) return leave_cluster<C>();
             guess.wait();
-            if (!__syncthreads_or(guess.settle(params, guess.look(params)))) return;
+            if (!__syncthreads_or(guess.settle(params, guess.look(params)))) return leave_cluster<C>();
             continue;
         }
         Rows<C> rows;
@@ -380,7 +416,8 @@ template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &pro
     params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
     const uint32_t num_streams = static_cast<uint32_t>(problem.batch * problem.num_kv_heads * params.row_tiles);
     const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
-    params.cut = sa_cut_of(num_streams, static_cast<uint32_t>(problem.num_kv_heads), C::kStep, workers, C::kThreads > 128 ? workers : room);
+    const uint32_t most = C::kClusters ? kCluster * num_streams : C::kThreads > 128 ? workers : room;
+    params.cut = sa_cut_of(num_streams, static_cast<uint32_t>(problem.num_kv_heads), C::kStep, most < workers ? most : workers, most);
     const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
     params.fills = 2 * grid > room;
     if (C::kHeadDim <= 64 && params.fills) params.stages = 2; // 128 KiB in flight an SM are enough
@@ -449,7 +486,8 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     if constexpr (C::kExtras) set_extras(params, args);
 
     const size_t shared_bytes = C::kQueryBytes + static_cast<size_t>(params.stages) * C::kStageBytes;
-    status = launch_overlapping<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kThreads, shared_bytes, context.stream, params);
+    status = launch_clusters<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes,
+                                               context.stream, params);
     if (status.code || !params.two_pass || plan.num_splits == 1) return status;
     if constexpr (C::kThreads == 128) // as num_splits always has
         status = launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
@@ -465,6 +503,14 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
     const sinkattn_problem &problem = args.fwd.problem;
     if constexpr (kHeadDim == 64) {
         const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem);
+        using Clusters = Config<Element, kHeadDim, 8, kExtras, true>;
+        bool fit = false;
+        if (sa_is_balanced(&problem, &plan) && problem.batch == 1 && streams == problem.num_kv_heads && problem.k_len <= kMostClusterKeys &&
+            plan.workers / (kCluster * streams) == 2) {
+            const sinkattn_status status = runs_code_of_90<decode_kernel<Clusters>>(&fit);
+            if (status.code) return status;
+        }
+        if (fit) return launch<Clusters>(args, plan, context);
         if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
             return launch<Config<Element, kHeadDim, 8, kExtras>>(args, plan, context);
         if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)

@@ -66,6 +66,29 @@ template <class C> __device__ __forceinline__ Quad add_up(const float *row, int 
     return quad;
 }
 
+// The quads of a stream go to the blocks of a cluster in runs of 2^this, at least four, since four lanes share a scale of NVFP4: no more
+// runs than parts, and less than twice num_quads in all.
+__device__ __forceinline__ int run_bits(uint32_t num_quads, uint32_t num_parts) {
+    return max(2, 32 - __clz(num_quads - 1) - (31 - __clz(num_parts)));
+}
+
+// The sum of a quad's partials from an Exchange, `stride` apart: that of add_up.
+template <class C> __device__ __forceinline__ Quad add_up_exchanged(const float4 *o, const float2 *stats, int count, int stride) {
+    constexpr int kAtOnce = 8;
+    Quad quad;
+#pragma unroll 1
+    for (; count > 0; count -= kAtOnce, o += kAtOnce * stride, stats += kAtOnce * stride) {
+        Chunk<C, kAtOnce> chunk;
+#pragma unroll
+        for (int n = 0; n < kAtOnce; n++) {
+            chunk.o[n] = n < count ? o[n * stride] : float4{0.0f, 0.0f, 0.0f, 0.0f};
+            chunk.stats[n] = n < count ? stats[n * stride] : float2{-INFINITY, 0.0f};
+        }
+        chunk.add_to(quad);
+    }
+    return quad;
+}
+
 // A team's rows, as a partial in shared memory.
 template <class C> __device__ __forceinline__ void leave_partial(float *partial, Rows<C> &rows, int num_rows, int first_column) {
     const int lane = threadIdx.x % 32;

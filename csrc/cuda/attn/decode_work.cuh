@@ -16,6 +16,9 @@ namespace sa {
 constexpr int kTileQ = sa_decode_cuda_sm80_d64_tile_q, kTileK = sa_decode_cuda_sm80_d64_tile_k, kMaxStages = 4;
 static_assert(kTileQ == 16 && kTileK == 16, "one mma.sync tile of rows, and one step of P V");
 
+constexpr uint32_t kCluster = 8;           // blocks of a cluster, which are the parts of one stream
+constexpr int64_t kMostClusterKeys = 4096; // of its sequence: with 8192, twice as many blocks without clusters are faster
+
 // What the launcher knows, in the order in which the kernel asks for it: its parameters come from memory a line at a time.
 struct Params {
     const int32_t *cache_seqlens, *block_table;
@@ -105,6 +108,13 @@ template <int kThreads> struct Smem {
     Row rows[kThreads / 32][kTileQ]; // each warp's own
     float s_aux[kTileQ];
     bool is_last;
+};
+
+// Of a cluster's block: what the others leave for it, the quads that it adds up, part by part; see run_bits.
+template <int kThreads> struct ClusterSmem : Smem<kThreads> {
+    static constexpr int kMost = 2 * kTileQ * 16; // at head_dim 64
+    float4 o[kMost];
+    float2 stats[kMost];
 };
 
 // Of a sequence whose length is this in cache_seqlens, or anything else.

@@ -204,6 +204,31 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Blocks of a cluster, of which each thread arrives and later waits for all that have not ended; what was written before an arrival, to
+// another block's shared memory too, is visible to who has waited. Nothing before sm_90, where there are no clusters.
+__device__ __forceinline__ void cluster_arrive() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Where block `rank` of the cluster has what this one has at p in shared memory.
+template <class T> __device__ __forceinline__ T *of_block(T *p, uint32_t rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    uint64_t there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
+    return reinterpret_cast<T *>(there);
+#else
+    return p;
+#endif
+}
+
 // Asks the L2 cache for a multiple of 16 bytes at such an address. Does nothing before sm_90.
 __device__ __forceinline__ void prefetch_l2(const void *from, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
