@@ -204,6 +204,8 @@ SHARED: dict[str, tuple[int, dict[str, int]]] = {
     "b1-rows": (1, {"q_len": 33}),
     "b40": (40, {}),
     "b64": (64, {}),
+    "b64-pairs": (64, {"capacity": 4096}),
+    "b70-pairs": (70, {"capacity": 4096}),
     "b67-d128": (67, {"head_dim": 128}),
     "b100-h3": (100, {"kv_heads": 3}),
     "b200-rows": (200, {"kv_heads": 2, "q_len": 5}),
@@ -220,7 +222,7 @@ def test_shares_that_end_anywhere(name: str, equal: bool, page_size: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     lens = torch.randint(0, 1500, (batch,), generator=generator)
     lens[batch // 2], lens[-1], lens[0] = 0, 3, 1500
-    t = make_cache([1500] * batch if equal else lens.tolist(), page_size, capacity=1536, **sizes)
+    t = make_cache([1500] * batch if equal else lens.tolist(), page_size, **{"capacity": 1536, **sizes})
     got = decode_op(*arguments(t))
     assert_close(got, decode_op(*arguments(t, num_splits=1)))
     for _ in range(20):
@@ -228,8 +230,9 @@ def test_shares_that_end_anywhere(name: str, equal: bool, page_size: int, seed: 
     sinkattn.check_errors()
 
 
-def test_lengths_under_shares_change_between_replays(seed: int) -> None:
-    t = make_cache([2048] * 64, 64)
+@pytest.mark.parametrize("capacity", [2048, 4096])
+def test_lengths_under_shares_change_between_replays(capacity: int, seed: int) -> None:
+    t = make_cache([2048] * 64, 64, capacity=capacity)
     out, lse, scratch = buffers(t)
     graph = captured(lambda: decode_out_op(*arguments(t), out, lse, scratch))
     generator = torch.Generator().manual_seed(seed)
@@ -241,6 +244,25 @@ def test_lengths_under_shares_change_between_replays(seed: int) -> None:
             out.fill_(torch.nan)
             graph.replay()
             assert_same((out, lse), want)
+
+
+@pytest.mark.parametrize("options", [{}, {"left": 700}, {"left": 300, "num_sink_tokens": 600}])
+@pytest.mark.parametrize("page_size", [0, 1, 64])
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_parts_that_are_a_cluster(q_len: int, page_size: int, options: dict[str, int]) -> None:
+    """One sequence of at most 4096 keys, whose lengths, and so the number of parts, change between replays."""
+    t = make_cache([4096], page_size, q_len=q_len)
+    out, lse, scratch = buffers(t, **options)
+    graph = captured(lambda: decode_out_op(*arguments(t, **options), out, lse, scratch))
+    for length in (4096, 1, 0, 17, 129, 4096, 1000, 300, 2049, 3):
+        t["cache_seqlens"].fill_(length)
+        want = decode_op(*arguments(t, **options))
+        assert_close(want, decode_op(*arguments(t, **options, num_splits=1)))
+        for _ in range(3):
+            out.fill_(torch.nan)
+            graph.replay()
+            assert_same((out, lse), want)
+    sinkattn.check_errors()
 
 
 def test_a_batch_of_thousands() -> None:

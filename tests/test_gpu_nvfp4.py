@@ -32,6 +32,12 @@ def test_it_is_the_quantiser_of_out(head_dim: int, q_len: int, options: dict[str
         assert_packed(ops.flash_decode_nvfp4(*call, 2.0), ops.flash_decode(*call), 2.0)
 
 
+@pytest.mark.parametrize("lens", [[1900], [1500, 3, 0, 700] * 16], ids=["clusters", "pairs"])
+def test_it_is_the_quantiser_of_eight_heads(lens: list[int]) -> None:
+    call = arguments(make_cache(lens, 64, capacity=4096))
+    assert_packed(ops.flash_decode_nvfp4(*call, 2.0), ops.flash_decode(*call), 2.0)
+
+
 def test_it_is_one_launch() -> None:
     call = arguments(make_cache(LENS, 64))
     ops.flash_decode_nvfp4(*call)

@@ -39,6 +39,14 @@ def test_two_tiers_are_one_cache(head_dim: int, page_size: int, options: dict[st
     sinkattn.check_errors()
 
 
+@pytest.mark.parametrize("lens", [[1900], [1500, 3, 0, 700] * 16], ids=["clusters", "pairs"])
+def test_two_tiers_of_eight_heads_are_one_cache(lens: list[int]) -> None:
+    t = make_cache(lens, 64, capacity=4096)
+    assert t["k"] is not None
+    ours, host = in_two_tiers(t, t["k"].shape[0] // 2)
+    assert_same(decode_op(*arguments(ours), **host), decode_op(*arguments(t)))
+
+
 def test_invariant_has_them_too() -> None:
     t = make_cache(LENS, 64)
     ours, host = in_two_tiers(t, 60)

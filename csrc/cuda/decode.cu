@@ -4,13 +4,14 @@
 //
 //     key tiles of a stream     |  b0, part 0  |  part 1  | .. |  b1, part 0  | ..     a block each, for each kv head
 //     a team's stages           load .. | S = Q K^T  mask, softmax  O = O alpha + P V  load again | ..
-//     end of a part             teams merge in shared memory -> out; or a partial -> the last block of the stream merges -> out
+//     end of a part             teams merge in shared memory -> out; or a partial -> the last block of the stream merges -> out;
+//                               or the parts of a stream are a cluster, and each of its blocks merges some columns
 //
-// A stream is 16 rows, (token, head) pairs of one kv head of a sequence, against the tiles of 16 keys that they see. Every block finds
-// its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows the lengths. On 9.0 it does
-// so while the kernel in front still runs, and looks again when that has ended. Teams, of one warp up to head_dim 128, take every kTeams-th
-// tile, each with its own softmax and its own cp.async stages: the loop has no block barrier. Partials merge in the order of teams and
-// parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
+// A stream is 16 rows, (token, head) pairs of one kv head of a sequence, or of two with 8 rows each, against the tiles of 16 keys that
+// they see. Every block finds its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows
+// the lengths. On 9.0 it does so while the kernel in front still runs, and looks again when that has ended. Teams, of one warp up to
+// head_dim 128, take every kTeams-th tile, each with its own softmax and its own cp.async stages: the loop has no block barrier. Partials
+// merge in the order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
 //
 // Shared memory: Q from head_dim 256 on, then stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 a block. 16 warps
 // share an SM at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit. Registers: Q, O and S of a warp, 16 + 32 +
@@ -24,19 +25,22 @@
 namespace sa {
 namespace {
 
-template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, bool kClusters_ = false> struct Config {
+template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, bool kClusters_ = false, int kHeads_ = 1> struct Config {
     using Element = Element_;
     static constexpr bool kExtras = kExtras_, kClusters = kClusters_; // the parts of a stream are a cluster of kCluster blocks
+    static constexpr int kHeads = kHeads_; // of k and v, that a stream has: 1, or 2 of 8 rows, which are as one of 16
     using Arguments = std::conditional_t<kExtras, Extras, Params>;
     static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
     static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
-    static constexpr int kTeamWarps = kTeamThreads / 32;               // each takes all scores and its own columns of O
-    static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps; // an SM
+    static constexpr int kTeamWarps = kTeamThreads / 32;                        // each takes all scores and its own columns of O
+    static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // an SM
     using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, sa::Smem<kThreads>>;
+    using Rows = std::conditional_t<kHeads == 2, PairRows<Config>, sa::Rows<Config>>;
     static constexpr int kColumns = kHeadDim / kTeamWarps;
     static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
-    static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kTileQ * kRowBytes, kStageBytes = kTeams * 2 * kTileBytes;
+    static constexpr int kHeadBytes = 2 * kTileBytes, kTeamBytes = kHeads * kHeadBytes; // of a stage: K and V of a head; of a team
+    static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kTileQ * kRowBytes, kStageBytes = kTeams * kTeamBytes;
     static constexpr int kPartialRow = kHeadDim + 8; // floats: O, pivot, sum, a counter, and room that spreads rows over the banks
     static_assert(kTileQ * kPartialRow * 4 <= 2 * 2 * kTileBytes, "a team's partial fits its two stages");
     static_assert(kTeamThreads % kChunks == 0, "threads share the work evenly");
@@ -50,7 +54,7 @@ template <class C> __device__ __forceinline__ void team_sync(int team) {
 }
 
 // Of a team's stages, where it leaves its partial in the end.
-template <class C> __device__ __forceinline__ int team_bytes(const Params &params) { return params.stages * 2 * C::kTileBytes; }
+template <class C> __device__ __forceinline__ int team_bytes(const Params &params) { return params.stages * C::kTeamBytes; }
 
 // What the first warp asks for: the sinks of the rows, as they lie in memory, and what the stream's counter holds.
 struct Asked {
@@ -104,8 +108,8 @@ struct Doubts {
 };
 
 template <class C>
-__device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params,
-                                         Guess &guess) {
+__device__ __forceinline__ Doubts attend(typename C::Rows &rows, unsigned char *shared, typename C::Smem &smem,
+                                         const typename C::Arguments &params, Guess &guess) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
     const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
@@ -113,6 +117,8 @@ __device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, t
     int keys = C::kQueryBytes + team * team_bytes<C>(params), stage = 0;
     const uint32_t q = shared_address(shared);
     const LaneRows lane = lane_rows<C>();
+    const uint32_t lane_k = C::kHeads == 2 ? lane.v : lane.k,
+                   lane_v = C::kHeads == 2 ? lane.k : lane.v; // with the keys in M, the other way
     const Row *seen = smem.rows[threadIdx.x / 32];
     Loader<C> loader(params, fragment, first);
     const sa_key_tiles &tiles = loader.tiles;
@@ -124,7 +130,7 @@ __device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, t
     int32_t length_now = 0;
     Asked asked = {};
 #pragma unroll 1
-    for (; stage < stages; stage++, keys += 2 * C::kTileBytes) {
+    for (; stage < stages; stage++, keys += C::kTeamBytes) {
         const int32_t n = first + stage * C::kTeams;
         if (n < loader.last) loader.template load<true>(q + keys, n, guess);
         cp_async_commit();
@@ -149,18 +155,19 @@ __device__ __forceinline__ Doubts attend(Rows<C> &rows, unsigned char *shared, t
         cp_async_wait_upto(stages - 1);
         team_sync<C>(team); // the tile has landed
         float s[2][4];
-        qk_product<C>(s, rows, q + lane.v, q + keys + lane.k, params.scale_log2);
+        qk_product(s, rows, q + lane.v, q + keys + lane_k, params.scale_log2);
         const bool masked = !loader.is_plain(n);
-        if (__builtin_expect(masked, false)) mask_tile(s, seen, sa_key_tile_at(&tiles, n));
-        softmax_step<C>(s, rows, fabsf(params.scale_log2), num_rows);
-        if (__builtin_expect(masked && params.band.q_len > 1, false))
-            hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
-        pv_product<C>(rows, s, q + keys + lane.v + C::kTileBytes + first_chunk * 16);
+        if (__builtin_expect(masked, false)) mask_tile(s, rows, seen, sa_key_tile_at(&tiles, n));
+        softmax_step(s, rows, fabsf(params.scale_log2), num_rows);
+        if constexpr (C::kHeads == 1)
+            if (__builtin_expect(masked && params.band.q_len > 1, false))
+                hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
+        pv_product(rows, s, q + keys + lane_v + C::kTileBytes + first_chunk * 16);
         team_sync<C>(team); // and nobody reads it any more
         if (n + ahead < loader.last) loader.template load<false>(q + keys, n + ahead, guess);
         cp_async_commit();
         stage++;
-        keys += 2 * C::kTileBytes;
+        keys += C::kTeamBytes;
         if (stage < stages) continue;
         stage = 0;
         keys -= team_bytes<C>(params);
@@ -236,14 +243,14 @@ __device__ __forceinline__ void merge_cluster(const typename C::Smem &smem, cons
 
 // False where nothing has been done, since a thread's guess was wrong.
 template <class C>
-__device__ __forceinline__ bool finish(Rows<C> &rows, unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params,
-                                       Doubts doubts) {
+__device__ __forceinline__ bool finish(typename C::Rows &rows, unsigned char *shared, typename C::Smem &smem,
+                                       const typename C::Arguments &params, Doubts doubts) {
     const Fragment &fragment = smem.fragment;
     const int team = threadIdx.x / C::kTeamThreads, first_column = threadIdx.x % C::kTeamThreads / 32 * C::kColumns;
     const int num_rows = fragment.stream.num_rows;
     const uint32_t num_parts = fragment.num_parts;
     const auto partial = [&](int n) { return reinterpret_cast<float *>(shared + C::kQueryBytes + n * team_bytes<C>(params)); };
-    leave_partial<C>(partial(team), rows, num_rows, first_column);
+    leave_partial(partial(team), rows, num_rows, first_column);
     if (__syncthreads_or(doubts.wrong)) return false;
     if (doubts.bad_page) atomicOr(params.error_word, kBadBlockTable);
     const bool counts = num_parts > 1 && !params.two_pass && !C::kClusters;
@@ -287,7 +294,8 @@ template <class Arguments> __device__ __forceinline__ void fetch_params(const Ar
     asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
 }
 
-// A block without a part stays until the cluster's others have written to shared memory: to its own, were lengths to change under the kernel.
+// A block without a part stays until the cluster's others have written to shared memory: to its own, were lengths to change under the
+// kernel.
 template <class C> __device__ __forceinline__ void leave_cluster() {
     if (!C::kClusters) return;
     let_next_kernel_start();
@@ -313,11 +321,8 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const _
             if (!__syncthreads_or(guess.settle(params, guess.look(params)))) return leave_cluster<C>();
             continue;
         }
-        Rows<C> rows;
-        for (int n = 0; n < C::kColumns / 8; n++)
-            for (float &x : rows.o[n]) x = 0.0f;
-        rows.pivot[0] = rows.pivot[1] = -INFINITY;
-        rows.sum[0] = rows.sum[1] = 0.0f;
+        typename C::Rows rows;
+        clear(rows);
         const Doubts doubts = attend<C>(rows, shared, smem, params, guess);
         begins = !finish<C>(rows, shared, smem, params, doubts); // again, after a wrong guess
         if (!begins && (!kHasShares<C::kThreads> || !take_next(smem, params))) return;
@@ -414,13 +419,14 @@ template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *block
 // Blocks of the grid, and all that follows from their number, where an SM holds `blocks`.
 template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &problem, const sinkattn_plan &plan, int32_t blocks) {
     params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
-    const uint32_t num_streams = static_cast<uint32_t>(problem.batch * problem.num_kv_heads * params.row_tiles);
+    const uint32_t num_heads = static_cast<uint32_t>(problem.num_kv_heads) / C::kHeads;
+    const uint32_t num_streams = static_cast<uint32_t>(problem.batch * params.row_tiles) * num_heads;
     const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
     const uint32_t most = C::kClusters ? kCluster * num_streams : C::kThreads > 128 ? workers : room;
-    params.cut = sa_cut_of(num_streams, static_cast<uint32_t>(problem.num_kv_heads), C::kStep, most < workers ? most : workers, most);
+    params.cut = sa_cut_of(num_streams, num_heads, C::kStep, most < workers ? most : workers, most);
     const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
     params.fills = 2 * grid > room;
-    if (C::kHeadDim <= 64 && params.fills) params.stages = 2; // 128 KiB in flight an SM are enough
+    if (C::kHeadDim <= 64 && C::kHeads == 1 && params.fills) params.stages = 2; // 128 KiB in flight an SM are enough
     return grid;
 }
 
@@ -444,9 +450,9 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.block_table_stride = args.block_table_stride;
     params.band = sa_band_of(&problem.mask, static_cast<int32_t>(problem.q_len), static_cast<int32_t>(problem.k_len));
     params.batch = static_cast<int32_t>(problem.batch);
-    params.group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads);
+    params.group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads) * C::kHeads;
     params.num_rows = static_cast<int32_t>(problem.q_len) * params.group;
-    params.num_heads = static_cast<uint32_t>(problem.num_kv_heads);
+    params.num_heads = static_cast<uint32_t>(problem.num_kv_heads) / C::kHeads;
     params.num_splits = sa_is_balanced(&problem, &plan) ? 0 : static_cast<uint32_t>(plan.num_splits);
     params.by_group = divisor(params.group);
     params.by_heads = divisor(params.num_heads);
@@ -457,8 +463,8 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.v = static_cast<const uint16_t *>(args.fwd.v.data);
     params.k_page = args.fwd.k.batch_stride;
     params.v_page = args.fwd.v.batch_stride;
-    params.k_head = static_cast<int32_t>(args.fwd.k.head_stride);
-    params.v_head = static_cast<int32_t>(args.fwd.v.head_stride);
+    params.k_head = static_cast<int32_t>(args.fwd.k.head_stride) * C::kHeads;
+    params.v_head = static_cast<int32_t>(args.fwd.v.head_stride) * C::kHeads;
     params.k_row = static_cast<int32_t>(args.fwd.k.row_stride);
     params.v_row = static_cast<int32_t>(args.fwd.v.row_stride);
     params.head_dim = static_cast<int32_t>(problem.head_dim);
@@ -475,7 +481,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.s_aux = args.fwd.s_aux;
     params.s_aux_dtype = problem.s_aux_dtype;
     params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
-    params.slot_floats = static_cast<uint32_t>(rows_a_slot(problem) * C::kPartialRow);
+    params.slot_floats = static_cast<uint32_t>(rows_a_slot(problem) * C::kHeads * C::kPartialRow);
     params.tag = next_launch_tag();
     params.out = static_cast<uint16_t *>(args.fwd.out.data);
     params.out_batch = args.fwd.out.batch_stride;
@@ -495,6 +501,20 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     return status;
 }
 
+// Whether two kv heads of 8 rows are to be one of 16: where such pairs fill two blocks an SM, of three stages each, with long streams.
+template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_args &args, const sinkattn_plan &plan) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t pairs = problem.batch * problem.num_kv_heads / 2, room = static_cast<int64_t>(C::kBlocks) * plan.workers;
+    *fit = sa_is_balanced(&problem, &plan) && problem.q_len == 1 && problem.num_q_heads == 8 * problem.num_kv_heads &&
+           problem.num_kv_heads % 2 == 0 && problem.k_len >= kLeastPairKeys && pairs > room - room / 16 &&
+           sa_max(args.fwd.k.head_stride, args.fwd.v.head_stride) <= INT32_MAX / 2;
+    if (!*fit) return sa_ok();
+    int32_t stages = 0, blocks = 0;
+    const sinkattn_status status = choose_stages<C>(&stages, &blocks);
+    *fit = stages > 2 && blocks == C::kBlocks;
+    return status;
+}
+
 // Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
 // part each; 1 where streams of one part are more than blocks of 4 find room at once. num_splits always has 4: there the bits of a row do
 // not depend on the batch.
@@ -511,6 +531,10 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
             if (status.code) return status;
         }
         if (fit) return launch<Clusters>(args, plan, context);
+        using Pairs = Config<Element, kHeadDim, 4, kExtras, false, 2>;
+        const sinkattn_status status = pairs_fit<Pairs>(&fit, args, plan);
+        if (status.code) return status;
+        if (fit) return launch<Pairs>(args, plan, context);
         if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
             return launch<Config<Element, kHeadDim, 8, kExtras>>(args, plan, context);
         if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)

@@ -3,7 +3,7 @@
 // How a decode block's K, V and Q come: tiles of K and V by cp.async, by way of the block table, Q into registers or by cp.async.
 #pragma once
 
-#include "cuda/attn/decode_tile.cuh"
+#include "cuda/attn/decode_pairs.cuh"
 
 namespace sa {
 
@@ -73,8 +73,11 @@ template <class C> struct Loader {
 
     // The thread's chunk of K and V of a key, row r of the tile; zeros, and nothing is read, where no row sees it or it has no page.
     __device__ __forceinline__ void copy(uint32_t to, const uint16_t *k_from, const uint16_t *v_from, bool seen) const {
-        cp_async_16_once(to, k_from, seen);
-        cp_async_16_once(to + C::kTileBytes, v_from, seen);
+#pragma unroll
+        for (int h = 0; h < C::kHeads; h++) cp_async_16_once(to + h * C::kHeadBytes, k_from + h * (params.k_head / 2), seen);
+#pragma unroll
+        for (int h = 0; h < C::kHeads; h++)
+            cp_async_16_once(to + h * C::kHeadBytes + C::kTileBytes, v_from + h * (params.v_head / 2), seen);
     }
 
     // In the beginning, all but the copies may come before the kernel in front has ended.
@@ -133,7 +136,9 @@ template <class C> struct Loader {
         for (int i = 0; i < kAhead; i++) {
             const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, i), v_offset = __shfl_sync(0xffffffffu, v_at, i);
             if (i % C::kTeamWarps == warp && k_offset >= 0 && is_plain(n + i * C::kTeams))
-                prefetch_l2(from + (of_k ? k_offset : v_offset), params.head_dim * static_cast<uint32_t>(sizeof(uint16_t)));
+                for (int h = 0; h < C::kHeads; h++)
+                    prefetch_l2(from + (of_k ? k_offset + h * (params.k_head / 2) : v_offset + h * (params.v_head / 2)),
+                                params.head_dim * static_cast<uint32_t>(sizeof(uint16_t)));
         }
     }
 
@@ -185,20 +190,20 @@ __device__ __forceinline__ const uint16_t *query_row(const Fragment &fragment, c
 // Q into registers, each warp its own, or to shared memory, which a barrier of the block then follows. Rows past the stream's are copies of
 // its last, or zeros: what comes of them is not kept.
 template <class C>
-__device__ __forceinline__ void load_queries(Rows<C> &rows, uint32_t to, const uint16_t *first_row, const Fragment &fragment,
+__device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to, const uint16_t *first_row, const Fragment &fragment,
                                              const Params &params) {
     if constexpr (C::kQueriesInRegisters) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            for (auto &a : rows.q) a[i] = a[2 + i] = 0;
+            for (int x = 0; x < C::kHeadDim / 8; x++) set_query(rows, i, x, 0);
             if (8 * i >= fragment.stream.num_rows) continue;
             const uint16_t *row = i ? query_row(fragment, params, min(lane / 4 + 8, fragment.stream.num_rows - 1)) : first_row;
             const auto *from = reinterpret_cast<const uint32_t *>(row) + lane % 4;
             asm("" : "+l"(from)); // one address, from which the others are a constant away
 #pragma unroll
             for (int x = 0; x < C::kHeadDim / 8; x++)
-                if (8 * x < params.head_dim) rows.q[x / 2][2 * (x % 2) + i] = from[4 * x];
+                if (8 * x < params.head_dim) set_query(rows, i, x, from[4 * x]);
         }
     } else {
 #pragma unroll 1

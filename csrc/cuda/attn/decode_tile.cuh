@@ -36,6 +36,18 @@ template <class C> struct Rows {
     float pivot[2], sum[2];
 };
 
+template <class C> __device__ __forceinline__ void clear(Rows<C> &rows) {
+    for (int n = 0; n < C::kColumns / 8; n++)
+        for (float &x : rows.o[n]) x = 0.0f;
+    rows.pivot[0] = rows.pivot[1] = -INFINITY;
+    rows.sum[0] = rows.sum[1] = 0.0f;
+}
+
+// Of the lane's row in an upper or lower half of the 16, elements 2 (lane % 4) and the next of a chunk.
+template <class C> __device__ __forceinline__ void set_query(Rows<C> &rows, int half, int chunk, uint32_t x) {
+    rows.q[chunk / 2][2 * (chunk % 2) + half] = x;
+}
+
 // q and k: of lane_rows, as v below.
 template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], const Rows<C> &rows, uint32_t q, uint32_t k, float scale) {
     for (int x = 0; x < 4; x++) s[0][x] = s[1][x] = 0.0f;
@@ -57,7 +69,7 @@ template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], 
 __device__ __forceinline__ bool sees(const Row &row, int32_t key) { return (key >= row.begin && key < row.end) || key < row.sink_end; }
 
 // Scores to -inf where the row does not see the key.
-__device__ __forceinline__ void mask_tile(float (&s)[2][4], const Row *seen, int32_t tile) {
+template <class C> __device__ __forceinline__ void mask_tile(float (&s)[2][4], const Rows<C> &, const Row *seen, int32_t tile) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -101,22 +113,29 @@ template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4]
     }
 }
 
-// O += P V. bf16 keeps 8 bits of P, which would cost as much as rounding O does: so P is the sum of two. The first is cut off a little
-// below P, so that the second is above 0 where P is: a value that is infinite meets no 0.
+// bf16 keeps 8 bits of P, which would cost as much as rounding O does: so P is the sum of two. The first is cut off a little below P, so
+// that the second is above 0 where P is: a value that is infinite meets no 0.
+template <class C> constexpr bool kSplits = std::is_same_v<typename C::Element, Bf16>;
+
+struct Split {
+    uint32_t high, rest;
+};
+
+template <class Element> __device__ __forceinline__ Split split_halves(float left, float right) {
+    if constexpr (!std::is_same_v<Element, Bf16>) return {pack_halves<Element>(left, right), 0};
+    const uint32_t left_bits = __float_as_uint(left * 0x0.ffp0f) & 0xffff0000u,
+                   right_bits = __float_as_uint(right * 0x0.ffp0f) & 0xffff0000u;
+    return {left_bits >> 16 | right_bits, pack_halves<Bf16>(left - __uint_as_float(left_bits), right - __uint_as_float(right_bits))};
+}
+
+// O += P V.
 template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, const float (&p)[2][4], uint32_t v) {
-    constexpr bool kSplit = std::is_same_v<typename C::Element, Bf16>;
     uint32_t a[4], rest[4];
 #pragma unroll
     for (int x = 0; x < 4; x++) {
-        const float low = p[x / 2][2 * (x & 1)], high = p[x / 2][2 * (x & 1) + 1];
-        if constexpr (kSplit) {
-            const uint32_t low_bits = __float_as_uint(low * 0x0.ffp0f) & 0xffff0000u,
-                           high_bits = __float_as_uint(high * 0x0.ffp0f) & 0xffff0000u;
-            a[x] = low_bits >> 16 | high_bits;
-            rest[x] = pack_halves<Bf16>(low - __uint_as_float(low_bits), high - __uint_as_float(high_bits));
-        } else {
-            a[x] = pack_halves<typename C::Element>(low, high);
-        }
+        const Split split = split_halves<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
+        a[x] = split.high;
+        rest[x] = split.rest;
     }
 #pragma unroll
     for (int n = 0; n < C::kColumns / 16; n++) {
@@ -124,7 +143,7 @@ template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, con
         ldmatrix_x4_trans(values, chunks_on(v, n));
         mma_m16n8k16<typename C::Element>(rows.o[2 * n], a, values[0], values[1]);
         mma_m16n8k16<typename C::Element>(rows.o[2 * n + 1], a, values[2], values[3]);
-        if constexpr (kSplit) {
+        if constexpr (kSplits<C>) {
             mma_m16n8k16<Bf16>(rows.o[2 * n], rest, values[0], values[1]);
             mma_m16n8k16<Bf16>(rows.o[2 * n + 1], rest, values[2], values[3]);
         }

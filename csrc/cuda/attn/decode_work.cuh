@@ -19,6 +19,8 @@ static_assert(kTileQ == 16 && kTileK == 16, "one mma.sync tile of rows, and one 
 constexpr uint32_t kCluster = 8;           // blocks of a cluster, which are the parts of one stream
 constexpr int64_t kMostClusterKeys = 4096; // of its sequence: with 8192, twice as many blocks without clusters are faster
 
+constexpr int64_t kLeastPairKeys = 4096; // that a sequence may have, for two kv heads to be as one: with 2048 and fewer, that is slower
+
 // What the launcher knows, in the order in which the kernel asks for it: its parameters come from memory a line at a time.
 struct Params {
     const int32_t *cache_seqlens, *block_table;

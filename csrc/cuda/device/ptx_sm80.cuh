@@ -92,6 +92,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
                  : "memory");
 }
 
+// Of an 8 x 8 matrix of 16-bit elements, two a lane, the transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 // d[16 x 8] += a[16 x 16] b[16 x 8]. Lane l holds d at row l / 4 (+ 8 for d[2], d[3]), column 2 (l % 4) + {0, 1}.
 template <class Element> __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
@@ -166,6 +173,17 @@ __device__ __forceinline__ float quad_sum(float x) {
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// The same over the eight that share its columns.
+__device__ __forceinline__ float column_sum(float x) {
+    for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+    return x;
+}
+
+__device__ __forceinline__ float column_max(float x) {
+    for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    return x;
 }
 
 // Reads what another kernel may be writing, past the caches of the SM.
