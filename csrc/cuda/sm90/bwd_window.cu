@@ -166,8 +166,67 @@ __device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_s
     }
 }
 
-template <class C> __device__ __forceinline__ void run_math(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
+// Step n of a token group that sees the math group's keys, begun while the last products of the one before run.
+template <class C>
+__device__ __forceinline__ void take_step(float (&dk)[32], float (&dv)[32], float (&sums)[2], float *warp_sums, Smem &smem,
+                                          const Problem &p, uint32_t n, int slot, int r, int flags, int warp, int lane, int pair_at,
+                                          bool adds, bool opens) {
     using Element = typename C::Element;
+    const int stage = n % kStages;
+    const Step &step = smem.steps[stage];
+    const int step_token = warp_uniform(step.token), before = r * kKeys - 16 * warp - lane / 4;
+    const uint32_t q = warp_uniform_register(shared_address(smem.q[stage])), dout = q + sizeof(smem.q),
+                   k = warp_uniform_register(shared_address(smem.k[slot])), v = k + sizeof(smem.k);
+    uint32_t weights[2][4], gradients[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float s[16], dp[16];
+        wgmma_fence();
+        score_product<Element>(s, k, q + half * kHalfBytes);
+        score_product<Element>(dp, v, dout + half * kHalfBytes);
+        wgmma_commit();
+        // Of keys that are not owned too, for nothing.
+        if (half) add_gradients<Element>(dk, dv, weights, gradients, q, dout, adds);
+        const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
+        const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;
+        const bool some = farthest >= 0 && nearest <= p.behind, all = !C::kHide && nearest >= 0 && farthest <= p.behind && !(flags & kEdge);
+        wgmma_wait<0>();
+        computed(s);
+        computed(dp);
+        computed(dv);
+        computed(dk);
+        if (!half && !opens) barrier_arrive(&smem.empty[(n - 1) % kStages]);
+        if (all) {
+            differentiate<C, kAll>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+        } else if (some && !C::kHide && p.head_shift > 0) {
+            differentiate<C, kPairs>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+        } else if (some) {
+            differentiate<C, kAny>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) weights[i / 4][i % 4] = gradients[i / 4][i % 4] = 0;
+        }
+        if (flags & kOwnsRows) {
+            const uint32_t to = shared_address(smem.ds[n % 2][kGroups - 1 - r]);
+#pragma unroll
+            for (int t = 0; t < 2; t++) stmatrix_x4(to + (pair_at ^ (2 * half + t) << 5), gradients[t]);
+        }
+    }
+    wgmma_fence();
+    add_gradients<Element>(dk, dv, weights, gradients, q + kHalfBytes, dout + kHalfBytes, true);
+    async_fence(); // dS is on its way while the products run
+    __syncwarp();
+    barrier_arrive(&smem.ds_full[n % 2]);
+    if (C::kHide) {
+        wgmma_wait<0>();
+        computed(dv);
+        computed(dk);
+        mark_values(dv, smem, stage, before, p);
+    }
+    if (C::kSums && flags & kHeadsEnd) close_heads(warp_sums, sums, step.head_in_group, 1 << p.head_shift);
+}
+
+template <class C> __device__ __forceinline__ void run_math(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
     const int own_warp = warp_uniform(threadIdx.x / 32) - 4, math_group = own_warp / 4, warp = own_warp & 3, lane = threadIdx.x % 32;
     float *warp_sums = smem.sums[own_warp], dk[32] = {}, dv[32] = {}, sums[2] = {};
     // r counts the token groups that saw the math group's keys; as if before the first of them.
@@ -195,60 +254,8 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
         }
         if (__any_sync(0xffffffffu, smem.steps[n % kStages].groups >> r & 1)) {
             bool opens = true;
-            while (true) { // a step, begun while the last products of the one before run
-                const int stage = n % kStages;
-                const Step &step = smem.steps[stage];
-                const int step_token = warp_uniform(step.token), before = r * kKeys - 16 * warp - lane / 4;
-                const uint32_t q = warp_uniform_register(shared_address(smem.q[stage])), dout = q + sizeof(smem.q),
-                               k = warp_uniform_register(shared_address(smem.k[slot])), v = k + sizeof(smem.k);
-                uint32_t weights[2][4], gradients[2][4];
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    float s[16], dp[16];
-                    wgmma_fence();
-                    score_product<Element>(s, k, q + half * kHalfBytes);
-                    score_product<Element>(dp, v, dout + half * kHalfBytes);
-                    wgmma_commit();
-                    // Of keys that are not owned too, for nothing.
-                    if (half) add_gradients<Element>(dk, dv, weights, gradients, q, dout, adds);
-                    const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
-                    const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;
-                    const bool some = farthest >= 0 && nearest <= p.behind,
-                               all = !C::kHide && nearest >= 0 && farthest <= p.behind && !(flags & kEdge);
-                    wgmma_wait<0>();
-                    computed(s);
-                    computed(dp);
-                    computed(dv);
-                    computed(dk);
-                    if (!half && !opens) barrier_arrive(&smem.empty[(n - 1) % kStages]);
-                    if (all) {
-                        differentiate<C, kAll>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
-                    } else if (some && !C::kHide && p.head_shift > 0) {
-                        differentiate<C, kPairs>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
-                    } else if (some) {
-                        differentiate<C, kAny>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < 8; i++) weights[i / 4][i % 4] = gradients[i / 4][i % 4] = 0;
-                    }
-                    if (flags & kOwnsRows) {
-                        const uint32_t to = shared_address(smem.ds[n % 2][kGroups - 1 - r]);
-#pragma unroll
-                        for (int t = 0; t < 2; t++) stmatrix_x4(to + (pair_at ^ (2 * half + t) << 5), gradients[t]);
-                    }
-                }
-                wgmma_fence();
-                add_gradients<Element>(dk, dv, weights, gradients, q + kHalfBytes, dout + kHalfBytes, true);
-                async_fence(); // dS is on its way while the products run
-                __syncwarp();
-                barrier_arrive(&smem.ds_full[n % 2]);
-                if (C::kHide) {
-                    wgmma_wait<0>();
-                    computed(dv);
-                    computed(dk);
-                    mark_values(dv, smem, stage, before, p);
-                }
-                if (C::kSums && flags & kHeadsEnd) close_heads(warp_sums, sums, step.head_in_group, 1 << p.head_shift);
+            while (true) {
+                take_step<C>(dk, dv, sums, warp_sums, smem, p, n, slot, r, flags, warp, lane, pair_at, adds, opens);
                 if (__any_sync(0xffffffffu, flags & kCloses)) break;
                 n++;
                 adds = true;
@@ -271,8 +278,8 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
         }
         const Step &step = smem.steps[n % kStages];
         if (step.owned() >> r & 1 && (r == kGroups - 1 || flags & kSpanEnd)) {
-            const bool bad_dk = write_keys<Element>(dk, p.scale, args.dk, step, r, args.fwd.problem.head_dim),
-                       bad_dv = write_keys<Element>(dv, 1.0f, args.dv, step, r, args.fwd.problem.head_dim);
+            const bool bad_dk = write_keys<typename C::Element>(dk, p.scale, args.dk, step, r, args.fwd.problem.head_dim),
+                       bad_dv = write_keys<typename C::Element>(dv, 1.0f, args.dv, step, r, args.fwd.problem.head_dim);
             if ((bad_dk || bad_dv) && !C::kHide) smem.unfinite = 1;
         }
         if (C::kSums && flags & kSpanEnd) write_sums(smem, warp_sums, args, p, step, own_warp);
