@@ -338,6 +338,30 @@ def test_scores_that_grow_or_fall_with_the_key(slope: float, head_dim: int, dtyp
     torch.testing.assert_close(lse.double(), weights.logsumexp(-1), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("group", "k_len", "count", "length"), [(16, 12, 33, 120), (8, 8, 64, 1000), (8, 40, 200, 4000)]
+)
+@pytest.mark.parametrize("unseen", [0.0, float("nan")])
+def test_sequences_without_queries(group: int, k_len: int, count: int, length: int, unseen: float) -> None:
+    """Many before one that has some: their keys and values are nobody's, whatever they are."""
+    torch.manual_seed(0)
+    q = torch.randn(length, 8 * group, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, count * k_len + length, 8, 64, device="cuda", dtype=torch.bfloat16)
+    k[: count * k_len] += unseen
+    v[: count * k_len] += unseen
+    s_aux = torch.randn(8 * group, device="cuda")
+    cu_q = torch.tensor([0] * (count + 1) + [length], device="cuda", dtype=torch.int32)
+    cu_k = torch.tensor(
+        [*range(0, (count + 1) * k_len, k_len), count * k_len + length], device="cuda", dtype=torch.int32
+    )
+    options = {"window_size": (127, 0), "s_aux": s_aux, "return_lse": True}
+    want, want_lse = sinkattn.flash_attn_func(*(x[None, -length:] for x in (q, k, v)), **options)
+    for _ in range(20):
+        out, lse = sinkattn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, **options)
+        assert torch.equal(out, want[0])
+        assert torch.equal(lse, want_lse[0])
+
+
 @pytest.mark.parametrize("slope", [0.0, 60.0, -60.0])
 @pytest.mark.parametrize("sink", [None, 0.0, 30.0, 80.0, -30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

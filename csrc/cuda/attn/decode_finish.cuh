@@ -115,8 +115,8 @@ __device__ __forceinline__ bool finish(typename C::Rows &rows, unsigned char *sh
             store_quad<C>(slot_of(fragment, params, fragment.part) + row * C::kPartialRow, column, quad);
         }
     });
-    if constexpr (C::kClusters)
-        if (num_parts > 1) merge_cluster<C>(smem, params, num_quads, bits);
+    // One part has nothing to merge, and yet waits: were lengths to change under the kernel, others might find more and write to it.
+    if constexpr (C::kClusters) merge_cluster<C>(smem, params, num_parts > 1 ? num_quads : 0, bits);
     if (!counts) return true;
     __syncthreads(); // nobody reads the teams' any more
     float *nothing = reinterpret_cast<float *>(shared);

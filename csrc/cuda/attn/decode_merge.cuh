@@ -67,7 +67,7 @@ template <class C> __device__ __forceinline__ Quad add_up(const float *row, int 
 }
 
 // The quads of a stream go to the blocks of a cluster in runs of 2^this, at least four, since four lanes share a scale of NVFP4: no more
-// runs than parts, and less than twice num_quads in all.
+// runs than parts, and in all less than twice num_quads rounded up to a power of two.
 __device__ __forceinline__ int run_bits(uint32_t num_quads, uint32_t num_parts) {
     return max(2, 32 - __clz(num_quads - 1) - (31 - __clz(num_parts)));
 }

@@ -309,6 +309,8 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
     p.reach = static_cast<int>(sa_window_size(&p.window)) - 1;
     p.span = choose_span(problem, p.tokens, plan.workers);
     const int64_t spans = num_spans(problem, p.span);
+    if (spans > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld spans of rows; a launch holds at most 2^31", static_cast<long long>(spans));
     const auto heads = static_cast<unsigned>(problem.num_kv_heads), blocks = static_cast<unsigned>(sa_min(spans * heads, plan.workers));
     p.num_spans = static_cast<unsigned>(spans);
     p.step = blocks / heads;

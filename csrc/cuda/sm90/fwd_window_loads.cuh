@@ -108,7 +108,7 @@ __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &a
                             base = (start >= 0 ? start : start - p.span + 1) / p.span * p.span; // a multiple of span
         span.token = base - start + within * p.span;
         span.key = sa_window_begin(&p.window, base + within * p.span);
-        span.exists = within >= 0 && span.token < span.sequence.q_len;
+        span.exists = within >= 0 && span.token < span.sequence.q_len && span.sequence.q_len > 0; // then it has a tile
         span.low_key = near(-static_cast<int64_t>(span.key));
         span.high_key = near(span.sequence.k_len - span.key);
         span.low_token = near(-static_cast<int64_t>(span.token));
