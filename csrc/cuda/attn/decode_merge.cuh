@@ -72,7 +72,7 @@ __device__ __forceinline__ int run_bits(uint32_t num_quads, uint32_t num_parts) 
     return max(2, 32 - __clz(num_quads - 1) - (31 - __clz(num_parts)));
 }
 
-// The sum of a quad's partials from an Exchange, `stride` apart: that of add_up.
+// The sum of a quad's partials from a ClusterSmem, `stride` apart: that of add_up.
 template <class C> __device__ __forceinline__ Quad add_up_exchanged(const float4 *o, const float2 *stats, int count, int stride) {
     constexpr int kAtOnce = 8;
     Quad quad;
