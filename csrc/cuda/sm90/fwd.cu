@@ -285,7 +285,7 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
         unsigned char *slot = smem.queries[queries.place()] + 64 * math_group * kRowBytes;
         stage_out<C>(q, o, factor);
         copying = write_out<C>(slot, args, maps, p, rows, math_group);
-        if (leader) barrier_arrive(&rows.empty);
+        barrier_arrive(&rows.empty);
         if (leader && !copying) barrier_arrive(&smem.q_empty[queries.place()]);
     }
     if (leader) store_wait();
@@ -301,7 +301,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kSlots; i++) {
             barrier_init(&smem.rows[i].full, 32);
-            barrier_init(&smem.rows[i].empty, C::kGroups + 32 * C::kCheckers);
+            barrier_init(&smem.rows[i].empty, 128 * C::kGroups + 32 * C::kCheckers);
         }
         for (int i = 0; i < 2; i++) {
             barrier_init(&smem.q_full[i], 1);
