@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from test_fwd import LENGTHS, VARLEN, served, variant
@@ -109,6 +111,21 @@ def test_gradients_of_the_reference_are_central_differences(options: dict[str, o
         return reference.flash_attn_func(q, k, v, s_aux=s_aux, **({"return_lse": True} | options))
 
     assert torch.autograd.gradcheck(attend, leaves)
+
+
+def test_who_asks_for_no_gradient_gets_none(level: str) -> None:
+    tensors = [torch.randn(shape) for shape in ((1, 50, 4, 32), (1, 50, 2, 32), (1, 50, 2, 32), (4,))]
+    whole = None
+    for needs in itertools.product((True, False), repeat=4):
+        leaves = [x.clone().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+        out = sinkattn.flash_attn_func(*leaves[:3], window_size=(7, 0), s_aux=leaves[3])
+        assert out.requires_grad == any(needs)
+        if any(needs):
+            out.sum().backward()
+        grads = [x.grad for x in leaves]
+        whole = whole or grads
+        assert [grad is not None for grad in grads] == list(needs)
+        assert all(a is None or torch.equal(a, b) for a, b in zip(grads, whole, strict=True))
 
 
 def test_gradients_of_merge_and_sink_are_those_of_the_whole(level: str) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -646,11 +647,11 @@ def test_layouts_of_dout() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_frozen_sink_and_checkpoint() -> None:
-    q, k, v, s_aux = gpt_oss_like(1, 300)
+def test_frozen_inputs_and_checkpoint() -> None:
+    tensors = gpt_oss_like(1, 300)
 
-    def run(checkpointed: bool, learns: bool) -> list[Tensor | None]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)] + [s_aux.detach().requires_grad_(learns)]
+    def run(checkpointed: bool, learns: Sequence[bool]) -> list[Tensor | None]:
+        leaves = [x.detach().requires_grad_(yes) for x, yes in zip(tensors, learns, strict=True)]
 
         def attend(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
             return sinkattn.flash_attn_func(q, k, v, window_size=(127, 0), s_aux=s_aux)
@@ -659,10 +660,13 @@ def test_frozen_sink_and_checkpoint() -> None:
         out.sum().backward()
         return [x.grad for x in leaves]
 
-    plain, frozen, again = run(False, True), run(False, False), run(True, True)
-    assert frozen[3] is None
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(plain[:3], frozen[:3], strict=True))
+    plain = run(False, [True] * 4)
+    assert all(torch.equal(a, b) for a, b in zip(plain, run(True, [True] * 4), strict=True))
+    for learns in product((True, False), repeat=4):
+        if any(learns):
+            grads = run(False, learns)
+            assert [grad is not None for grad in grads] == list(learns)
+            assert all(a is None or torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
 
 
 @pytest.mark.parametrize(("q_len", "k_len", "batch"), [(0, 100, 1), (100, 0, 2), (0, 0, 1), (50, 50, 0)])
