@@ -214,15 +214,19 @@ SHARED: dict[str, tuple[int, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("page_size", [0, 64])
-@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("lengths", ["equal", "any", "few"])
 @pytest.mark.parametrize("name", SHARED)
-def test_shares_that_end_anywhere(name: str, equal: bool, page_size: int, seed: int) -> None:
+def test_shares_that_end_anywhere(name: str, lengths: str, page_size: int, seed: int) -> None:
     """Where equal parts do not fill the multiprocessors, blocks take shares, in which streams end and begin."""
     batch, sizes = SHARED[name]
     generator = torch.Generator().manual_seed(seed)
     lens = torch.randint(0, 1500, (batch,), generator=generator)
     lens[batch // 2], lens[-1], lens[0] = 0, 3, 1500
-    t = make_cache([1500] * batch if equal else lens.tolist(), page_size, **{"capacity": 1536, **sizes})
+    if lengths == "equal":
+        lens[:] = 1500
+    if lengths == "few":  # keys in a tenth of the sequences
+        lens[torch.rand(batch, generator=generator) < 0.9] = 0
+    t = make_cache(lens.tolist(), page_size, **{"capacity": 1536, **sizes})
     got = decode_op(*arguments(t))
     assert_close(got, decode_op(*arguments(t, num_splits=1)))
     for _ in range(20):
@@ -237,13 +241,16 @@ def test_lengths_under_shares_change_between_replays(capacity: int, seed: int) -
     graph = captured(lambda: decode_out_op(*arguments(t), out, lse, scratch))
     generator = torch.Generator().manual_seed(seed)
     for top in (2048, 1, 2, 500, 2048, 30, 2048):
-        t["cache_seqlens"].copy_(torch.randint(0, top + 1, (64,), generator=generator))
-        want = decode_op(*arguments(t))
-        assert_close(want, decode_op(*arguments(t, num_splits=1)))
-        for _ in range(3):
-            out.fill_(torch.nan)
-            graph.replay()
-            assert_same((out, lse), want)
+        lengths = torch.randint(0, top + 1, (64,), generator=generator)
+        for some in (slice(0), slice(8, 48), slice(64)):  # have none
+            lengths[some] = 0
+            t["cache_seqlens"].copy_(lengths)
+            want = decode_op(*arguments(t))
+            assert_close(want, decode_op(*arguments(t, num_splits=1)))
+            for _ in range(3):
+                out.fill_(torch.nan)
+                graph.replay()
+                assert_same((out, lse), want)
 
 
 @pytest.mark.parametrize("options", [{}, {"left": 700}, {"left": 300, "num_sink_tokens": 600}])

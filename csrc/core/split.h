@@ -88,17 +88,18 @@ SA_HD uint32_t sa_divide(uint32_t x, sa_divisor by) { return (uint32_t)((uint64_
  * step by design, one a worker until each has two steps, then two, and as many as run at once, `resident`, where streams are more. Equal
  * streams are cut alike where they are no more than two a worker, since fewest and most are multiples of them, into eights where they are
  * many: eight are merged at a time. Where the parts would be more than `most`, all tiles are cut into so many shares, as many of each kv
- * head, which end anywhere; each stream counts `step` tiles more there, since to begin with one takes as long. That costs more than it
+ * head, which end anywhere; each stream counts `begin` tiles more there, since to begin with one takes as long. That costs more than it
  * brings where streams are whole parts that are a little longer than shares: so parts may be, where streams are many. */
 typedef struct sa_cut {
-    uint32_t step, fewest, most, slack;
+    uint32_t step, begin, fewest, most, slack;
     sa_divisor by_fewest, by_most;
 } sa_cut;
 
-SA_HD sa_cut sa_cut_of(uint32_t num_streams, uint32_t num_heads, uint32_t step, uint32_t workers, uint32_t resident) {
+SA_HD sa_cut sa_cut_of(uint32_t num_streams, uint32_t num_heads, uint32_t step, uint32_t begin, uint32_t workers, uint32_t resident) {
     const uint32_t two = 2 * workers < resident ? 2 * workers : resident;
     sa_cut cut;
     cut.step = step;
+    cut.begin = begin;
     cut.fewest = num_streams < workers ? workers / num_streams * num_streams : num_streams;
     const uint32_t each = two / num_streams;
     if (num_streams <= two)
@@ -121,8 +122,8 @@ SA_HD uint32_t sa_part_length(const sa_cut *cut, uint32_t num_tiles) {
     return (length > cut->step ? length : cut->step) + (cut->slack ? length / 16 + cut->slack : 0);
 }
 
-/* Positions of a kv head: each of its streams, one behind the other, has `step` of nothing and then its tiles. Shares of `length`, more
- * than step, begin at its multiples. */
+/* Positions of a kv head: each of its streams, one behind the other, has `lead` of nothing, sa_cut's begin, and then its tiles. Shares of
+ * `length`, more than lead, begin at its multiples. */
 typedef struct sa_share {
     uint32_t first, last;           /* the tiles of a stream that a share holds: none where it ends before them */
     uint32_t part, num_parts, slot; /* among the stream's parts; partials lie in slots from `slot` on, two a share */
@@ -131,11 +132,11 @@ typedef struct sa_share {
 
 /* Of share `share`, `room` positions from the at-th of a stream on, which begins behind `begin` others. In n shares it holds n - 1 of their
  * ends, and 2 (n - 1) slots are enough for n partials. */
-SA_HD sa_share sa_share_of(uint32_t num_tiles, uint32_t step, uint32_t length, uint32_t share, uint32_t begin, uint32_t at, uint32_t room) {
-    const uint32_t end = num_tiles + step, past = at + room < end ? at + room : end, first_share = (begin + step) / length;
+SA_HD sa_share sa_share_of(uint32_t num_tiles, uint32_t lead, uint32_t length, uint32_t share, uint32_t begin, uint32_t at, uint32_t room) {
+    const uint32_t end = num_tiles + lead, past = at + room < end ? at + room : end, first_share = (begin + lead) / length;
     sa_share of;
-    of.first = at > step ? at - step : 0;
-    of.last = past > step ? past - step : 0;
+    of.first = at > lead ? at - lead : 0;
+    of.last = past > lead ? past - lead : 0;
     of.part = share - first_share;
     of.num_parts = (begin + end - 1) / length - first_share + 1;
     of.slot = 2 * first_share;

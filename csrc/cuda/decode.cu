@@ -23,17 +23,22 @@
 namespace sa {
 namespace {
 
-template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, bool kClusters_ = false, int kHeads_ = 1> struct Config {
+// What a tile's products have in M: 16 rows; or keys, and columns of O, of a kv head with at most 8 rows, or of two with 8 each.
+enum class Tile { kRows, kKeys, kKeysOfTwoHeads };
+
+template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, Tile kTile, bool kClusters_ = false> struct Config {
     using Element = Element_;
     static constexpr bool kExtras = kExtras_, kClusters = kClusters_; // the parts of a stream are a cluster of kCluster blocks
-    static constexpr int kHeads = kHeads_; // of k and v, that a stream has: 1, or 2 of 8 rows, which are as one of 16
+    static constexpr bool kKeysInM = kTile != Tile::kRows;
+    static constexpr int kHeads = kTile == Tile::kKeysOfTwoHeads ? 2 : 1; // of k and v, that a stream has
+    static constexpr int kEights = kTile == Tile::kKeys ? 1 : 2;          // of rows, that a stream may have
     using Arguments = std::conditional_t<kExtras, Extras, Params>;
     static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
     static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
     static constexpr int kTeamWarps = kTeamThreads / 32;                        // each takes all scores and its own columns of O
     static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // an SM
     using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, sa::Smem<kThreads>>;
-    using Rows = std::conditional_t<kHeads == 2, PairRows<Config>, sa::Rows<Config>>;
+    using Rows = std::conditional_t<kKeysInM, RowsInN<Config>, sa::Rows<Config>>;
     static constexpr int kColumns = kHeadDim / kTeamWarps;
     static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
@@ -49,35 +54,6 @@ template <class C> __device__ __forceinline__ void team_sync(int team) {
         __syncwarp();
     else
         bar_sync<C::kTeamThreads>(team + 1);
-}
-
-// What the first warp asks for: the sinks of the rows, as they lie in memory, and what the stream's counter holds.
-struct Asked {
-    uint32_t s_aux;
-    unsigned long long count;
-};
-
-template <class C> __device__ __forceinline__ Asked ask_rows(const typename C::Smem &smem, const Params &params) {
-    const Fragment &fragment = smem.fragment;
-    Asked asked = {};
-    const int row = static_cast<int>(threadIdx.x);
-    if (row == 0 && fragment.num_parts > 1 && !C::kClusters) asked.count = __ldcg(counter_of<C>(fragment, params));
-    if (row < fragment.stream.num_rows && params.s_aux) {
-        const int32_t head = token_head(fragment, params, row).head;
-        if (params.s_aux_dtype == SINKATTN_FP32)
-            asked.s_aux = static_cast<const uint32_t *>(params.s_aux)[head];
-        else
-            asked.s_aux = static_cast<const uint16_t *>(params.s_aux)[head];
-    }
-    return asked;
-}
-
-__device__ __forceinline__ float s_aux_of(const Params &params, const Asked &asked) {
-    if (!params.s_aux) return -INFINITY;
-    const uint16_t half = static_cast<uint16_t>(asked.s_aux);
-    return params.s_aux_dtype == SINKATTN_FP32   ? __uint_as_float(asked.s_aux)
-           : params.s_aux_dtype == SINKATTN_BF16 ? widen<Bf16>(half)
-                                                 : widen<Fp16>(half);
 }
 
 // What the rows see, by each warp for itself. Returns where the lane's first row of Q is.
@@ -108,8 +84,8 @@ __device__ __forceinline__ Doubts attend(typename C::Rows &rows, unsigned char *
     int keys = C::kQueryBytes + team * team_bytes<C>(params), stage = 0;
     const uint32_t q = shared_address(shared);
     const LaneRows lane = lane_rows<C>();
-    const uint32_t lane_k = C::kHeads == 2 ? lane.v : lane.k,
-                   lane_v = C::kHeads == 2 ? lane.k : lane.v; // with the keys in M, the other way
+    const uint32_t lane_k = C::kKeysInM ? lane.v : lane.k,
+                   lane_v = C::kKeysInM ? lane.k : lane.v; // with the keys in M, the other way
     const Row *seen = smem.rows[threadIdx.x / 32];
     Loader<C> loader(params, fragment, first);
     const sa_key_tiles &tiles = loader.tiles;
@@ -145,12 +121,12 @@ __device__ __forceinline__ Doubts attend(typename C::Rows &rows, unsigned char *
     for (int32_t n = first; n < loader.last; n += C::kTeams) {
         cp_async_wait_upto(stages - 1);
         team_sync<C>(team); // the tile has landed
-        float s[2][4];
+        float s[C::kEights][4];
         qk_product(s, rows, q + lane.v, q + keys + lane_k, params.scale_log2);
         const bool masked = !loader.is_plain(n);
         if (__builtin_expect(masked, false)) mask_tile(s, rows, seen, sa_key_tile_at(&tiles, n));
         softmax_step(s, rows, fabsf(params.scale_log2), num_rows);
-        if constexpr (C::kHeads == 1)
+        if constexpr (!C::kKeysInM)
             if (__builtin_expect(masked && params.band.q_len > 1, false))
                 hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
         pv_product(rows, s, q + keys + lane_v + C::kTileBytes + first_chunk * 16);
@@ -193,23 +169,29 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const _
     fetch_params(params);
     if (C::kClusters) cluster_arrive();
     const uint32_t number = C::kClusters ? blockIdx.x % kCluster * params.num_heads + blockIdx.x / kCluster : blockIdx.x;
-    Guess guess = guess_of<C::kThreads>(params, number);
+    Guess guess = guess_of<C::kThreads>(params, number, may_start_early());
     if (C::kClusters) cluster_wait(); // all of its blocks are there
     for (bool begins = true;;) {
         if (begins && threadIdx.x == 0) smem.fragment.found = false;
         __syncwarp();
         if (begins && !take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
-            if (!guess.open) return leave_cluster<C>();
-            guess.wait();
-            if (!__syncthreads_or(guess.settle(params, guess.look(params)))) return leave_cluster<C>();
-            continue;
+            if (guess.open) {
+                guess.wait();
+                if (__syncthreads_or(guess.settle(params, guess.look(params)))) continue;
+            }
+            leave_cluster<C>();
+            break;
         }
         typename C::Rows rows;
         clear(rows);
         const Doubts doubts = attend<C>(rows, shared, smem, params, guess);
         begins = !finish<C>(rows, shared, smem, params, doubts); // again, after a wrong guess
-        if (!begins && (!kHasShares<C::kThreads> || !take_next(smem, params))) return;
+        if (begins)
+            guess = guess_of<C::kThreads>(params, number, false);
+        else if (!kHasShares<C::kThreads> || !take_next(smem, params))
+            break;
     }
+    if constexpr (kHasShares<C::kThreads>) write_empty<C>(smem, params);
 }
 
 // The second pass of num_splits < 0, a block a stream: what the last block of its parts does in one launch.
@@ -220,7 +202,7 @@ template <class C> __global__ __launch_bounds__(C::kThreads) void reduce_kernel(
     const uint32_t number = stream * params.num_splits * params.num_heads + head; // of its first part
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const Guess guess = guess_of<C::kThreads>(params, number);
+    const Guess guess = guess_of<C::kThreads>(params, number, false);
     if (threadIdx.x == 0) {
         smem.fragment.found = false;
         smem.is_last = true;
@@ -306,7 +288,8 @@ template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &pro
     const uint32_t num_streams = static_cast<uint32_t>(problem.batch * params.row_tiles) * num_heads;
     const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
     const uint32_t most = C::kClusters ? kCluster * num_streams : C::kThreads > 128 ? workers : room;
-    params.cut = sa_cut_of(num_streams, num_heads, C::kStep, most < workers ? most : workers, most);
+    const uint32_t least = (most < workers ? most : workers) / C::kHeads, begin = 7 * C::kTeams; // seven tiles of each team's
+    params.cut = sa_cut_of(num_streams, num_heads, C::kStep, begin, least, most);
     const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
     params.fills = 2 * grid > room;
     if (C::kHeadDim <= 64 && C::kHeads == 1 && params.fills) params.stages = 2; // 128 KiB in flight an SM are enough
@@ -378,7 +361,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     status = launch_clusters<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes,
                                                context.stream, params);
     if (status.code || !params.two_pass || plan.num_splits == 1) return status;
-    if constexpr (C::kThreads == 128) // as num_splits always has
+    if constexpr (C::kThreads == 128 && !C::kKeysInM) // as num_splits always has
         status = launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
                                                       context.stream, params);
     return status;
@@ -388,8 +371,8 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
 template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_args &args, const sinkattn_plan &plan) {
     const sinkattn_problem &problem = args.fwd.problem;
     const int64_t pairs = problem.batch * problem.num_kv_heads / 2, room = static_cast<int64_t>(C::kBlocks) * plan.workers;
-    *fit = sa_is_balanced(&problem, &plan) && problem.q_len == 1 && problem.num_q_heads == 8 * problem.num_kv_heads &&
-           problem.num_kv_heads % 2 == 0 && problem.k_len >= kLeastPairKeys && pairs > room - room / 16 &&
+    *fit = sa_is_balanced(&problem, &plan) && problem.num_q_heads == 8 * problem.num_kv_heads && problem.num_kv_heads % 2 == 0 &&
+           problem.k_len >= kLeastPairKeys && pairs > room - room / 16 &&
            sa_max(args.fwd.k.head_stride, args.fwd.v.head_stride) <= INT32_MAX / 2;
     if (!*fit) return sa_ok();
     int32_t stages = 0, blocks = 0;
@@ -401,12 +384,12 @@ template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_ar
 // Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
 // part each; 1 where streams of one part are more than blocks of 4 find room at once. num_splits always has 4: there the bits of a row do
 // not depend on the batch.
-template <class Element, int kHeadDim, bool kExtras>
+template <class Element, int kHeadDim, bool kExtras, Tile kTile>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     if constexpr (kHeadDim == 64) {
         const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem);
-        using Clusters = Config<Element, kHeadDim, 8, kExtras, true>;
+        using Clusters = Config<Element, kHeadDim, 8, kExtras, kTile, true>;
         bool fit = false;
         if (sa_is_balanced(&problem, &plan) && problem.batch == 1 && streams == problem.num_kv_heads && problem.k_len <= kMostClusterKeys &&
             plan.workers / (kCluster * streams) == 2) {
@@ -414,25 +397,38 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
             if (status.code) return status;
         }
         if (fit) return launch<Clusters>(args, plan, context);
-        using Pairs = Config<Element, kHeadDim, 4, kExtras, false, 2>;
-        const sinkattn_status status = pairs_fit<Pairs>(&fit, args, plan);
-        if (status.code) return status;
-        if (fit) return launch<Pairs>(args, plan, context);
+        if constexpr (kTile == Tile::kKeys) {
+            using Pairs = Config<Element, kHeadDim, 4, kExtras, Tile::kKeysOfTwoHeads>;
+            const sinkattn_status status = pairs_fit<Pairs>(&fit, args, plan);
+            if (status.code) return status;
+            if (fit) return launch<Pairs>(args, plan, context);
+        }
         if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
-            return launch<Config<Element, kHeadDim, 8, kExtras>>(args, plan, context);
+            return launch<Config<Element, kHeadDim, 8, kExtras, kTile>>(args, plan, context);
         if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)
-            return launch<Config<Element, kHeadDim, 1, kExtras>>(args, plan, context);
+            return launch<Config<Element, kHeadDim, 1, kExtras, kTile>>(args, plan, context);
     }
-    return launch<Config<Element, kHeadDim, 4, kExtras>>(args, plan, context);
+    return launch<Config<Element, kHeadDim, 4, kExtras, kTile>>(args, plan, context);
+}
+
+// Keys are in M where one token has at most 8 rows of a kv head; not with num_splits, where a row's bits do not depend on how many there
+// are.
+template <class Element, int kHeadDim, bool kExtras>
+sinkattn_status launch_tile(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    if constexpr (kHeadDim == 64)
+        if (problem.num_splits == 0 && problem.q_len == 1 && problem.num_q_heads <= 8 * problem.num_kv_heads)
+            return launch_width<Element, kHeadDim, kExtras, Tile::kKeys>(args, plan, context);
+    return launch_width<Element, kHeadDim, kExtras, Tile::kRows>(args, plan, context);
 }
 
 template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
     const bool extras = args.host.num_pages || args.nvfp4.values;
     if (args.fwd.problem.dtype == SINKATTN_BF16)
-        return extras ? launch_width<Bf16, kHeadDim, true>(args, *plan, *context)
-                      : launch_width<Bf16, kHeadDim, false>(args, *plan, *context);
-    return extras ? launch_width<Fp16, kHeadDim, true>(args, *plan, *context) : launch_width<Fp16, kHeadDim, false>(args, *plan, *context);
+        return extras ? launch_tile<Bf16, kHeadDim, true>(args, *plan, *context)
+                      : launch_tile<Bf16, kHeadDim, false>(args, *plan, *context);
+    return extras ? launch_tile<Fp16, kHeadDim, true>(args, *plan, *context) : launch_tile<Fp16, kHeadDim, false>(args, *plan, *context);
 }
 
 } // namespace

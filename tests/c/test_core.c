@@ -329,7 +329,7 @@ static void test_cutting_streams(void) {
     for (size_t i = 0; i < sizeof all_streams / sizeof *all_streams; i++)
         for (uint32_t each = 1, streams = all_streams[i], resident = 264; each < 9000; each += 1 + each / 7, resident = 792 - resident) {
             const uint32_t two = 2 * workers, heads = streams % 2 ? streams % 5 ? streams : streams / 5 : 8;
-            const sa_cut cut = sa_cut_of(streams, heads, step, workers, resident);
+            const sa_cut cut = sa_cut_of(streams, heads, step, 3 * step, workers, resident);
             const uint32_t length = sa_part_length(&cut, streams * each), parts = (each + length - 1) / length;
             CHECK(length >= step, "%" PRIu32 " tiles a part", length);
             CHECK(streams > two || streams * parts <= cut.most, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
@@ -344,7 +344,7 @@ static void test_cutting_streams(void) {
             CHECK((of_head + share - 1) / share <= cut.most / heads && share <= sa_part_length(&cut, of_head * heads),
                   "shares of %" PRIu32 " of %" PRIu32 " tiles", share, of_head);
         }
-    const sa_cut cut = sa_cut_of(8, 8, step, workers, 528);
+    const sa_cut cut = sa_cut_of(8, 8, step, 3 * step, workers, 528);
     CHECK(sa_part_length(&cut, 8 * 8192) == 256 && sa_part_length(&cut, 8 * 256) == 16 && sa_part_length(&cut, 8 * 64) == 8,
           "32, 16 and 8 parts a stream");
 }

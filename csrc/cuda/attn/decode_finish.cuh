@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The end of a run: the teams of a block merge, and what they have is the result, or a partial that the last block of the stream, or the
-// stream's cluster, merges.
+// stream's cluster, merges. And the result of streams that no block has a run of, since they are without keys.
 #pragma once
 
 #include "cuda/attn/decode_load.cuh"
@@ -17,6 +17,35 @@ template <class C> __device__ __forceinline__ int team_bytes(const Params &param
 struct Doubts {
     bool wrong, bad_page; // the guess was; the block table names a page outside the cache
 };
+
+// What the first warp asks for: the sinks of the rows, as they lie in memory, and what the stream's counter holds.
+struct Asked {
+    uint32_t s_aux;
+    unsigned long long count;
+};
+
+template <class C> __device__ __forceinline__ Asked ask_rows(const typename C::Smem &smem, const Params &params) {
+    const Fragment &fragment = smem.fragment;
+    Asked asked = {};
+    const int row = static_cast<int>(threadIdx.x);
+    if (row == 0 && fragment.num_parts > 1 && !C::kClusters) asked.count = __ldcg(counter_of<C>(fragment, params));
+    if (row < fragment.stream.num_rows && params.s_aux) {
+        const int32_t head = token_head(fragment, params, row).head;
+        if (params.s_aux_dtype == SINKATTN_FP32)
+            asked.s_aux = static_cast<const uint32_t *>(params.s_aux)[head];
+        else
+            asked.s_aux = static_cast<const uint16_t *>(params.s_aux)[head];
+    }
+    return asked;
+}
+
+__device__ __forceinline__ float s_aux_of(const Params &params, const Asked &asked) {
+    if (!params.s_aux) return -INFINITY;
+    const uint16_t half = static_cast<uint16_t>(asked.s_aux);
+    return params.s_aux_dtype == SINKATTN_FP32   ? __uint_as_float(asked.s_aux)
+           : params.s_aux_dtype == SINKATTN_BF16 ? widen<Bf16>(half)
+                                                 : widen<Fp16>(half);
+}
 
 // out and lse of four columns of a row, with the sink.
 template <class C>
@@ -124,6 +153,33 @@ __device__ __forceinline__ bool finish(typename C::Rows &rows, unsigned char *sh
     if (threadIdx.x == 0) smem.is_last = arrive(counter_of<C>(fragment, params), params.tag, num_parts);
     merge_parts<C>(nothing, smem, params);
     return true;
+}
+
+// Streams without keys are no part of a share: the i-th block writes the i-th of all streams, and so on, where it is one.
+template <class C> __device__ __forceinline__ void write_empty(typename C::Smem &smem, const typename C::Arguments &params) {
+    Fragment &fragment = smem.fragment;
+    if (!fragment.shares) return;
+    const uint32_t num_streams = params.batch * params.row_tiles * params.num_heads;
+#pragma unroll 1
+    for (uint32_t x = blockIdx.x; x < num_streams; x += gridDim.x) {
+        __syncthreads(); // the fragment before is done with
+        if (threadIdx.x == 0) {
+            const uint32_t of_heads = sa_divide(x, params.by_heads);
+            const int32_t b = static_cast<int32_t>(sa_divide(of_heads, params.by_row_tiles));
+            const Guess here = {b, 0, false};
+            fragment.stream = stream_of(params, here.look(params), static_cast<int32_t>(of_heads) - b * params.row_tiles);
+            fragment.batch = b;
+            fragment.kv_head = static_cast<int32_t>(x - of_heads * params.num_heads);
+            fragment.num_parts = 1;
+            fragment.found = sa_key_tile_count(&fragment.stream.tiles) == 0;
+        }
+        __syncthreads();
+        if (!fragment.found) continue;
+        const Asked asked = ask_rows<C>(smem, params);
+        if (threadIdx.x < fragment.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
+        __syncthreads();
+        for_each_quad<C>(fragment.stream.num_rows, [&](int row, int column) { write_out<C>(Quad{}, smem, params, row, column); });
+    }
 }
 
 } // namespace sa

@@ -3,7 +3,7 @@
 // How a decode block's K, V and Q come: tiles of K and V by cp.async, by way of the block table, Q into registers or by cp.async.
 #pragma once
 
-#include "cuda/attn/decode_pairs.cuh"
+#include "cuda/attn/decode_keys.cuh"
 
 namespace sa {
 
@@ -195,7 +195,7 @@ __device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to
     if constexpr (C::kQueriesInRegisters) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < C::kEights; i++) {
             for (int x = 0; x < C::kHeadDim / 8; x++) set_query(rows, i, x, 0);
             if (8 * i >= fragment.stream.num_rows) continue;
             const uint16_t *row = i ? query_row(fragment, params, min(lane / 4 + 8, fragment.stream.num_rows - 1)) : first_row;

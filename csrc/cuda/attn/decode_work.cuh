@@ -91,7 +91,7 @@ struct Fragment {
     int32_t batch, kv_head, first, last;
     uint32_t part, num_parts, slot;
     uint32_t begin, length, rest; // of a share, in positions: before the stream; its own; behind the fragment
-    bool found;
+    bool found, shares;           // shares: streams without keys are no part of any; see write_empty
 };
 
 struct Row {
@@ -130,6 +130,11 @@ __device__ __forceinline__ Stream stream_of(const Params &params, int32_t length
     stream.tiles = sa_key_tiles_of(&stream.band, tokens, kTileK);
     stream.num_tiles = max(1, sa_key_tile_count(&stream.tiles));
     return stream;
+}
+
+// What the stream takes of the positions that are cut into shares.
+__device__ __forceinline__ uint32_t positions_of(const Params &params, const Stream &stream) {
+    return sa_key_tile_count(&stream.tiles) ? stream.num_tiles + params.cut.begin : 0;
 }
 
 __device__ __forceinline__ void check_length(const Params &params, int32_t length) {
@@ -174,8 +179,8 @@ struct Guess {
     }
 };
 
-template <int kThreads> __device__ __forceinline__ Guess guess_of(const Params &params, uint32_t number) {
-    Guess guess = {-1, 0, may_start_early()};
+template <int kThreads> __device__ __forceinline__ Guess guess_of(const Params &params, uint32_t number, bool open) {
+    Guess guess = {-1, 0, open};
     if (params.num_splits) {
         const uint32_t stream = sa_divide(sa_divide(number, params.by_heads), params.by_splits);
         if (threadIdx.x == 0) guess.batch = static_cast<int32_t>(sa_divide(stream, params.by_row_tiles));
@@ -204,7 +209,7 @@ template <int kThreads> __device__ __forceinline__ Cut cut_streams(Smem<kThreads
     const bool one_stream = run.past - run.first <= 1 && params.row_tiles == 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (run.by_warp && warp > 0) return {0, 0, 1, false};
-    uint32_t tiles = 0, parts = 0, length = 0, total;
+    uint32_t tiles = 0, positions = 0, parts = 0, length = 0, total;
 #pragma unroll 1
     for (int pass = 0; pass < 2; pass++) {
         if (pass && one_stream) {
@@ -216,13 +221,16 @@ template <int kThreads> __device__ __forceinline__ Cut cut_streams(Smem<kThreads
                 if (!guess.open && blockIdx.x == 0) check_length(params, its_length);
 #pragma unroll 1
                 for (int32_t row_tile = 0; row_tile < params.row_tiles; row_tile++) {
-                    const uint32_t its_tiles = stream_of(params, its_length, row_tile).num_tiles;
-                    if (pass)
+                    const Stream stream = stream_of(params, its_length, row_tile);
+                    const uint32_t its_tiles = stream.num_tiles;
+                    if (pass) {
                         parts += (its_tiles + length - 1) / length;
-                    else if (kHasShares<kThreads>)
+                    } else if (kHasShares<kThreads>) {
                         tiles += its_tiles;
-                    else
+                        positions += positions_of(params, stream);
+                    } else {
                         tiles = max(tiles, its_tiles * params.row_tiles); // so that none has more parts than blocks
+                    }
                 }
             }
         }
@@ -237,33 +245,33 @@ template <int kThreads> __device__ __forceinline__ Cut cut_streams(Smem<kThreads
         }
         length = sa_part_length(&params.cut, total * params.num_heads);
     }
-    uint32_t tiles_upto = tiles, upto = parts;
+    uint32_t positions_upto = positions, upto = parts;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const uint32_t other_tiles = __shfl_up_sync(0xffffffffu, tiles_upto, step), other = __shfl_up_sync(0xffffffffu, upto, step);
+        const uint32_t other_positions = __shfl_up_sync(0xffffffffu, positions_upto, step), other = __shfl_up_sync(0xffffffffu, upto, step);
         if (lane < step) continue;
-        tiles_upto += other_tiles;
+        positions_upto += other_positions;
         upto += other;
     }
     if constexpr (!kHasShares<kThreads>) return {upto - parts, upto, length, false};
-    uint32_t all_parts = __shfl_sync(0xffffffffu, upto, 31);
+    uint32_t all_positions = __shfl_sync(0xffffffffu, positions_upto, 31), all_parts = __shfl_sync(0xffffffffu, upto, 31);
     if (!run.by_warp) {
         __syncthreads();
-        if (lane == 31) smem.sums[warp] = {tiles_upto, upto};
+        if (lane == 31) smem.sums[warp] = {positions_upto, upto};
         __syncthreads();
-        all_parts = 0;
+        all_positions = all_parts = 0;
 #pragma unroll
         for (int w = 0; w < kThreads / 32; w++) {
+            all_positions += smem.sums[w].x;
             all_parts += smem.sums[w].y;
             if (w >= warp) continue;
-            tiles_upto += smem.sums[w].x;
+            positions_upto += smem.sums[w].x;
             upto += smem.sums[w].y;
         }
     }
     if (all_parts * params.num_heads <= gridDim.x) return {upto - parts, upto, length, false};
-    const uint32_t each = params.cut.step * params.row_tiles; // more than its tiles, of a sequence
-    const uint32_t before = tiles_upto - tiles + each * run.first, own = tiles + each * (run.past - run.first);
-    return {before, before + own, sa_share_length(&params.cut, (total + each * params.batch) * params.num_heads), true};
+    const uint32_t share = sa_share_length(&params.cut, all_positions * params.num_heads);
+    return {positions_upto - positions, positions_upto, max(share, params.cut.begin + params.cut.step), true};
 }
 
 __device__ __forceinline__ bool is_sound(const Fragment &fragment, const Params &params) {
@@ -273,7 +281,7 @@ __device__ __forceinline__ bool is_sound(const Fragment &fragment, const Params 
 // What share `share` holds of the stream, of which `at` positions lie before it.
 __device__ __forceinline__ void take_share(Fragment &fragment, const Params &params, uint32_t share, uint32_t begin, uint32_t at,
                                            uint32_t room) {
-    const sa_share of = sa_share_of(fragment.stream.num_tiles, params.cut.step, fragment.length, share, begin, at, room);
+    const sa_share of = sa_share_of(fragment.stream.num_tiles, params.cut.begin, fragment.length, share, begin, at, room);
     fragment.first = static_cast<int32_t>(of.first);
     fragment.last = static_cast<int32_t>(of.last);
     fragment.part = of.part;
@@ -308,13 +316,13 @@ __device__ __forceinline__ bool take_part(Smem<kThreads> &smem, const Params &pa
             stream = stream_of(params, length_of(params, guess, b), row_tile);
             if (params.num_splits) length = sa_divide(stream.num_tiles + params.num_splits - 1, params.by_splits);
             num_parts = (stream.num_tiles + length - 1) / length;
-            const uint32_t size = cut.shares ? stream.num_tiles + params.cut.step : num_parts;
+            const uint32_t size = cut.shares ? positions_of(params, stream) : num_parts;
             if (at < size || size >= room || params.num_splits) break;
             at -= size;
             room -= size;
             if (++row_tile < params.row_tiles) continue;
             row_tile = 0;
-            b = min(b + 1, params.batch - 1);
+            if (++b == params.batch) b = 0, room = 0; // lengths have changed
         }
         fragment.stream = stream;
         fragment.batch = b;
@@ -332,6 +340,7 @@ __device__ __forceinline__ bool take_part(Smem<kThreads> &smem, const Params &pa
         }
         fragment.found = is_sound(fragment, params);
     }
+    if (threadIdx.x == 0) fragment.shares = cut.shares;
     __syncthreads();
     return fragment.found;
 }
@@ -341,20 +350,24 @@ template <int kThreads> __device__ __forceinline__ bool take_next(Smem<kThreads>
     Fragment &fragment = smem.fragment;
     if (fragment.rest == 0) return false;
     __syncthreads(); // the fragment before is done with
-    if (threadIdx.x == 0) {
-        int32_t row_tile = fragment.stream.row_begin / kTileQ + 1, b = fragment.batch;
-        if (row_tile == params.row_tiles) {
-            row_tile = 0;
-            b++;
-        }
-        fragment.found = b < params.batch;
-        if (fragment.found) {
-            const uint32_t share = fragment.slot / 2 + fragment.part;
-            const uint32_t begin = fragment.begin + fragment.stream.num_tiles + params.cut.step;
-            fragment.batch = b;
+    if (threadIdx.x < 32) {
+        const uint32_t share = fragment.slot / 2 + fragment.part, room = fragment.rest;
+        const uint32_t begin = fragment.begin + fragment.stream.num_tiles + params.cut.begin;
+        const uint32_t num_streams = params.batch * params.row_tiles;
+        uint32_t next = fragment.batch * params.row_tiles + fragment.stream.row_begin / kTileQ + 1, with_keys = 0;
+        __syncwarp();
+        fragment.found = false;
+#pragma unroll 1
+        for (; next < num_streams && !with_keys; next += 32) { // a lane looks at one
+            const uint32_t stream = min(next + threadIdx.x, num_streams - 1);
+            const int32_t b = static_cast<int32_t>(sa_divide(stream, params.by_row_tiles));
             const Guess here = {b, 0, false};
-            fragment.stream = stream_of(params, here.look(params), row_tile);
-            take_share(fragment, params, share, begin, 0, fragment.rest);
+            const Stream found = stream_of(params, here.look(params), static_cast<int32_t>(stream) - b * params.row_tiles);
+            with_keys = __ballot_sync(0xffffffffu, sa_key_tile_count(&found.tiles) > 0);
+            if (static_cast<int>(threadIdx.x) != __ffs(static_cast<int>(with_keys)) - 1) continue;
+            fragment.batch = b;
+            fragment.stream = found;
+            take_share(fragment, params, share, begin, 0, room);
             fragment.found = is_sound(fragment, params);
         }
     }

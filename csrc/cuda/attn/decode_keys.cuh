@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One tile of two kv heads of 8 rows each, which are as one head of 16: the functions of decode_tile.cuh with keys, or columns of O, in M
-// and a head's 8 rows in N, so that they fill a product. A warp's two chains of instructions do not wait for each other, and what it asks
-// for of a token is 256 bytes where heads are neighbours.
+// One tile of few rows, 8 of a kv head at most: the functions of decode_tile.cuh with keys, or columns of O, in M and the rows in N, where
+// they fill a product. Of two kv heads of 8 rows each, which are as one head of 16, a warp's two chains of instructions do not wait for
+// each other, and what it asks for of a token is 256 bytes where heads are neighbours.
 #pragma once
 
 #include "cuda/attn/decode_tile.cuh"
@@ -11,54 +11,56 @@ namespace sa {
 
 // Column 16 j + 8 i + lane / 4 of O, of row 2 (lane % 4) + x of head n, is at o[j][n][2 i + x]; pivot, in log2 units, and the sum over this
 // lane's keys are of that row.
-template <class C> struct PairRows {
-    uint32_t q[C::kHeadDim / 16][2][2];
-    float o[C::kHeadDim / 16][2][4];
-    float pivot[2][2], sum[2][2];
+template <class C> struct RowsInN {
+    uint32_t q[C::kHeadDim / 16][C::kEights][2];
+    float o[C::kHeadDim / 16][C::kEights][4];
+    float pivot[C::kEights][2], sum[C::kEights][2];
 };
 
-template <class C> __device__ __forceinline__ void clear(PairRows<C> &rows) {
+template <class C> __device__ __forceinline__ void clear(RowsInN<C> &rows) {
     for (auto &columns : rows.o)
         for (auto &head : columns)
             for (float &x : head) x = 0.0f;
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < C::kEights; n++) {
         rows.pivot[n][0] = rows.pivot[n][1] = -INFINITY;
         rows.sum[n][0] = rows.sum[n][1] = 0.0f;
     }
 }
 
-template <class C> __device__ __forceinline__ void set_query(PairRows<C> &rows, int half, int chunk, uint32_t x) {
+template <class C> __device__ __forceinline__ void set_query(RowsInN<C> &rows, int half, int chunk, uint32_t x) {
     rows.q[chunk / 2][half][chunk % 2] = x;
 }
 
 // Keys lane / 4 + 8 i, and row 2 (lane % 4) + x of head n, at s[n][2 i + x].
 template <class C>
-__device__ __forceinline__ void qk_product(float (&s)[2][4], const PairRows<C> &rows, uint32_t, uint32_t k, float scale) {
-    for (int x = 0; x < 4; x++) s[0][x] = s[1][x] = 0.0f;
+__device__ __forceinline__ void qk_product(float (&s)[C::kEights][4], const RowsInN<C> &rows, uint32_t, uint32_t k, float scale) {
+    for (auto &head : s)
+        for (float &x : head) x = 0.0f;
 #pragma unroll
     for (int step = 0; step < C::kHeadDim / 16; step++)
 #pragma unroll
-        for (int n = 0; n < 2; n++) {
+        for (int n = 0; n < C::kEights; n++) {
             uint32_t keys[4];
             ldmatrix_x4(keys, chunks_on(k, step) + n * C::kHeadBytes);
             mma_m16n8k16<typename C::Element>(s[n], keys, rows.q[step][n][0], rows.q[step][n][1]);
         }
     if (scale < 0.0f)
-        for (int x = 0; x < 4; x++) s[0][x] = -s[0][x], s[1][x] = -s[1][x];
+        for (auto &head : s)
+            for (float &x : head) x = -x;
 }
 
 // All rows are of one token.
-template <class C> __device__ __forceinline__ void mask_tile(float (&s)[2][4], const PairRows<C> &, const Row *seen, int32_t tile) {
+template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kEights][4], const RowsInN<C> &, const Row *seen, int32_t tile) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (sees(*seen, tile * kTileK + 8 * i + static_cast<int>(threadIdx.x % 32 / 4))) continue;
-        for (int n = 0; n < 2; n++) s[n][2 * i] = s[n][2 * i + 1] = -INFINITY;
+        for (int n = 0; n < C::kEights; n++) s[n][2 * i] = s[n][2 * i + 1] = -INFINITY;
     }
 }
 
-template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4], PairRows<C> &rows, float scale_log2, int) {
+template <class C> __device__ __forceinline__ void softmax_step(float (&s)[C::kEights][4], RowsInN<C> &rows, float scale_log2, int) {
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < C::kEights; n++) {
         float alpha[2];
 #pragma unroll
         for (int x = 0; x < 2; x++) {
@@ -79,10 +81,10 @@ template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4]
     }
 }
 
-template <class C> __device__ __forceinline__ void pv_product(PairRows<C> &rows, const float (&p)[2][4], uint32_t v) {
-    uint32_t b[2][2], rest[2][2];
+template <class C> __device__ __forceinline__ void pv_product(RowsInN<C> &rows, const float (&p)[C::kEights][4], uint32_t v) {
+    uint32_t b[C::kEights][2], rest[C::kEights][2];
 #pragma unroll
-    for (int x = 0; x < 4; x++) {
+    for (int x = 0; x < 2 * C::kEights; x++) {
         const Split split = split_halves<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
         b[x / 2][x & 1] = transposed(split.high);
         if constexpr (kSplits<C>) rest[x / 2][x & 1] = transposed(split.rest);
@@ -90,7 +92,7 @@ template <class C> __device__ __forceinline__ void pv_product(PairRows<C> &rows,
 #pragma unroll
     for (int j = 0; j < C::kHeadDim / 16; j++)
 #pragma unroll
-        for (int n = 0; n < 2; n++) {
+        for (int n = 0; n < C::kEights; n++) {
             uint32_t values[4];
             ldmatrix_x4_trans(values, chunks_on(v, j) + n * C::kHeadBytes);
             mma_m16n8k16<typename C::Element>(rows.o[j][n], values, b[n][0], b[n][1]);
@@ -99,14 +101,16 @@ template <class C> __device__ __forceinline__ void pv_product(PairRows<C> &rows,
 }
 
 // As a partial in shared memory.
-template <class C> __device__ __forceinline__ void leave_partial(float *partial, PairRows<C> &rows, int, int) {
+template <class C> __device__ __forceinline__ void leave_partial(float *partial, RowsInN<C> &rows, int num_rows, int) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int n = 0; n < C::kEights; n++)
 #pragma unroll
         for (int x = 0; x < 2; x++) {
             const float sum = column_sum(rows.sum[n][x]);
-            float *to = partial + (8 * n + 2 * (lane % 4) + x) * C::kPartialRow;
+            const int row = 8 * n + 2 * (lane % 4) + x;
+            if (row >= num_rows) continue;
+            float *to = partial + row * C::kPartialRow;
 #pragma unroll
             for (int j = 0; j < C::kHeadDim / 16; j++)
 #pragma unroll
