@@ -288,7 +288,7 @@ template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &pro
     const uint32_t num_streams = static_cast<uint32_t>(problem.batch * params.row_tiles) * num_heads;
     const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
     const uint32_t most = C::kClusters ? kCluster * num_streams : C::kThreads > 128 ? workers : room;
-    const uint32_t least = (most < workers ? most : workers) / C::kHeads, begin = 7 * C::kTeams; // seven tiles of each team's
+    const uint32_t least = (most < workers ? most : workers) / C::kHeads, begin = C::kTeams > 1 ? 7 * C::kTeams : 4; // as measured
     params.cut = sa_cut_of(num_streams, num_heads, C::kStep, begin, least, most);
     const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
     params.fills = 2 * grid > room;
