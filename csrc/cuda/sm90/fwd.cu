@@ -9,9 +9,9 @@
 //
 // A block stays on its multiprocessor and walks over tiles of rows, tokens x the heads of a group, the last of a sequence first; every
 // other round in reverse, which evens out what the blocks get. A math group owns 64 rows; S, P and O live in its registers, and the three
-// groups are out of step. Out leaves through the place of the queries. A row's pivot is its maximum over its first key tile; later maxima
-// are not looked for, and the rare row that outgrows its pivot is scored once more. Key tiles lie at multiples of kTileK from key 0 and a
-// masked key adds zero: a row's bits are its own.
+// groups are out of step; key tiles that only the others see it lets go. Out leaves through the place of the queries. A row's pivot is its
+// maximum over its first key tile; later maxima are not looked for, and the rare row that outgrows its pivot is scored once more. Key tiles
+// lie at multiples of kTileK from key 0 and a masked key adds zero: a row's bits are its own.
 //
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
@@ -27,7 +27,7 @@ template <class C> struct Smem {
     alignas(1024) unsigned char queries[2][C::kHalves * C::kQueryHalf];
     alignas(1024) unsigned char keys[C::kStages][C::kHalves * C::kKeyHalf], values[C::kStages][C::kHalves * C::kKeyHalf];
     Rows<C> rows[C::kSlots];
-    bool unfinite[C::kStages][C::kCheckers];
+    alignas(2) bool unfinite[C::kStages][C::kCheckers];
     uint64_t q_full[2], q_empty[2];
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_ready[C::kStages], v_empty[C::kStages];
 };
@@ -111,8 +111,9 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
             bool found = false;
             barrier_wait(&smem.v_full[ring.place()], ring.phase());
             if (!sa_key_tile_is_full(&work.tiles, t)) {
-                found = zero_unfinite<typename C::Element, 32 * C::kCheckers>(smem.values[ring.place()], C::kHalves * C::kKeyHalf,
-                                                                              threadIdx.x - 64);
+                constexpr int kBytes = C::kHalves * C::kKeyHalf, kLookers = 32 * C::kCheckers, kFirst = 64;
+                found = some_unfinite<typename C::Element, kLookers>(smem.values[ring.place()], kBytes, threadIdx.x - kFirst);
+                if (found) zero_unfinite<typename C::Element, kLookers>(smem.values[ring.place()], kBytes, threadIdx.x - kFirst);
                 async_fence();
             }
             found = __any_sync(0xffffffffu, found);
@@ -190,13 +191,14 @@ template <class C, class Scored>
 __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&factor)[2], Softmax &softmax, Smem<C> &smem,
                                        Ring<C::kStages> &ring, const sinkattn_fwd_args &args, const Problem &p, const Rows<C> &rows,
                                        int math_group, uint32_t q, int t, int end, const Scored &scored) {
-    const sa_key_tiles &key_tiles = rows.work.tiles;
+    const sa_key_tiles &key_tiles = rows.group_tiles[math_group];
     const bool leader = threadIdx.x % 128 == 0;
     float s[C::kTileK / 2], total[2];
     uint32_t weights[C::kTileK / 16][4];
     barrier_wait(&smem.k_full[ring.place()], ring.phase());
     qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
     const bool masked = !sa_key_tile_is_full(&key_tiles, t);
+    softmax = start_softmax<C>(p, rows, math_group);
     wgmma_wait<0>();
     computed(s);
     if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
@@ -207,9 +209,9 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
     bool starting = begins_after<C>(softmax, p, rows, math_group, t);
     // Asked before the product that lets the stage go.
-    const auto has_hidden = [&](uint32_t place) { return smem.unfinite[place][0] || smem.unfinite[place][1]; };
+    const auto has_hidden = [&](uint32_t place) { return *reinterpret_cast<const uint16_t *>(smem.unfinite[place]) != 0; };
     barrier_wait(&smem.v_ready[ring.place()], ring.phase());
-    bool hidden = masked && has_hidden(ring.place());
+    bool hidden = has_hidden(ring.place());
     pack<typename C::Element>(weights, s);
     const auto finish_values = [&] {
         wgmma_wait<0>();
@@ -239,7 +241,7 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
         exponentials<C>(s, total, softmax, p.scale_log2);
         const bool large = __any_sync(0xffffffffu, total[0] > kLarge<typename C::Element> || total[1] > kLarge<typename C::Element>);
         barrier_wait(&smem.v_ready[keys.place()], keys.phase());
-        const bool next_hidden = next_masked && has_hidden(keys.place());
+        const bool next_hidden = has_hidden(keys.place());
         if (after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
         finish_values();
         if (large) outgrow<C>(s, total, o, softmax, p, rows, math_group, next, q, shared_address(smem.keys[keys.place()]));
@@ -255,6 +257,17 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     finish_values();
 }
 
+// Lets a key tile go of which the group's rows see nothing.
+template <class C> __device__ __forceinline__ void skip_keys(Smem<C> &smem, Ring<C::kStages> ring) {
+    barrier_wait(&smem.k_full[ring.place()], ring.phase());
+    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
+}
+
+template <class C> __device__ __forceinline__ void skip_values(Smem<C> &smem, Ring<C::kStages> ring) {
+    barrier_wait(&smem.v_ready[ring.place()], ring.phase());
+    if (threadIdx.x % 128 == 0) barrier_arrive(&smem.v_empty[ring.place()]);
+}
+
 template <class C>
 __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
     const int math_group = warp_uniform(threadIdx.x / 128) - 1;
@@ -268,23 +281,38 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
             store_wait_read<0>();
             barrier_arrive(&smem.q_empty[queries.next().place()]); // the one before
         };
-        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
         Rows<C> &rows = smem.rows[tiles.place()];
+        barrier_wait(&rows.full, tiles.phase());
         if (!rows.exists) break;
         barrier_wait(&smem.q_full[queries.place()], queries.phase());
         const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
         float o[C::kHeadDim / 2] = {}, factor[2];
-        Softmax softmax = start_softmax<C>(p, rows, math_group);
-        const int end = rows.work.tiles.end, t = sa_key_tile_from(&rows.work.tiles, 0);
+        Softmax softmax;
+        const int end = rows.group_tiles[math_group].end, t = sa_key_tile_from(&rows.group_tiles[math_group], 0);
         if (t < end) {
-            attend<C>(o, factor, softmax, smem, ring, args, p, rows, math_group, q, t, end, end_copy);
+            static_assert((C::kTileQ - 64) / C::kTileK < C::kStages, "keys let go before values");
+            Ring<C::kStages> hidden = ring; // tiles of keys before the group's first
+#pragma unroll 1
+            for (int n = sa_key_tile_from(&rows.work.tiles, 0); n < t; n++, ring.n++) skip_keys<C>(smem, ring);
+            attend<C>(o, factor, softmax, smem, ring, args, p, rows, math_group, q, t, end, [&] {
+                end_copy();
+#pragma unroll 1
+                for (; hidden.n != ring.n; hidden.n++) skip_values<C>(smem, hidden);
+            });
         } else {
+            softmax = start_softmax<C>(p, rows, math_group);
             finish_softmax<C>(factor, softmax, args, p, rows, math_group);
             end_copy();
         }
         unsigned char *slot = smem.queries[queries.place()] + 64 * math_group * kRowBytes;
         stage_out<C>(q, o, factor);
         copying = write_out<C>(slot, args, maps, p, rows, math_group);
+#pragma unroll 1
+        for (int n = sa_key_tile_from(&rows.work.tiles, end); n < rows.work.tiles.end; n = sa_key_tile_from(&rows.work.tiles, n + 1)) {
+            skip_keys<C>(smem, ring);
+            skip_values<C>(smem, ring);
+            ring.n++;
+        }
         barrier_arrive(&rows.empty);
         if (leader && !copying) barrier_arrive(&smem.q_empty[queries.place()]);
     }

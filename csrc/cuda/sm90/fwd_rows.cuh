@@ -25,6 +25,7 @@ template <class C> struct Rows {
     uint64_t full, empty;
     Work work;
     bool exists;
+    sa_key_tiles group_tiles[C::kGroups];                      // that rows of a math group see, of work.tiles
     int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
     int first[C::kTileQ];                                      // of a token, the key tile of its first key
     float s_aux[C::kTileQ];                                    // of a head
@@ -74,6 +75,22 @@ __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, con
     return true;
 }
 
+// The key tiles of a math group's rows, in the order of work.tiles: where that begins with sink tokens, what lies between them and the
+// group's window too. After the rows.
+template <class C> __device__ __forceinline__ void describe_group(Rows<C> &rows, const Problem &p, int math_group) {
+    const Work &work = rows.work;
+    const int first = 64 * math_group * p.group_inverse >> 16, last = (64 * math_group + 63) * p.group_inverse >> 16,
+              end = sa_first(last, work.tokens.end - work.tokens.begin - 1);
+    sa_key_tiles &tiles = rows.group_tiles[math_group];
+    tiles.sink_end = work.tiles.sink_end;
+    tiles.full_sink_end = work.tiles.full_sink_end;
+    tiles.full_begin = (rows.begin[end] + C::kTileK - 1) / C::kTileK;
+    tiles.full_end = rows.end[first] / C::kTileK;
+    const bool sees = first <= end && rows.begin[first] < rows.end[end];
+    tiles.begin = work.tiles.sink_end ? work.tiles.begin : sees ? rows.begin[first] / C::kTileK : 0;
+    tiles.end = sees ? (rows.end[end] + C::kTileK - 1) / C::kTileK : work.tiles.sink_end;
+}
+
 template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
     const Work &work = rows.work;
     const int lane = threadIdx.x % 32;
@@ -92,6 +109,8 @@ template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, 
         rows.sink_end[i] = real ? sa_row_sink_end(&work.band, token) : 0;
         rows.first[i] = rows.sink_end[i] || keys.begin == keys.end ? 0 : keys.begin / C::kTileK;
     }
+    __syncwarp();
+    if (lane < C::kGroups) describe_group<C>(rows, p, lane);
 }
 
 } // namespace sa

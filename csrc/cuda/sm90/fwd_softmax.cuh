@@ -43,13 +43,13 @@ template <class C>
 __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Problem &p, const Rows<C> &rows, int math_group, int t) {
     const int column = t * C::kTileK + 2 * (threadIdx.x % 4);
     const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
-    if (t >= rows.work.tiles.full_end) {
+    if (t >= rows.group_tiles[math_group].full_end) {
         const int end[2] = {rows.end[token[0]] - column, rows.end[token[1]] - column};
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++)
             if (8 * (i / 4) + (i & 1) >= end[i / 2 & 1]) s[i] = -INFINITY;
     }
-    if (t < rows.work.tiles.full_begin) {
+    if (t < rows.group_tiles[math_group].full_begin) {
         int begin[2], sink_end[2];
         for (int r = 0; r < 2; r++) {
             begin[r] = rows.begin[token[r]] - column;

@@ -179,33 +179,6 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
     }
 }
 
-// x * 0 + sum, by halves: NaN once x is NaN or infinite.
-template <class Element> __device__ __forceinline__ uint32_t add_unfinite_halves(uint32_t sum, uint32_t x);
-template <> __device__ __forceinline__ uint32_t add_unfinite_halves<Bf16>(uint32_t sum, uint32_t x) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
-    return sum;
-}
-template <> __device__ __forceinline__ uint32_t add_unfinite_halves<Fp16>(uint32_t sum, uint32_t x) {
-    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
-    return sum;
-}
-
-// By a warp. Whether any of the values is not finite.
-template <class Element> __device__ __forceinline__ bool some_unfinite(const unsigned char *values, int bytes) {
-    uint32_t sum[4] = {};
-#pragma unroll 4
-    for (int x = threadIdx.x % 32; x < bytes / 16; x += 32) {
-        const uint4 chunk = reinterpret_cast<const uint4 *>(values)[x];
-        sum[0] = add_unfinite_halves<Element>(sum[0], chunk.x);
-        sum[1] = add_unfinite_halves<Element>(sum[1], chunk.y);
-        sum[2] = add_unfinite_halves<Element>(sum[2], chunk.z);
-        sum[3] = add_unfinite_halves<Element>(sum[3], chunk.w);
-    }
-    bool some = false;
-    for (int i = 0; i < 4; i++) some |= unfinite<Element>(sum[i]);
-    return __any_sync(0xffffffffu, some);
-}
-
 // What the math needs beside the keys, by a warp.
 template <class Element> __device__ __forceinline__ void check_values(Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
     const int lane = threadIdx.x % 32, bytes = (p.span + kKeys) * kRowBytes;
@@ -217,7 +190,7 @@ template <class Element> __device__ __forceinline__ void check_values(Smem &smem
         for (int i = lane; i < p.group; i += 32)
             smem.s_aux[stage][i] =
                 span.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i)) : -INFINITY;
-        const bool some = some_unfinite<Element>(smem.values[stage], bytes);
+        const bool some = __any_sync(0xffffffffu, some_unfinite<Element, 32>(smem.values[stage], bytes, lane));
         if (some) zero_unfinite<Element, 32>(smem.values[stage], bytes, lane);
         if (lane == 0) smem.unfinite[stage] = some;
         async_fence();
