@@ -41,24 +41,30 @@ __device__ __forceinline__ int64_t stats_index(const sinkattn_problem &problem, 
 
 constexpr int kSinkThreads = 1024;
 
-// ds_aux: a block owns a head, and adds its terms, [num_streams][num_q_heads][length], in an order that sizes alone decide.
-static __global__ __launch_bounds__(kSinkThreads) void add_sink_terms(const __grid_constant__ sinkattn_bwd_args args, const float *terms,
-                                                                      int64_t num_streams, int64_t length) {
-    __shared__ double sums[kSinkThreads / 32];
+// ds_aux of a head, by a block that adds its terms, [num_streams][num_q_heads][length], in an order that sizes alone decide.
+template <int kThreads>
+__device__ __forceinline__ void add_sink_terms_of(const sinkattn_bwd_args &args, const float *terms, int64_t num_streams, int64_t length,
+                                                  int64_t head, double (&sums)[kThreads / 32]) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t head = blockIdx.x;
     double sum = 0.0;
     for (int64_t b = 0; b < num_streams; b++) {
         const float *stream = terms + (b * problem.num_q_heads + head) * length;
-        for (int64_t i = threadIdx.x; i < length; i += kSinkThreads) sum += stream[i];
+        for (int64_t i = threadIdx.x; i < length; i += kThreads) sum += stream[i];
     }
     for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x >= 32) return;
-    sum = sums[threadIdx.x];
+    sum = threadIdx.x < kThreads / 32 ? sums[threadIdx.x] : 0.0;
     for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
     if (threadIdx.x == 0) sa_store(args.ds_aux, problem.s_aux_dtype, head, sum);
+}
+
+// A block owns a head.
+static __global__ __launch_bounds__(kSinkThreads) void add_sink_terms(const __grid_constant__ sinkattn_bwd_args args, const float *terms,
+                                                                      int64_t num_streams, int64_t length) {
+    __shared__ double sums[kSinkThreads / 32];
+    add_sink_terms_of<kSinkThreads>(args, terms, num_streams, length, blockIdx.x, sums);
 }
 
 } // namespace sa

@@ -16,10 +16,10 @@
 // the place of dS is free; keys of a group are replaced when dQ of the last step that saw them is done.
 //
 // ds_aux of a head is the sum of p_sink (g - sum_j P_ij dP_ij) over rows. A thread's columns are always of the same heads, so it sums
-// p_sink P dP of its heads in registers, in fp32; each warp leaves one number a head, and a last kernel adds those up.
+// p_sink P dP of its heads in registers, in fp32; each warp leaves one number a head, and the second launch adds those up.
 //
 // Values that are not finite: masked pairs have P = dS = 0, but 0 * NaN is NaN. A block that meets such keys, or ends with such a
-// gradient, says so, and a second launch does that block's range again with such values zeroed, and NaN where a pair sees them.
+// gradient, says so, and the second launch does that block's range again with such values zeroed, and NaN where a pair sees them.
 //
 // Shared memory: four stages of Q, dO and out, 96 KiB; K and V of four groups, 64 KiB; two stages of dS of three groups, 48 KiB.
 // Registers: dK and dV 64; S, dP, P and dS of half a step at a time, 48, since those of all 64 rows do not fit beside them.
@@ -289,14 +289,10 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
     }
 }
 
+// The block's range.
 template <class C>
-__global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_constant__ sinkattn_bwd_args args,
-                                                                 const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
-                                                                 unsigned *error_word) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    extern __shared__ __align__(1024) unsigned char shared[];
-    Smem &smem = *reinterpret_cast<Smem *>(shared);
-    if (C::kHide && !p.redo[blockIdx.x]) return;
+__device__ __forceinline__ void walk_range(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p,
+                                           unsigned *error_word) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; i++) {
             barrier_init(&smem.full[i], 1 + 32);
@@ -321,7 +317,42 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
         run_math<C>(smem, args, p);
     }
     __syncthreads();
-    if (threadIdx.x == 0 && !C::kHide) p.redo[blockIdx.x] = smem.unfinite;
+}
+
+// ds_aux from what the warps left, by the second launch: each block has some heads, or where a range was done again, the last one to come
+// has all.
+__device__ __forceinline__ void add_sums(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
+    int64_t first = blockIdx.x, step = gridDim.x;
+    bool redone = false;
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) redone |= p.redo[i] != 0;
+    if (__syncthreads_or(redone)) {
+        __threadfence();
+        if (!__syncthreads_or(threadIdx.x == 0 && atomicAdd(&p.redo[gridDim.x], 1u) + 1 == gridDim.x)) return;
+        __threadfence();
+        first = 0;
+        step = 1;
+    }
+    for (int64_t head = first; head < args.fwd.problem.num_q_heads; head += step) {
+        add_sink_terms_of<kThreads>(args, p.sums, 1, static_cast<int64_t>(gridDim.x) * kWarps, head, smem.sink_sums);
+        __syncthreads();
+    }
+}
+
+template <class C>
+__global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_constant__ sinkattn_bwd_args args,
+                                                                 const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
+                                                                 unsigned *error_word) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    Smem &smem = *reinterpret_cast<Smem *>(shared);
+    if (C::kHide) {
+        if (p.redo[blockIdx.x]) walk_range<C>(smem, args, maps, p, error_word);
+        if (C::kSums) add_sums(smem, args, p);
+    } else {
+        walk_range<C>(smem, args, maps, p, error_word);
+        if (threadIdx.x == 0) p.redo[blockIdx.x] = smem.unfinite;
+        if (threadIdx.x == 0 && blockIdx.x == 0) p.redo[gridDim.x] = 0;
+    }
 #else
     __trap();
 #endif
@@ -371,21 +402,19 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     encode_rows(&maps.q, args.fwd.q, "q");
     encode_rows(&maps.dout, args.dout, "dout");
     encode_rows(&maps.out, args.fwd.out, "out");
+    encode_rows(&maps.dq, args.dq, "dq");
     encode_keys(&maps.k, args.fwd.k, "k");
     encode_keys(&maps.v, args.fwd.v, "v");
     if (!status.code) status = launch_kernel<Config<Element, kSums, false>>(args, maps, p, plan.workers, error_word, stream);
     if (!status.code) status = launch_kernel<Config<Element, kSums, true>>(args, maps, p, plan.workers, error_word, stream);
-    if (status.code || !kSums) return status;
-    add_sink_terms<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, p.sums, 1,
-                                                                                            static_cast<int64_t>(plan.workers) * kWarps);
-    return sa_cuda_status("sa_bwd_cuda_sm90_window", cudaGetLastError());
+    return status;
 }
 
 } // namespace
 } // namespace sa
 
 extern "C" int64_t sa_cuda_bwd_window_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    return 4 * (sa::num_sums(*problem, *plan) + plan->workers) + 3;
+    return 4 * (sa::num_sums(*problem, *plan) + plan->workers + 1) + 3;
 }
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_window(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {

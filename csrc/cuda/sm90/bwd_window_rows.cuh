@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The row group of the windowed backward on sm_90, and the shared memory that it has with the math groups: one warp fetches steps and keys,
-// two prepare rows and values that are not finite, all four sum dQ.
+// two prepare rows and values that are not finite, all four sum dQ, which goes out by bulk copies.
 #pragma once
 
 #include "cuda/attn/unfinite.cuh"
@@ -35,17 +35,20 @@ struct Smem {
     Step steps[kStages];
     Walk walk;
     uint64_t full[kStages], ready[kStages], empty[kStages], ds_full[2];
-    int64_t scan[kThreads / 32];
+    union {
+        int64_t scan[kThreads / 32];
+        double sink_sums[kThreads / 32];
+    };
     int unfinite;
 };
 
 struct Maps {
-    CUtensorMap q, dout, out, k, v;
+    CUtensorMap q, dout, out, k, v, dq;
 };
 
 struct Problem : WalkShape {
     float scale, scale_log2;
-    unsigned *redo; // of each block: its range must be done again
+    unsigned *redo; // of each block: its range must be done again; behind them, how many of the second launch's are through
     float *sums;    // [num_q_heads][blocks * warps]
 };
 
@@ -74,6 +77,7 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
         made++;
         const bool exists = step.flags & kExists;
         if (lane == 0 && exists) {
+            store_wait_read<1>(); // dQ of the step before last, which lay where out comes
             barrier_arrive_expect(full, (3 + 2 * __popc(step.loaded())) * kTileBytes);
             tensor_load(smem.q[stage], &maps.q, full, 0, step.head, step.row, step.batch);
             tensor_load(smem.dout[stage], &maps.dout, full, 0, step.head, step.row, step.batch);
@@ -240,19 +244,48 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
 // dQ from kBlocks blocks of 16 keys, of which the first is block `first` from the oldest group's on, the oldest first.
 template <class Element, int kBlocks>
 __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, uint32_t newest, uint32_t first) {
-    const uint32_t base = warp_uniform_register(shared_address(&smem)), k_at = base + offsetof(Smem, k), k_block = 4 * (newest - 2) + first,
-                   ds_at = base + offsetof(Smem, ds) + n % 2 * sizeof(smem.ds[0]) + first * kBlockBytes;
+    const uint32_t base = warp_uniform_register(shared_address(&smem)), k_block = 4 * (newest - 2) + first;
+    const uint64_t ds = operand(base + offsetof(Smem, ds) + n % 2 * sizeof(smem.ds[0]) + first * kBlockBytes, kTileBytes),
+                   k = operand(base + offsetof(Smem, k), kTileBytes);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBlocks; i++)
-        wgmma_shared_transposed<Element>(dq, operand(ds_at + i * kBlockBytes, kTileBytes),
-                                         operand(k_at + (k_block + i) % (4 * kSlots) * kBlockBytes, kTileBytes), i > 0);
+        wgmma_shared_transposed<Element>(dq, operand_at(ds, i * kBlockBytes),
+                                         operand_at(k, (k_block + i) * kBlockBytes & (kSlots * kTileBytes - 1)), i > 0);
     wgmma_commit();
     wgmma_wait<0>();
     computed(dq);
 }
 
-// dQ of step n, of the rows that exist: two lanes exchange halves of a chunk, and a row's four write two whole chunks.
+// dQ of step n to where its rows of out were, which nobody reads any more.
+template <class Element> __device__ __forceinline__ void stage_dq(const float (&dq)[32], Smem &smem, uint32_t n, const Problem &p) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
+    const uint32_t to = shared_address(smem.out[n % kStages]) + chunk_at(row, lane / 16);
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *pair = &dq[8 * t + 2 * i];
+            x[i] = pack_halves<Element>(pair[0] * p.scale, pair[1] * p.scale);
+        }
+        stmatrix_x4(to ^ t << 5, x);
+    }
+    async_fence();
+}
+
+// From there to the tensor, by the producer. A group of copies a step, so that they can be counted.
+__device__ __forceinline__ void send_dq(const Smem &smem, const Maps &maps, uint32_t n) {
+    if (threadIdx.x == 0) {
+        const Step &step = smem.steps[n % kStages];
+        if ((step.flags & (kOwnsRows | kEdge)) == kOwnsRows)
+            tensor_store(&maps.dq, smem.out[n % kStages], 0, step.head, step.row, step.batch);
+        store_commit();
+    }
+    __syncwarp();
+}
+
+// dQ of a step with rows that do not exist, of the others: two lanes exchange halves of a chunk, and a row's four write two whole chunks.
 template <class Element>
 __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
@@ -298,9 +331,15 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
         else if (count == 1)
             dq_product<Element, 4>(dq, smem, n, newest, 8);
     }
-    // All four warps have left the step before and this one's product: the producer may make another of that step, of dS and of the keys.
+    if (owns) {
+        if (flags & kEdge)
+            write_dq<Element>(dq, step, args, p);
+        else
+            stage_dq<Element>(dq, smem, n, p);
+    }
+    // All four warps have left the step before and this one's product, and staged dQ: the producer may send that, and make another of that
+    // step, of dS and of the keys.
     bar_sync<128>(1);
-    if (owns) write_dq<Element>(dq, step, args, p);
     return flags & kCloses;
 }
 
@@ -324,11 +363,13 @@ template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const si
             prepared += !ended;
         } else if (done < prepared) {
             if (add_dq<Element>(smem, args, p, done)) finished = smem.steps[done % kStages].newest;
+            if (producer) send_dq(smem, maps, done);
             done++;
         } else {
             break;
         }
     }
+    if (threadIdx.x == 0) store_wait();
 }
 
 } // namespace sa
