@@ -19,9 +19,9 @@ struct ThreadRow {
     int token, head;
 
     __device__ __forceinline__ ThreadRow(const Problem &p, int math_group, int i) {
-        int thread = threadIdx.x % 128;
+        unsigned thread = threadIdx.x % 128;
         asm volatile("" : "+r"(thread)); // worked out anew where it is needed: there is no register to keep it in
-        const int row = 64 * math_group + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
+        const int row = 64 * math_group + static_cast<int>(thread / 32 * 16 + thread % 32 / 4) + 8 * i;
         token = row * p.group_inverse >> 16;
         head = row - token * p.group;
     }
@@ -82,15 +82,19 @@ __device__ __forceinline__ bool begins_after(const Softmax &softmax, const Probl
                         begins<C>(0, softmax, p, rows, math_group, t + 1) || begins<C>(1, softmax, p, rows, math_group, t + 1));
 }
 
-// The pivot of the thread's i-th row becomes its maximum, and what was summed so far is brought to it.
-template <class C>
-__device__ __forceinline__ void follow_maximum(int i, const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
-                                               bool follows, float scale_log2) {
+// The maximum of the thread's i-th row.
+template <class C> __device__ __forceinline__ float maximum(int i, const float (&s)[C::kTileK / 2], float scale_log2) {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < C::kTileK / 8; n++)
         for (int x = 0; x < 2; x++) top[x] = fmaxf(top[x], s[4 * n + 2 * i + x]);
-    const float before = softmax.pivot[i], now = quad_max(fmaxf(top[0], top[1])) * scale_log2;
+    return quad_max(fmaxf(top[0], top[1])) * scale_log2;
+}
+
+// That becomes the row's pivot, and what was summed so far is brought to it.
+template <class C>
+__device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::kHeadDim / 2], Softmax &softmax, bool follows) {
+    const float before = softmax.pivot[i];
     if (!follows || !(now > before + kLazy)) return; // a NaN in s_aux stays
     const float alpha = exp2_approx(before - now);
     softmax.pivot[i] = now;
@@ -103,8 +107,9 @@ __device__ __forceinline__ void follow_maximum(int i, const float (&s)[C::kTileK
 template <class C>
 __device__ __forceinline__ void follow_maxima(const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
                                               const Problem &p, const Rows<C> &rows, int math_group, int t) {
+    const float now[2] = {maximum<C>(0, s, p.scale_log2), maximum<C>(1, s, p.scale_log2)};
 #pragma unroll
-    for (int i = 0; i < 2; i++) follow_maximum<C>(i, s, o, softmax, begins<C>(i, softmax, p, rows, math_group, t), p.scale_log2);
+    for (int i = 0; i < 2; i++) follow_maximum<C>(i, now[i], o, softmax, begins<C>(i, softmax, p, rows, math_group, t));
 }
 
 // Scores become exp2(s - pivot); total: their sums. Four chains.
@@ -158,7 +163,7 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
             const int j = 8 * (i / 4) + (i & 1);
             if (large[r] && (j >= end || (j < begin && j >= sink_end))) s[i] = -INFINITY;
         }
-        follow_maximum<C>(r, s, o, softmax, large[r], p.scale_log2);
+        follow_maximum<C>(r, maximum<C>(r, s, p.scale_log2), o, softmax, large[r]);
         float sum[2] = {};
 #pragma unroll
         for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
