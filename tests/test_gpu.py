@@ -107,6 +107,29 @@ def test_tiles_of_rows_without_keys(head_dim: int) -> None:
         assert torch.equal(out[:, -1:], v)
 
 
+@pytest.mark.parametrize(("head_dim", "length"), [(128, 192), (128, 1000), (64, 384), (64, 700)])
+@pytest.mark.parametrize("left", [30, 48, 192, 200, 384])
+@pytest.mark.parametrize("num_sink_tokens", [3, 140])
+def test_sink_tokens_that_only_later_rows_of_a_tile_need(
+    head_dim: int, length: int, left: int, num_sink_tokens: int
+) -> None:
+    """The first rows of the tile see the first keys through their window."""
+    assert_right_on_device(
+        Case(
+            head_dim=head_dim,
+            left=left,
+            right=0,
+            num_sink_tokens=num_sink_tokens,
+            ratio=1,
+            q_lens=(length, 1),
+            k_lens=(length, 333),
+            layout="varlen",
+            dtype="bf16",
+            seed=1,
+        )
+    )
+
+
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges_of_s_aux(edge: str) -> None:
     assert_right_on_device(
@@ -486,11 +509,10 @@ def test_gradients_that_are_not_finite_stay_where_they_belong(value: float, head
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        return torch.autograd.grad(
-            sinkattn.flash_attn_func(*leaves, window_size=(63, 0), s_aux=s_aux), leaves, inputs[3]
-        )
+        out = sinkattn.flash_attn_func(*leaves, window_size=(63, 0), s_aux=s_aux)
+        return tuple(x.cpu() for x in torch.autograd.grad(out, leaves, inputs[3]))
 
-    dq, dk, dv = touched = [torch.zeros_like(x[0], dtype=torch.bool) for x in clean[:3]]
+    dq, dk, dv = touched = [torch.zeros(x[0].shape, dtype=torch.bool) for x in clean[:3]]
     dq[200:202, 0] = dq[300:365] = True
     dk[137:202, 0] = dk[237:365] = True
     dv[137:201, 0] = dv[237:364] = dv[201, 0, 2] = True  # P is fine where only dO or a value is not

@@ -122,8 +122,8 @@ SA_HD uint32_t sa_part_length(const sa_cut *cut, uint32_t num_tiles) {
     return (length > cut->step ? length : cut->step) + (cut->slack ? length / 16 + cut->slack : 0);
 }
 
-/* Positions of a kv head: each of its streams, one behind the other, has `lead` of nothing, sa_cut's begin, and then its tiles. Shares of
- * `length`, more than lead, begin at its multiples. */
+/* Positions of a kv head: each of its streams that has keys, one behind the other, has `lead` of nothing, sa_cut's begin, and then its
+ * tiles. Shares of `length`, more than lead, begin at its multiples. */
 typedef struct sa_share {
     uint32_t first, last;           /* the tiles of a stream that a share holds: none where it ends before them */
     uint32_t part, num_parts, slot; /* among the stream's parts; partials lie in slots from `slot` on, two a share */

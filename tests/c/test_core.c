@@ -351,22 +351,23 @@ static void test_cutting_streams(void) {
 
 /* All shares of a kv head, as blocks walk through them: each tile once, parts in order, each partial in a slot of its own. */
 static void test_shares_that_end_anywhere(void) {
-    enum { STEP = 8, MOST = 66, STREAMS = 300 };
+    enum { MOST = 66, STREAMS = 300 };
+    static const uint32_t leads[] = {4, 8, 14, 28};
     for (int round = 0; round < 300; round++) {
-        const uint32_t streams = (uint32_t)pick(1, round % 2 ? STREAMS : 40), longest = (uint32_t)pick(1, 2000);
+        const uint32_t lead = leads[round % 4], streams = (uint32_t)pick(1, round % 8 > 3 ? STREAMS : 40), longest = (uint32_t)pick(1, 2000);
         uint32_t tiles[STREAMS], begin[STREAMS], seen[STREAMS] = {0}, parts[STREAMS] = {0}, total = 0;
         bool used[2 * MOST] = {false};
         for (uint32_t s = 0; s < streams; s++) {
             tiles[s] = (uint32_t)pick(1, longest);
             begin[s] = total;
-            total += tiles[s] + STEP;
+            total += tiles[s] + lead;
         }
-        const uint32_t length = (total + MOST - 1) / MOST > STEP ? (total + MOST - 1) / MOST : STEP + 1;
+        const uint32_t length = (total + MOST - 1) / MOST > lead ? (total + MOST - 1) / MOST : lead + 1;
         for (uint32_t share = 0, s = 0; share * length < total; share++) {
-            while (begin[s] + tiles[s] + STEP <= share * length) s++;
+            while (begin[s] + tiles[s] + lead <= share * length) s++;
             uint32_t at = share * length - begin[s], room = length;
             for (uint32_t t = s; t < streams && room; t++, at = 0) {
-                const sa_share of = sa_share_of(tiles[t], STEP, length, share, begin[t], at, room);
+                const sa_share of = sa_share_of(tiles[t], lead, length, share, begin[t], at, room);
                 room = of.rest;
                 if (of.part >= of.num_parts) {
                     CHECK(of.first == of.last && !room, "share %" PRIu32 " ends before stream %" PRIu32, share, t);

@@ -155,30 +155,42 @@ __device__ __forceinline__ bool finish(typename C::Rows &rows, unsigned char *sh
     return true;
 }
 
-// Streams without keys are no part of a share: the i-th block writes the i-th of all streams, and so on, where it is one.
+// Streams without keys are no part of a share: the i-th block writes the i-th of all streams, and so on, where it is one. Each lane of the
+// first warp looks at one of them.
 template <class C> __device__ __forceinline__ void write_empty(typename C::Smem &smem, const typename C::Arguments &params) {
     Fragment &fragment = smem.fragment;
     if (!fragment.shares) return;
     const uint32_t num_streams = params.batch * params.row_tiles * params.num_heads;
 #pragma unroll 1
-    for (uint32_t x = blockIdx.x; x < num_streams; x += gridDim.x) {
-        __syncthreads(); // the fragment before is done with
-        if (threadIdx.x == 0) {
-            const uint32_t of_heads = sa_divide(x, params.by_heads);
-            const int32_t b = static_cast<int32_t>(sa_divide(of_heads, params.by_row_tiles));
+    for (uint32_t first = blockIdx.x; first < num_streams; first += 32 * gridDim.x) {
+        const uint32_t x = first + threadIdx.x * gridDim.x;
+        Stream stream;
+        int32_t b = 0;
+        uint32_t kv_head = 0, empty = 0; // of the first warp
+        if (threadIdx.x < 32) {
+            const uint32_t real = min(x, num_streams - 1), of_heads = sa_divide(real, params.by_heads);
+            b = static_cast<int32_t>(sa_divide(of_heads, params.by_row_tiles));
+            kv_head = real - of_heads * params.num_heads;
             const Guess here = {b, 0, false};
-            fragment.stream = stream_of(params, here.look(params), static_cast<int32_t>(of_heads) - b * params.row_tiles);
-            fragment.batch = b;
-            fragment.kv_head = static_cast<int32_t>(x - of_heads * params.num_heads);
-            fragment.num_parts = 1;
-            fragment.found = sa_key_tile_count(&fragment.stream.tiles) == 0;
+            stream = stream_of(params, here.look(params), static_cast<int32_t>(of_heads) - b * params.row_tiles);
+            empty = __ballot_sync(0xffffffffu, x == real && sa_key_tile_count(&stream.tiles) == 0);
         }
-        __syncthreads();
-        if (!fragment.found) continue;
-        const Asked asked = ask_rows<C>(smem, params);
-        if (threadIdx.x < fragment.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
-        __syncthreads();
-        for_each_quad<C>(fragment.stream.num_rows, [&](int row, int column) { write_out<C>(Quad{}, smem, params, row, column); });
+        for (;; empty &= empty - 1) {
+            __syncthreads(); // the fragment before is done with
+            if (threadIdx.x == 0) fragment.found = empty != 0;
+            if (empty && static_cast<int>(threadIdx.x) == __ffs(static_cast<int>(empty)) - 1) {
+                fragment.stream = stream;
+                fragment.batch = b;
+                fragment.kv_head = static_cast<int32_t>(kv_head);
+                fragment.num_parts = 1;
+            }
+            __syncthreads();
+            if (!fragment.found) break;
+            const Asked asked = ask_rows<C>(smem, params);
+            if (threadIdx.x < fragment.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
+            __syncthreads();
+            for_each_quad<C>(fragment.stream.num_rows, [&](int row, int column) { write_out<C>(Quad{}, smem, params, row, column); });
+        }
     }
 }
 

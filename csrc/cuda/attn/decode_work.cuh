@@ -82,7 +82,7 @@ struct Stream {
     sa_band band;
     sa_key_tiles tiles;
     int32_t row_begin, num_rows;
-    uint32_t num_tiles; // at least 1: a stream without keys is work as well
+    uint32_t num_tiles; // at least 1: but in shares, a stream without keys is work as well
 };
 
 // Tiles [first, last) of a stream, its part `part` of num_parts, whose partials lie from `slot` on of its kv head's.
@@ -356,7 +356,8 @@ template <int kThreads> __device__ __forceinline__ bool take_next(Smem<kThreads>
         const uint32_t num_streams = params.batch * params.row_tiles;
         uint32_t next = fragment.batch * params.row_tiles + fragment.stream.row_begin / kTileQ + 1, with_keys = 0;
         __syncwarp();
-        fragment.found = false;
+        if (threadIdx.x == 0) fragment.found = false;
+        __syncwarp();
 #pragma unroll 1
         for (; next < num_streams && !with_keys; next += 32) { // a lane looks at one
             const uint32_t stream = min(next + threadIdx.x, num_streams - 1);

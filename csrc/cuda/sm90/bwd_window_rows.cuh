@@ -48,7 +48,7 @@ struct Maps {
 
 struct Problem : WalkShape {
     float scale, scale_log2;
-    unsigned *redo; // of each block: its range must be done again; behind them, how many of the second launch's are through
+    unsigned *redo; // of each block: its range must be done again; behind them, how many of the second launch's are through, if any must
     float *sums;    // [num_q_heads][blocks * warps]
 };
 

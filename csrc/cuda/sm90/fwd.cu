@@ -257,14 +257,13 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     finish_values();
 }
 
-// Lets a key tile go of which the group's rows see nothing.
-template <class C> __device__ __forceinline__ void skip_keys(Smem<C> &smem, Ring<C::kStages> ring) {
+// Lets a key tile go of which the group's rows see nothing. Keys only behind the wait for values: the loader fills both again when all
+// warps have let the keys go, and one that still waited would miss a phase.
+template <class C> __device__ __forceinline__ void skip_tile(Smem<C> &smem, Ring<C::kStages> ring) {
     barrier_wait(&smem.k_full[ring.place()], ring.phase());
-    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
-}
-
-template <class C> __device__ __forceinline__ void skip_values(Smem<C> &smem, Ring<C::kStages> ring) {
     barrier_wait(&smem.v_ready[ring.place()], ring.phase());
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
     if (threadIdx.x % 128 == 0) barrier_arrive(&smem.v_empty[ring.place()]);
 }
 
@@ -290,14 +289,13 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
         Softmax softmax;
         const int end = rows.group_tiles[math_group].end, t = sa_key_tile_from(&rows.group_tiles[math_group], 0);
         if (t < end) {
-            static_assert((C::kTileQ - 64) / C::kTileK < C::kStages, "keys let go before values");
-            Ring<C::kStages> hidden = ring; // tiles of keys before the group's first
-#pragma unroll 1
-            for (int n = sa_key_tile_from(&rows.work.tiles, 0); n < t; n++, ring.n++) skip_keys<C>(smem, ring);
+            static_assert((C::kTileQ - 64) / C::kTileK + 1 < C::kStages, "what is not seen stays until the first scores are there");
+            Ring<C::kStages> unseen = ring;
+            ring.n += t - sa_key_tile_from(&rows.work.tiles, 0);
             attend<C>(o, factor, softmax, smem, ring, args, p, rows, math_group, q, t, end, [&] {
                 end_copy();
 #pragma unroll 1
-                for (; hidden.n != ring.n; hidden.n++) skip_values<C>(smem, hidden);
+                for (; unseen.n != ring.n; unseen.n++) skip_tile<C>(smem, unseen);
             });
         } else {
             softmax = start_softmax<C>(p, rows, math_group);
@@ -309,8 +307,7 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
         copying = write_out<C>(slot, args, maps, p, rows, math_group);
 #pragma unroll 1
         for (int n = sa_key_tile_from(&rows.work.tiles, end); n < rows.work.tiles.end; n = sa_key_tile_from(&rows.work.tiles, n + 1)) {
-            skip_keys<C>(smem, ring);
-            skip_values<C>(smem, ring);
+            skip_tile<C>(smem, ring);
             ring.n++;
         }
         barrier_arrive(&rows.empty);

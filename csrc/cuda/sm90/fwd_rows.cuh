@@ -75,8 +75,8 @@ __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, con
     return true;
 }
 
-// The key tiles of a math group's rows, in the order of work.tiles: where that begins with sink tokens, what lies between them and the
-// group's window too. After the rows.
+// The key tiles of a math group's rows, in the order of work.tiles: where there are sink tokens, all that lie before the group's window.
+// After the rows.
 template <class C> __device__ __forceinline__ void describe_group(Rows<C> &rows, const Problem &p, int math_group) {
     const Work &work = rows.work;
     const int first = 64 * math_group * p.group_inverse >> 16, last = (64 * math_group + 63) * p.group_inverse >> 16,
@@ -87,7 +87,7 @@ template <class C> __device__ __forceinline__ void describe_group(Rows<C> &rows,
     tiles.full_begin = (rows.begin[end] + C::kTileK - 1) / C::kTileK;
     tiles.full_end = rows.end[first] / C::kTileK;
     const bool sees = first <= end && rows.begin[first] < rows.end[end];
-    tiles.begin = work.tiles.sink_end ? work.tiles.begin : sees ? rows.begin[first] / C::kTileK : 0;
+    tiles.begin = work.band.num_sink ? work.tiles.begin : sees ? rows.begin[first] / C::kTileK : 0;
     tiles.end = sees ? (rows.end[end] + C::kTileK - 1) / C::kTileK : work.tiles.sink_end;
 }
 
