@@ -189,7 +189,7 @@ static void test_the_backward_of_a_window_is_planned(void) {
     base.s_aux_dtype = SINKATTN_FP32;
     sinkattn_plan plan = {0};
     CHECK(sinkattn_make_plan(&base, &device, &plan).code == SINKATTN_OK && plan.workers == 132 &&
-              plan.workspace_bytes == 4 * 132 * (16 * 12 + 1) + 3,
+              plan.workspace_bytes == 4 * (132 * (16 * 12 + 1) + 1) + 3,
           "%" PRId64 " bytes: %s", plan.workspace_bytes, plan.reason);
     sinkattn_problem ungrouped = base, odd = base, negative = base, wide = base, unbounded = base, two_sided = base, sinks = base,
                      many = base, empty = base, no_batch = base, large = base;
