@@ -354,7 +354,8 @@ static void test_shares_that_end_anywhere(void) {
     enum { MOST = 66, STREAMS = 300 };
     static const uint32_t leads[] = {4, 8, 14, 28};
     for (int round = 0; round < 300; round++) {
-        const uint32_t lead = leads[round % 4], streams = (uint32_t)pick(1, round % 8 > 3 ? STREAMS : 40), longest = (uint32_t)pick(1, 2000);
+        const uint32_t lead = leads[round % 4], streams = (uint32_t)pick(1, round % 8 > 3 ? STREAMS : 40),
+                       longest = (uint32_t)pick(1, 2000);
         uint32_t tiles[STREAMS], begin[STREAMS], seen[STREAMS] = {0}, parts[STREAMS] = {0}, total = 0;
         bool used[2 * MOST] = {false};
         for (uint32_t s = 0; s < streams; s++) {
