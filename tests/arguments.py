@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ops = torch.ops.sinkattn
 Arguments = tuple[Any, ...]
@@ -82,3 +83,26 @@ def put_at(arguments: Arguments, position: int, change: Callable[[Any], object])
     changed = list(arguments)
     changed[position] = change(changed[position])
     return changed
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "head-dim-strided": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "offset-by-one": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "odd-row-stride": lambda x: torch.cat([x, x[..., :3]], -1)[..., :8],
+    "sliced": lambda x: torch.cat([x, x, x], 1)[:, x.shape[1] : 2 * x.shape[1]],
+    "every-other-row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
+}
+
+
+class Calls(TorchDispatchMode):
+    """The arguments of every sinkattn operator that reaches a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[Arguments]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None) -> Any:
+        if func.namespace == "sinkattn":
+            self.seen.setdefault(func._opname, []).append(args)
+        return func(*args, **(kwargs or {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from arguments import Calls, cache, decode_args, ops, out_args
 from test_fwd import served, variant
 
 import sinkattn
@@ -107,3 +108,51 @@ def test_lengths_may_be_a_number_or_absent(lens: int | torch.Tensor | None) -> N
 def test_more_than_one_row_needs_causal() -> None:
     with pytest.raises((ValueError, NotImplementedError), match="causal"):
         sinkattn.flash_attn_with_kvcache(torch.zeros(1, 2, 1, 64), *torch.zeros(2, 1, 8, 1, 64))
+
+
+def test_one_row_needs_no_causal() -> None:
+    q, k, v, s_aux, lens = cache()
+    row = q[:, :1]
+    results = [
+        sinkattn.flash_attn_with_kvcache(row, k, v, cache_seqlens=lens, s_aux=s_aux, causal=c) for c in (True, False)
+    ]
+    assert torch.equal(*results)
+
+
+def test_decode_out_writes_what_decode_returns() -> None:
+    arguments = decode_args(paged=True)
+    q, pages = arguments[0], arguments[1]
+    needed = sinkattn.plan(
+        "decode", dtype="fp32", s_aux_dtype="fp32", batch=2, num_q_heads=4, num_kv_heads=2, head_dim=8, q_len=2,
+        k_len=8, page_size=pages.shape[1], num_pages=pages.shape[0], window_size_right=0, num_splits=2,
+    )["workspace_bytes"]  # fmt: skip
+    with_out = out_args(arguments, needed)
+    out, lse = with_out[-3:-1]
+    version = out._version
+    with Calls() as calls:
+        assert ops.flash_decode_out(*with_out) is None
+    assert out._version > version
+    assert set(calls.seen) == {"flash_decode_out"}
+    want_out, want_lse = ops.flash_decode(*arguments)
+    assert torch.equal(out, want_out)
+    assert torch.equal(lse, want_lse)
+
+    view = torch.empty(2, 2, 6, 8)[:, :, 1:5]
+    ops.flash_decode_out(*arguments, view, lse, with_out[-1])
+    assert torch.equal(view, want_out)
+    if needed > 0:
+        with pytest.raises(ValueError, match=f"scratch has {needed - 1} bytes, this call needs {needed}"):
+            ops.flash_decode_out(*out_args(arguments, needed - 1))
+    assert q.shape == out.shape
+
+
+def test_decode_splits_need_scratch() -> None:
+    plan = sinkattn.plan(
+        "decode", {"backend": "cpu", "arch": 1, "workers": 2, "shared_bytes": 0}, dtype="fp32", batch=1, num_q_heads=8,
+        num_kv_heads=1, head_dim=64, q_len=1, k_len=4096, window_size_right=0, num_splits=4,
+    )  # fmt: skip
+    assert plan["num_splits"] == 4
+    assert plan["workspace_bytes"] > 0
+    q, k, v = (torch.randn(1, rows, heads, 64) for rows, heads in ((1, 8), (4096, 1), (4096, 1)))
+    with pytest.raises(ValueError, match=r"scratch has 1 bytes, this call needs \d+ contiguous ones; sinkattn.plan"):
+        ops.flash_decode_out(*out_args((q, k, v, None, None, None, None, -1, 0, 4, False), 1))

@@ -12,7 +12,9 @@ import torch
 from arguments import (
     DENSE_ARGS,
     FORWARDS,
+    STRIDES,
     Arguments,
+    Calls,
     append_args,
     backward_args,
     cache,
@@ -26,7 +28,6 @@ from arguments import (
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import sinkattn
@@ -118,19 +119,6 @@ def test_an_output_without_gradient_counts_as_zero(used: str) -> None:
     want = torch.autograd.grad(theirs[index].square().sum(), inputs, allow_unused=True)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
-
-
-class Calls(TorchDispatchMode):
-    """The arguments of every sinkattn operator that reaches a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, list[Arguments]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None) -> Any:
-        if func.namespace == "sinkattn":
-            self.seen.setdefault(func._opname, []).append(args)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -291,15 +279,6 @@ def test_compile_decode_with_appending() -> None:
 
 # ---- strides, empty tensors, threads ----
 
-STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
-    "heads-first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "head-dim-strided": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "offset-by-one": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-    "odd-row-stride": lambda x: torch.cat([x, x[..., :3]], -1)[..., :8],
-    "sliced": lambda x: torch.cat([x, x, x], 1)[:, x.shape[1] : 2 * x.shape[1]],
-    "every-other-row": lambda x: torch.stack([x, x], 2).flatten(1, 2)[:, ::2],
-}
-
 
 @pytest.mark.parametrize("layout", STRIDES)
 def test_any_strides_give_the_same_bits(layout: str) -> None:
@@ -420,229 +399,3 @@ def test_raw_lse_is_without_the_sink() -> None:
     out, raw = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, return_lse="raw")
     torch.testing.assert_close(out, sinkattn.flash_attn_func(q, k, v, s_aux=s_aux))
     assert torch.equal(raw, sinkattn.flash_attn_func(q, k, v, return_lse=True)[1])
-
-
-# ---- the KV cache ----
-
-
-def paged(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same keys in shuffled pages of 4."""
-    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
-    pages = [
-        torch.empty_like(x.reshape(4, 4, 2, 8)).index_put_((table.flatten().long(),), x.reshape(4, 4, 2, 8))
-        for x in (k_cache, v_cache)
-    ]
-    return pages[0], pages[1], table
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "paged"])
-@pytest.mark.parametrize("lens", [3, [3, 6]])
-def test_appending_to_the_cache(layout: str, lens: int | list[int]) -> None:
-    q, k_cache, v_cache, s_aux, _ = cache()
-    table = None
-    if layout == "paged":
-        k_cache, v_cache, table = paged(k_cache, v_cache)
-    k, v = torch.randn(2, 2, 2, 2, 8)
-    cache_seqlens = lens if isinstance(lens, int) else torch.tensor(lens, dtype=torch.int32)
-    results = []
-    for functions in (sinkattn, reference):
-        caches = (k_cache.clone(), v_cache.clone())
-        out, lse = functions.flash_attn_with_kvcache(
-            q, *caches, k, v, cache_seqlens=cache_seqlens, block_table=table, causal=True, window_size=(4, 0),
-            s_aux=s_aux, num_sink_tokens=1, return_lse=True,
-        )  # fmt: skip
-        results.append((out, lse, *caches))
-    torch.testing.assert_close(*results)
-    assert not torch.equal(results[0][2], k_cache)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("layout", ["contiguous", "paged"])
-def test_appending_writes_the_new_slots_and_no_other(layout: str, dtype: torch.dtype) -> None:
-    *tensors, lens, table = append_args(layout == "paged")
-    k_cache, v_cache, k, v = (x.to(dtype) for x in tensors)
-    wanted = (k_cache.clone(), v_cache.clone())
-    for b, start in enumerate(lens.tolist()):
-        for i in range(k.shape[1]):
-            slot = start + i
-            at = (b, slot) if table is None else (int(table[b, slot // 4]), slot % 4)
-            for cache_, rows in zip(wanted, (k, v), strict=True):
-                cache_[at] = rows[b, i]
-    versions = (k_cache._version, v_cache._version)
-    after = ops.append_kv(k_cache, v_cache, k, v, lens, table)
-    assert torch.equal(after, lens + 3)
-    assert torch.equal(k_cache, wanted[0])
-    assert torch.equal(v_cache, wanted[1])
-    assert k_cache._version > versions[0]
-    assert v_cache._version > versions[1]
-
-
-@pytest.mark.parametrize("layout", STRIDES)
-def test_appending_with_any_strides(layout: str) -> None:
-    k_cache, v_cache, k, v, lens, _ = append_args()
-    wanted, rest = (k_cache.clone(), v_cache.clone()), (lens, None)
-    ops.append_kv(*wanted, k, v, *rest)
-    written = [STRIDES[layout](x) for x in (k_cache, v_cache)]
-    ops.append_kv(*written, *(STRIDES[layout](x) for x in (k, v)), *rest)
-    assert all(torch.equal(a, b) for a, b in zip(written, wanted, strict=True))
-
-
-def test_appending_nothing() -> None:
-    k_cache, v_cache, k, v, lens, _ = append_args()
-    before = k_cache.clone()
-    assert torch.equal(ops.append_kv(k_cache, v_cache, k[:, :0], v[:, :0], lens, None), lens)
-    assert ops.append_kv(k_cache[:0], v_cache[:0], k[:0], v[:0], lens[:0], None).shape == (0,)
-    assert torch.equal(k_cache, before)
-
-
-def test_what_is_appended_has_no_gradient() -> None:
-    k_cache, v_cache, k, v, lens, _ = append_args()
-    with pytest.raises(NotImplementedError, match="keys and values in a cache have no gradients"):
-        ops.append_kv(k_cache, v_cache, k.requires_grad_(), v, lens, None)
-    with torch.no_grad():
-        ops.append_kv(k_cache, v_cache, k, v, lens, None)
-
-
-BAD_APPENDS: dict[str, tuple[int, Callable[[Tensor], Tensor], str]] = {
-    "dtype": (2, lambda k: k.half(), "k is Half, it must be Float"),
-    "v-dtype": (1, lambda v_cache: v_cache.half(), "v_cache is Half, it must be Float"),
-    "batch": (2, lambda k: k[:1], "k_cache has batch 2, k has 1"),
-    "heads": (2, lambda k: k[:, :, :1], r"k has shape \[2, 3, 1, 8\], it must be \[2, 3, 2, 8\]"),
-    "length": (3, lambda v: v[:, :2], r"v has shape \[2, 2, 2, 8\], it must be \[2, 3, 2, 8\]"),
-    "rank": (2, lambda k: k[0], "k has 3 dimensions"),
-    "device": (2, lambda k: k.to("meta"), "k is on meta, k_cache is on cpu"),
-    "lengths": (4, lambda lens: lens.long(), "cache_seqlens is Long, it must be Int"),
-    "overlap": (0, lambda k_cache: k_cache[:1].expand(2, -1, -1, -1), "its rows must not overlap"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_APPENDS)
-def test_appending_wrong_tensors_is_refused(name: str) -> None:
-    position, change, message = BAD_APPENDS[name]
-    arguments = list(append_args())
-    arguments[position] = change(arguments[position])
-    if name == "batch":
-        arguments[3], arguments[4] = arguments[3][:1], arguments[4][:1]
-    with pytest.raises(ValueError, match=message):
-        ops.append_kv(*arguments)
-
-
-OVERLAPS: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor, ...]], str]] = {
-    "one": (lambda x, k: (x[0], x[0], k, k), "k_cache and v_cache overlap"),
-    "shifted": (lambda x, k: (x[0, :, :-1], x[0, :, 1:], k, k), "k_cache and v_cache overlap"),
-    "unaligned": (lambda x, k: (x[0, ..., 1:], x[0, ..., 1:], k[..., 1:], k[..., 1:]), "k_cache and v_cache overlap"),
-    "k": (lambda x, k: (x[0], x[1], x[0, :, 1:4], k), "k lies within k_cache"),
-    "v": (lambda x, k: (x[0], x[1], k, x[1, :, 1:4]), "v lies within v_cache"),
-    "crosswise": (lambda x, k: (x[0], x[1], x[1, :, 1:4], k), "k lies within v_cache"),
-}
-
-
-@pytest.mark.parametrize("name", OVERLAPS)
-def test_appending_within_the_cache_is_refused(name: str) -> None:
-    change, message = OVERLAPS[name]
-    _, _, k, _, lens, _ = append_args()
-    both = torch.randn(2, 2, 8, 2, 8)
-    before = both.clone()
-    with pytest.raises(ValueError, match=message):
-        ops.append_kv(*change(both, k), lens, None)
-    assert torch.equal(both, before)
-
-
-@pytest.mark.parametrize("dim", range(5))
-def test_appending_to_keys_beside_values(dim: int) -> None:
-    """One tensor for both, halved along any of its dimensions."""
-    k_cache, v_cache, k, v, lens, _ = append_args()
-    halves = torch.stack((k_cache, v_cache), dim).unbind(dim)
-    for caches in ((k_cache, v_cache), halves):
-        ops.append_kv(*caches, k, v, lens, None)
-    assert torch.equal(halves[0], k_cache)
-    assert torch.equal(halves[1], v_cache)
-
-
-def test_what_was_made_for_inference_is_not_written_elsewhere() -> None:
-    _, _, k, v, lens, _ = append_args()
-    with torch.inference_mode():
-        caches = torch.zeros(2, 2, 8, 2, 8).unbind()
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"k_cache was made under torch.inference_mode"):
-        ops.append_kv(*caches, k, v, lens, None)
-    assert not caches[0].any()
-    with torch.inference_mode():
-        ops.append_kv(*caches, k, v, lens, None)
-    assert caches[0].any()
-
-
-def test_appending_outside_the_cache_writes_nothing() -> None:
-    q, k_cache, v_cache, _, _ = cache()
-    new = torch.randn(2, 2, 2, 8)
-    before = k_cache.clone()
-    for lens in (7, -1):
-        with pytest.raises(ValueError, match=f"cache_seqlens.0. is {lens}; .* 2 new keys in a cache that holds 8"):
-            sinkattn.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lens, causal=True)
-    k_pages, v_pages, table = paged(k_cache, v_cache)
-    for page in (-1, 4):
-        table[0, 0] = page
-        with pytest.raises(ValueError, match=r"block_table.0..0. is .*; it must be a page from 0 to 3"):
-            sinkattn.flash_attn_with_kvcache(
-                q, k_pages, v_pages, new, new, cache_seqlens=0, block_table=table, causal=True
-            )
-    assert torch.equal(k_cache, before)
-
-
-def test_appending_behind_a_window_whose_past_is_unmapped() -> None:
-    """Caches give back the pages that a window has left; neither the new keys nor the rows need them."""
-    q, k_cache, v_cache, s_aux, _ = cache()
-    new = torch.randn(2, 2, 2, 8)
-    k_pages, v_pages, table = paged(k_cache, v_cache)
-    options = {"cache_seqlens": 6, "causal": True, "window_size": (1, 0), "s_aux": s_aux}
-    want = sinkattn.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, **options)
-    table[:, 0] = -1
-    got = sinkattn.flash_attn_with_kvcache(q, k_pages, v_pages, new, new, block_table=table, **options)
-    torch.testing.assert_close(got, want)
-
-
-def test_one_row_needs_no_causal() -> None:
-    q, k, v, s_aux, lens = cache()
-    row = q[:, :1]
-    results = [
-        sinkattn.flash_attn_with_kvcache(row, k, v, cache_seqlens=lens, s_aux=s_aux, causal=c) for c in (True, False)
-    ]
-    assert torch.equal(*results)
-
-
-def test_decode_out_writes_what_decode_returns() -> None:
-    arguments = decode_args(paged=True)
-    q, pages = arguments[0], arguments[1]
-    needed = sinkattn.plan(
-        "decode", dtype="fp32", s_aux_dtype="fp32", batch=2, num_q_heads=4, num_kv_heads=2, head_dim=8, q_len=2,
-        k_len=8, page_size=pages.shape[1], num_pages=pages.shape[0], window_size_right=0, num_splits=2,
-    )["workspace_bytes"]  # fmt: skip
-    with_out = out_args(arguments, needed)
-    out, lse = with_out[-3:-1]
-    version = out._version
-    with Calls() as calls:
-        assert ops.flash_decode_out(*with_out) is None
-    assert out._version > version
-    assert set(calls.seen) == {"flash_decode_out"}
-    want_out, want_lse = ops.flash_decode(*arguments)
-    assert torch.equal(out, want_out)
-    assert torch.equal(lse, want_lse)
-
-    view = torch.empty(2, 2, 6, 8)[:, :, 1:5]
-    ops.flash_decode_out(*arguments, view, lse, with_out[-1])
-    assert torch.equal(view, want_out)
-    if needed > 0:
-        with pytest.raises(ValueError, match=f"scratch has {needed - 1} bytes, this call needs {needed}"):
-            ops.flash_decode_out(*out_args(arguments, needed - 1))
-    assert q.shape == out.shape
-
-
-def test_decode_splits_need_scratch() -> None:
-    plan = sinkattn.plan(
-        "decode", {"backend": "cpu", "arch": 1, "workers": 2, "shared_bytes": 0}, dtype="fp32", batch=1, num_q_heads=8,
-        num_kv_heads=1, head_dim=64, q_len=1, k_len=4096, window_size_right=0, num_splits=4,
-    )  # fmt: skip
-    assert plan["num_splits"] == 4
-    assert plan["workspace_bytes"] > 0
-    q, k, v = (torch.randn(1, rows, heads, 64) for rows, heads in ((1, 8), (4096, 1), (4096, 1)))
-    with pytest.raises(ValueError, match=r"scratch has 1 bytes, this call needs \d+ contiguous ones; sinkattn.plan"):
-        ops.flash_decode_out(*out_args((q, k, v, None, None, None, None, -1, 0, 4, False), 1))
