@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -135,6 +136,82 @@ def test_appending_within_the_cache_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=message):
         ops.append_kv(*change(both, k), lens, None)
     assert torch.equal(both, before)
+
+
+def elements(x: Tensor) -> list[int]:
+    """Where each element of x lies in its storage."""
+    places = torch.tensor([x.storage_offset()])
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        places = (places[:, None] + torch.arange(size) * stride).flatten()
+    return places.tolist()
+
+
+def random_caches(random: Random) -> tuple[Tensor, Tensor]:
+    """Two views of one buffer: mostly dense axes in any order, some with a gap or one element short, some at random."""
+
+    def strides() -> list[int]:
+        if random.random() < 0.3:
+            return [random.choice([0, 1, 2, 3, 8, 16, 17, 24, 64]) for _ in shape]
+        found, step = [0] * 4, random.choice([1, 1, 2, 3])
+        for dim in random.choice([[3, 2, 1, 0], [3, 1, 2, 0], random.sample(range(4), 4)]):
+            found[dim] = step
+            step = max(step * shape[dim] * random.choice([1, 1, 2]) + random.choice([0, 0, 0, 1, -1, 4]), 0)
+        return found
+
+    shape = [random.choice([1, 2, 3]), random.choice([1, 2, 4]), random.choice([1, 2, 3]), 8]
+    k_strides = strides()
+    v_strides = k_strides if random.random() < 0.7 else strides()
+    memory = torch.zeros(8192)
+    k_cache = memory.as_strided(shape, k_strides, random.choice([0, 4, 8]))
+    return k_cache, memory.as_strided(shape, v_strides, random.choice([0, 1, 2, 4, 8, 16, 24, 32, 64, 300, 1000]))
+
+
+def test_no_layout_that_overlaps_is_written() -> None:
+    random = Random(20)
+    accepted = overlapping = 0
+    for _ in range(4000):
+        k_cache, v_cache = random_caches(random)
+        places = elements(k_cache) + elements(v_cache)
+        apart = len(set(places)) == len(places)
+        overlapping += not apart
+        batch, _, heads, head_dim = k_cache.shape
+        k, v = torch.randn(2, batch, 1, heads, head_dim)
+        try:
+            ops.append_kv(k_cache, v_cache, k, v, torch.zeros(batch, dtype=torch.int32), None)
+        except ValueError as error:
+            assert "overlap" in str(error)  # noqa: PT017
+            assert not k_cache.any()
+            continue
+        accepted += 1
+        assert apart, (k_cache.shape, k_cache.stride(), v_cache.stride(), v_cache.storage_offset())
+        assert torch.equal(k_cache[:, :1], k)
+        assert torch.equal(v_cache[:, :1], v)
+    assert accepted > 300
+    assert overlapping > 1500
+
+
+PARTED: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "vLLM: heads first, keys before values": lambda: torch.zeros(2, 2, 8, 16).transpose(1, 2).split(8, -1),
+    "vLLM: blocks of keys, then of values": lambda: torch.zeros(2, 2, 8, 2, 8).unbind(1),
+    "one head": lambda: tuple(x.unsqueeze(2) for x in torch.zeros(2, 8, 16).split(8, -1)),
+    "every other head": lambda: (x := torch.zeros(2, 8, 4, 8), (x[:, :, ::2], x[:, :, 1::2]))[1],
+    "every other slot": lambda: (x := torch.zeros(2, 16, 2, 8), (x[:, ::2], x[:, 1::2]))[1],
+    "heads of a qkv projection": lambda: torch.zeros(2, 8, 8, 8).split((4, 2, 2), 2)[1:],
+    "one layer of many": lambda: torch.zeros(3, 2, 2, 8, 2, 8)[1].unbind(),
+    "head_dim of a stride": lambda: torch.zeros(2, 8, 2, 8, 2).unbind(-1),
+}
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_layouts_in_use_are_written(name: str) -> None:
+    _, _, k, v, _, _ = append_args()
+    caches = PARTED[name]()
+    heads = caches[0].shape[2]
+    ops.append_kv(*caches, k[:, :, :heads], v[:, :, :heads], torch.tensor([1, 4], dtype=torch.int32), None)
+    for cache_, rows in zip(caches, (k, v), strict=True):
+        for b, start in enumerate((1, 4)):
+            assert torch.equal(cache_[b, start : start + 3], rows[b, :, :heads])
+        assert cache_.count_nonzero() == rows[:, :, :heads].numel()
 
 
 @pytest.mark.parametrize("dim", range(5))

@@ -4,10 +4,10 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "convert.h"
@@ -55,23 +55,41 @@ bool may_overlap(const at::Tensor &a, const at::Tensor &b) {
     return a_begin < b_end && b_begin < a_end;
 }
 
-// Keys beside values in one tensor: two views of one shape with the same strides, which are one view with an axis of two more. Nothing in
-// it overlaps when a step of each axis is longer than all shorter ones together.
-bool are_interleaved(const at::Tensor &k_cache, const at::Tensor &v_cache) {
-    if (k_cache.strides() != v_cache.strides()) return false;
-    const auto [first, second] = std::minmax({extent(k_cache).first, extent(v_cache).first});
-    std::array<std::pair<int64_t, int64_t>, 5> axes{{{static_cast<int64_t>(second - first), 2}}}; // bytes a step, size
-    for (int64_t dim = 0; dim < 4; ++dim) axes[dim + 1] = {k_cache.stride(dim) * k_cache.element_size(), k_cache.size(dim)};
+using Axis = std::pair<int64_t, int64_t>; // bytes a step, size
+using Axes = c10::SmallVector<Axis, 5>;
+
+Axes axes_of(const at::Tensor &tensor) {
+    Axes axes;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+        if (tensor.size(dim) > 1) axes.emplace_back(tensor.stride(dim) * tensor.element_size(), tensor.size(dim));
+    return axes;
+}
+
+// Elements lie apart when a step of each axis is longer than all that the shorter ones span. Some layouts that overlap nowhere fail this;
+// none that overlaps passes.
+bool are_apart(Axes axes, int64_t element_size) {
     std::sort(axes.begin(), axes.end());
-    int64_t last = k_cache.element_size() - 1;
+    int64_t last = element_size - 1;
     for (const auto &[step, size] : axes) {
-        if (size > 1 && step <= last) return false;
+        if (step <= last) return false;
         last += (size - 1) * step;
     }
     return true;
 }
 
+// Keys beside values in one tensor: two views with the same steps, which are one view with an axis of two more.
+bool are_interleaved(const at::Tensor &k_cache, const at::Tensor &v_cache) {
+    Axes axes = axes_of(k_cache);
+    if (axes != axes_of(v_cache)) return false;
+    const auto [first, second] = std::minmax({extent(k_cache).first, extent(v_cache).first});
+    axes.emplace_back(static_cast<int64_t>(second - first), 2);
+    return are_apart(std::move(axes), k_cache.element_size());
+}
+
 void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
+    for (const auto &[cache, name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")})
+        TORCH_CHECK_VALUE(cache->numel() == 0 || are_apart(axes_of(*cache), cache->element_size()), "sinkattn: ", name, " has strides ",
+                          cache->strides(), "; it is written, so its rows must not overlap");
     TORCH_CHECK_VALUE(!may_overlap(k_cache, v_cache) || are_interleaved(k_cache, v_cache),
                       "sinkattn: k_cache and v_cache overlap; both are written, so each needs memory of its own");
     for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(&v, "v")})
