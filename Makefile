@@ -99,7 +99,7 @@ $(BUILD)/test_c: $(C_TEST_OBJECTS) $(ARCHIVE)
 $(BUILD)/attention: examples/attention.c $(ARCHIVE)
 	$(CC) $(C_FLAGS) $(WARNINGS) $^ -o $@ $(LINK_LIBS)
 
-# The functions of csrc/cuda/device, each alone; tests/test_gpu_device.py runs it.
+# The functions of csrc/cuda/ptx, each alone; tests/test_gpu_device.py runs it.
 DEVICE_TESTS := $(sort $(wildcard tests/cuda/*.cu))
 
 $(BUILD)/test_device: $(DEVICE_TESTS:%=$(BUILD)/%.o)
@@ -209,7 +209,7 @@ docs: $(call installed,docs)
 
 # ---- style ----
 
-C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/cuda/*.cu tests/cuda/*.cuh tests/fuzz/*.c benchmarks/*.cu examples/*.c)
+C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/cuda/*.cu tests/cuda/*.cuh tests/fuzz/*.c benchmarks/*.cu examples/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
 
 lint: $(call installed,lint)
@@ -218,7 +218,7 @@ lint: $(call installed,lint)
 	$(TOOLS)mypy --strict sinkattn
 	$(TOOLS)clang-format --dry-run -Werror $(C_FILES)
 	$(TOOLS)clang-tidy --quiet $(filter csrc/core/%.c csrc/cpu/%.c,$(SOURCES)) -- -std=c11 -Icsrc -Icsrc/include $(AMX_BF16_FLAGS)
-	$(PY) tools/check_includes.py
+	$(PY) tools/check_structure.py
 
 format: $(call installed,lint)
 	$(TOOLS)ruff format .

@@ -234,26 +234,28 @@ def spills(folder: Path, source: str, text: str) -> subprocess.CompletedProcess[
 
 def test_spills_of_tuned_kernels_are_found(tmp_path: Path) -> None:
     clean = PTXAS.format(arch="sm_90a", stack=0, spills=0)
-    done = spills(tmp_path, "sm90/fwd", clean + PTXAS.format(arch="sm_80", stack=8, spills=8))
+    done = spills(tmp_path, "fwd_sm90/fwd_sm90", clean + PTXAS.format(arch="sm_80", stack=8, spills=8))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"kernel +sm_90a +168 +1024 +0 +0 +0 +yes\n$", done.stdout)
     for stack, stores in ((8, 12), (8, 0)):
-        done = spills(tmp_path, "sm90/fwd", PTXAS.format(arch="sm_90a", stack=stack, spills=stores))
+        done = spills(tmp_path, "fwd_sm90/fwd_sm90", PTXAS.format(arch="sm_90a", stack=stack, spills=stores))
         assert done.returncode == 1
-        assert re.search(rf"sm90/fwd.cu: \S*kernel\S* has a stack frame of 8 bytes, {stores} bytes of", done.stdout)
+        assert re.search(
+            rf"fwd_sm90/fwd_sm90.cu: \S*kernel\S* has a stack frame of 8 bytes, {stores} bytes of", done.stdout
+        )
     loss = (
         "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to a call\n"
     )
-    done = spills(tmp_path, "sm90/fwd", clean + loss)
+    done = spills(tmp_path, "fwd_sm90/fwd_sm90", clean + loss)
     assert done.returncode == 1
-    assert "sm90/fwd.cu: wgmma.mma_async instructions are serialized" in done.stdout
+    assert "fwd_sm90/fwd_sm90.cu: wgmma.mma_async instructions are serialized" in done.stdout
 
 
 def test_spills_of_no_tuned_kernel_are_no_success(tmp_path: Path) -> None:
-    done = spills(tmp_path, "sm80/fwd", PTXAS.format(arch="sm_90a", stack=8, spills=8))
+    done = spills(tmp_path, "fwd_sm80/fwd_sm80", PTXAS.format(arch="sm_90a", stack=8, spills=8))
     assert done.returncode == 1
     assert "no tuned kernel is among these logs" in done.stdout
-    assert "is no log of ptxas -v" in spills(tmp_path, "sm90/fwd", "nvcc: command not found\n").stderr
+    assert "is no log of ptxas -v" in spills(tmp_path, "fwd_sm90/fwd_sm90", "nvcc: command not found\n").stderr
 
 
 # ---- what is handed on ----

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of csrc/cuda/device, each alone on the GPU: tests/cuda, a program of its own."""
+"""The functions of csrc/cuda/ptx, each alone on the GPU: tests/cuda, a program of its own."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each CUDA kernel takes of an SM, as ptxas -v told it; `make check-spills` compiles the kernels and runs this.
 
-A kernel is tuned when its source is under csrc/cuda/sm90. One that spills or keeps a stack frame is a finding, and so
-is what ptxas calls a potential performance loss: wgmma made serial, setmaxnreg ignored. Exits with 1 if there is any.
+A kernel is tuned when its source is in a folder csrc/cuda/*_sm90. One that spills or keeps a stack frame is a finding,
+and so is what ptxas calls a potential performance loss: wgmma made serial, setmaxnreg ignored. Exits with 1 if there is
+any.
 
-    python tools/check_spills.py build/native/csrc/cuda/sm90/fwd_window.ptxas ...
+    python tools/check_spills.py build/native/csrc/cuda/fwd_sm90/fwd_sm90.ptxas ...
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Folder of tuned sources -> the code that runs; elsewhere these files have empty kernels.
-TUNED = {"csrc/cuda/sm90/": "sm_90a"}
+# Tuned sources -> the code that runs; elsewhere these files have empty kernels.
+TUNED = {re.compile(r"csrc/cuda/\w+_sm90/"): "sm_90a"}
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
 PROPERTIES = re.compile(r"Function properties for (\S+)")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -44,7 +45,7 @@ class Kernel:
 def read(path: Path) -> tuple[list[Kernel], list[str]]:
     """The kernels of a log, and the performance losses of tuned code. Raises ValueError for a log without a kernel."""
     source = path.as_posix()[path.as_posix().find("csrc/") :].removesuffix(".ptxas") + ".cu"
-    only = next((arch for folder, arch in TUNED.items() if source.startswith(folder)), None)
+    only = next((arch for folder, arch in TUNED.items() if folder.match(source)), None)
     kernels: list[Kernel] = []
     losses: list[str] = []
     arch = ""

@@ -4,9 +4,9 @@
 // read here, so that a captured graph holds for all of them; what does not fit, and what an unmapped page would take, is left out and
 // reported in the error word. Two sequences that write one slot leave a mixture of both.
 
-#include "cuda/attn/work.cuh"
-#include "cuda/cuda_backend.h"
-#include "cuda/device/ptx_sm80.cuh"
+#include "cuda/host/backend.h"
+#include "cuda/ptx/sm80.cuh"
+#include "cuda/work/items.cuh"
 
 namespace sa {
 namespace {

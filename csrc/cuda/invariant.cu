@@ -10,9 +10,9 @@
 // A contiguous cache is read where it lies. Pages are first gathered into the workspace, those keys that some row sees. Then the statistics
 // are put in a decode's order. Which forward: the one that the planner takes for these heads and this mask, on this device.
 
-#include "cuda/attn/launch_counter.cuh"
-#include "cuda/attn/work.cuh"
-#include "cuda/cuda_backend.h"
+#include "cuda/host/backend.h"
+#include "cuda/work/items.cuh"
+#include "cuda/work/launch_counter.cuh"
 
 namespace sa {
 namespace {

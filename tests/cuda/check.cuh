@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tests of csrc/cuda/device share: memory that host and device see, a verdict, and exact small numbers.
+// What the tests of csrc/cuda/ptx share: memory that host and device see, a verdict, and exact small numbers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "cuda/device/ptx_sm80.cuh"
+#include "cuda/ptx/sm80.cuh"
 
 extern int failures;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The functions of csrc/cuda/device, each alone on the GPU; exits with 1 where one is wrong.
+// The functions of csrc/cuda/ptx, each alone on the GPU; exits with 1 where one is wrong.
 
 #include "check.cuh"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Each function of csrc/cuda/device/ptx_sm80.cuh alone, in one block.
+// Each function of csrc/cuda/ptx/sm80.cuh alone, in one block.
 
 #include <math.h>
 

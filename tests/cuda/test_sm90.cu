@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Barriers, copies and shuffles of csrc/cuda/device/ptx_sm90.cuh, each alone, in one block.
+// Barriers, copies and shuffles of csrc/cuda/ptx/sm90.cuh, each alone, in one block.
 
-#include "cuda/device/ptx_sm90.cuh"
+#include "cuda/ptx/sm90.cuh"
 
 #include "check.cuh"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// wgmma of csrc/cuda/device/ptx_sm90.cuh: every shape and source of operands, against sums on the host that are exact.
+// wgmma of csrc/cuda/ptx/sm90.cuh: every shape and source of operands, against sums on the host that are exact.
 
-#include "cuda/device/ptx_sm90.cuh"
+#include "cuda/ptx/sm90.cuh"
 
 #include "check.cuh"
 

@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Backward for every mask on sm_90, head_dim up to 128.
+//
+//     table   one block: where each sequence's tiles and items begin
+//     rows    lse and g - delta of every row, and what each key block meets; rows without keys are finished here
+//     keys    a block owns 128 keys and meets the rows that see them:
+//         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
+//         math groups   S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dQ = dS^T K,  dK += dS Q       64 keys a group
+//         two adders    dQ of every other tile, added in fp32 to what the keys before left of it
+//     sink    ds_aux of a head from the terms of its tiles of rows and of the key blocks
+//
+// A tile of rows is tokens x the heads of a group. Its dQ is the sum over key blocks, in ascending order: each waits for its turn at the
+// tile's slot of a ring of fp32 tiles; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
+// ascending, and walk rows down, so that a turn is one of an item taken before, and all but the first wait little.
+//
+// 0 * NaN is not 0: in tiles that need a mask, what is not finite in Q and dO becomes 0, and NaN comes back by way of lse and g - delta; in
+// K it becomes 0 in every tile, and NaN comes back by way of V.
+
+#include "cuda/bwd_sm90/copies.cuh"
+#include "cuda/bwd_sm90/tile.cuh"
+#include "cuda/bwd_sm90/work.cuh"
+#include "cuda/host/tensor_map.cuh"
+#include "cuda/tile/wgmma.cuh"
+
+namespace sa::bwd_sm90 {
+namespace {
+
+template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kKeys = kKeys_;
+    static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
+    static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
+    static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
+    static constexpr int kStages = 2, kSums = 2; // of rows; of dQ on its way out
+    static constexpr int kTileFloats = kRows * kHeadDim;
+    static constexpr int kLoaderRegisters = kHeadDim == 64 ? 24 : 40, kMathRegisters = kHeadDim == 64 ? 240 : 232;
+    static_assert(kKeys == 128, "two math groups of 64 keys");
+    static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
+};
+
+template <class C, TermsOf kTerms> struct Math {
+    using Scores = float[C::kRows / 2];          // of a tile
+    using Operands = uint32_t[C::kRows / 16][4]; // as packed pairs
+    using Gradients = float[C::kHeadDim / 2];    // of the keys
+
+    Smem<C> &smem;
+    const sinkattn_bwd_args &args;
+    const BwdProblem &p;
+    const BwdBuffers &buffers;
+    const int math_group;
+    const uint32_t begin; // of smem
+    Ring<C::kStages> ring;
+    Ring<C::kSums> dq_ring;
+
+    // In a way that the compiler knows to be the same in all lanes.
+    __device__ __forceinline__ uint32_t address(const void *at) const {
+        return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
+    }
+
+    __device__ __forceinline__ float *terms() const { return smem.terms[0] + threadIdx.x - 128; }
+
+    // S and dP of the tile that the ring holds.
+    __device__ __forceinline__ void begin_scores(Scores &s) {
+        const uint32_t stage = warp_uniform(ring.place());
+        barrier_wait(&smem.rows_full[stage], ring.phase());
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, address(smem.keys) + 64 * math_group * kRowBytes,
+                                                                              address(smem.queries[stage]));
+    }
+    __device__ __forceinline__ void begin_dp(Scores &dp) {
+        const uint32_t stage = warp_uniform(ring.place());
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(dp, address(smem.values) + 64 * math_group * kRowBytes,
+                                                                              address(smem.douts[stage]));
+    }
+
+    // P and dS from S and dP, which have been begun.
+    template <bool kMasked> __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, int t) {
+        const RowStats<C> &stats = smem.stats[ring.place()];
+        Seen seen;
+        if (kMasked) {
+            seen = find_seen<C>(smem, p, math_group, t);
+            wgmma_wait<0>();
+            computed(s);
+            computed(dp);
+            if (any_unfinite<C>(s, dp)) clean_rows<C>(smem, ring.place());
+        }
+        if (!kMasked) {
+            wgmma_wait<1>();
+            computed(s);
+        }
+        find_weights<C, kMasked>(s, stats, seen, p.scale_log2);
+        pack<typename C::Element>(weights, s);
+        if (!kMasked) {
+            wgmma_wait<0>();
+            computed(dp);
+        }
+        find_ds<C, kMasked, kTerms>(dp, s, terms(), stats, seen);
+        pack<typename C::Element>(ds, dp);
+    }
+
+    // The group's part of dQ goes to the adder, or out.
+    template <int kPending> __device__ __forceinline__ void pass_on(float (&dq)[32], const OwnItem &item, int t) {
+        const uint32_t sum = dq_ring.place();
+        barrier_wait(&smem.dq_ready[sum], dq_ring.phase());
+        if (t < item.finish_end) {
+            wgmma_wait<kPending>();
+            computed(dq);
+            finish_tile<C>(dq, sum, smem, args, p, item, t, math_group);
+        } else {
+            wgmma_wait<kPending>();
+            computed(dq);
+            auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + math_group * 1024 + computed_here(threadIdx.x % 128);
+#pragma unroll
+            for (int i = 0; i < 8; i++) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+        }
+        async_fence();
+        __syncwarp();
+        barrier_arrive(&smem.dq_full[sum]);
+        dq_ring.n++;
+    }
+
+    // All tiles of an item. While dQ of one is passed on, S of the next is computed.
+    __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, const OwnItem &item) {
+        Scores s, dp;
+        float dq[32];
+        begin_scores(s);
+        begin_dp(dp);
+        for (int t = item.end - 1;; t--) {
+            Operands weights, ds;
+            if (t >= item.full_begin && t < item.full_end)
+                find_operands<false>(s, dp, weights, ds, t);
+            else
+                find_operands<true>(s, dp, weights, ds, t);
+            const uint32_t stage = warp_uniform(ring.place());
+            wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
+            wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
+            const Ring<C::kSums> last = {dq_ring.n - 1};
+            if (dq_ring.n > 0) barrier_wait(&smem.dq_full[last.place()], last.phase()); // nobody reads the last dS
+            write_ds<C>(smem, ds, math_group);
+            async_fence();
+            bar_sync<C::kMathThreads>(1);
+            dq_product<C>(dq, address(smem.ds[C::kRows == 64 ? 0 : math_group]),
+                          address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
+            wgmma_wait<1>();
+            computed(dv);
+            computed(dk);
+            barrier_arrive(&smem.rows_empty[stage]);
+            ring.n++;
+            if (t == item.begin) break;
+            begin_scores(s);
+            pass_on<1>(dq, item, t);
+            begin_dp(dp);
+        }
+        pass_on<0>(dq, item, item.begin);
+    }
+
+    __device__ __forceinline__ void run() {
+        for (Ring<2> items;; items.n++) {
+            const OwnItem &item = smem.items[items.place()];
+            barrier_wait(&smem.item_full[items.place()], items.phase());
+            if (!item.exists) return;
+            Gradients dk, dv;
+#pragma unroll
+            for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
+            for (int i = 0; i < kTermSums<C, kTerms>; i++) terms()[i * C::kMathThreads] = 0.0f;
+            barrier_wait(&smem.kv_full, items.n & 1);
+            prepare_keys<C>(smem, item);
+            if (item.begin < item.end) meet_tiles(dk, dv, item);
+            if (smem.hides) add_hidden<C>(dv, smem, args, p, item, math_group);
+            float poison[2]; // it belongs to the keys, which go now
+            for (int r = 0; r < 2; r++) {
+                const int own = 64 * math_group + thread_row(r);
+                poison[r] = smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
+            }
+            __syncwarp();
+            barrier_arrive(&smem.kv_empty);
+            if (item.num_rounds > 1) add_carry<C>(dk, dv, buffers, item);
+            if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, poison, args, p, item, math_group);
+            if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(terms(), smem, p, buffers, item);
+            __syncwarp();
+            barrier_arrive(&smem.item_empty[items.place()]);
+        }
+    }
+};
+
+template <class C, TermsOf kTerms>
+__global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_constant__ sinkattn_bwd_args args,
+                                                             const __grid_constant__ Maps maps, const __grid_constant__ BwdProblem p,
+                                                             const __grid_constant__ BwdBuffers buffers) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto &smem = *reinterpret_cast<Smem<C> *>(shared);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++) {
+            barrier_init(&smem.item_full[i], 1);
+            barrier_init(&smem.item_empty[i], C::kMathThreads + C::kSums);
+            barrier_init(&smem.rows_full[i], 1);
+            barrier_init(&smem.rows_empty[i], C::kMathThreads);
+            barrier_init(&smem.dq_full[i], C::kMathThreads);
+            barrier_init(&smem.dq_ready[i], 1);
+        }
+        barrier_init(&smem.kv_full, 1);
+        barrier_init(&smem.kv_empty, C::kMathThreads);
+        barrier_init_fence();
+    }
+    for (int row = threadIdx.x; row < C::kRows; row += C::kThreads) {
+        const int token = row / p.group;
+        smem.token[row] = row < p.tokens * p.group ? token : INT32_MAX / 2; // past every sequence
+        smem.dq_offset[row] = token * args.dq.row_stride + (row - token * p.group) * args.dq.head_stride;
+    }
+    if (p.tokens * p.group < C::kRows) { // rows that no copy writes must not hold NaN
+        for (int i = threadIdx.x; i < static_cast<int>(sizeof smem.queries) / 16; i += C::kThreads) {
+            reinterpret_cast<uint4 *>(smem.queries[0])[i] = uint4{0, 0, 0, 0};
+            reinterpret_cast<uint4 *>(smem.douts[0])[i] = uint4{0, 0, 0, 0};
+        }
+        async_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_down<C::kLoaderRegisters>();
+        if (threadIdx.x == 0) load_tiles<C>(smem, args, maps, p, buffers);
+        const int warp = threadIdx.x / 32;
+        if (threadIdx.x % 32 == 0 && warp > 0 && warp <= C::kSums) add_tiles<C>(smem, p, buffers, warp - 1);
+    } else {
+        registers_up<C::kMathRegisters>();
+        const int math_group = warp_uniform(threadIdx.x / 128 - 1);
+        Math<C, kTerms>{smem, args, p, buffers, math_group, warp_uniform_register(shared_address(shared)), {}, {}}.run();
+    }
+#else
+    __trap();
+#endif
+}
+
+// ---- host ----
+
+template <class C, TermsOf kTerms>
+sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p, const BwdBuffers &buffers, int blocks,
+                              cudaStream_t stream) {
+    const sinkattn_status status = allow_shared<bwd_kernel<C, kTerms>>(sizeof(Smem<C>));
+    if (!status.code)
+        bwd_kernel<C, kTerms><<<static_cast<unsigned>(blocks), C::kThreads, sizeof(Smem<C>), stream>>>(args, maps, p, buffers);
+    return status;
+}
+
+template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const BwdSizes sizes = sizes_of<C>(problem);
+    const int64_t items = sizes.blocks * problem.num_kv_heads, item_writers = sa_ceil_div(sizes.blocks, 128);
+    if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",
+                         static_cast<long long>(sizes.tiles), static_cast<long long>(items));
+    BwdProblem p;
+    p.num_entries = sizes.entries;
+    p.num_slots = sizes.slots;
+    p.num_carries = sizes.carries;
+    p.is_local = sizes.is_local;
+    p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
+    p.tokens = C::kRows / p.group;
+    p.scale = static_cast<float>(sa_softmax_scale(&problem));
+    p.scale_log2 = p.scale * kLog2e;
+    p.num_tiles = sizes.tiles / problem.num_kv_heads;
+    p.num_blocks = sizes.blocks;
+    auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
+    auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
+    const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
+                                reinterpret_cast<Item *>(base + sizes.items_at),
+                                reinterpret_cast<unsigned *>(turns),
+                                turns + 1,
+                                reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
+                                reinterpret_cast<float *>(base + sizes.stats_at),
+                                reinterpret_cast<float *>(base + sizes.slots_at),
+                                reinterpret_cast<float *>(base + sizes.carries_at),
+                                args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
+                                reinterpret_cast<float *>(base + sizes.key_terms_at)};
+    Encode encode = nullptr;
+    unsigned *error_word;
+    Maps maps;
+    sinkattn_status status = find_encode(&encode);
+    if (!status.code) status = sa_cuda_error_word(&error_word);
+    if (!status.code) status = encode_map(encode, &maps.q, problem, args.fwd.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
+    if (!status.code)
+        status = encode_map(encode, &maps.dout, problem, args.dout, problem.q_len, problem.num_q_heads, p.tokens, p.group, "dout");
+    if (!status.code) status = encode_map(encode, &maps.k, problem, args.fwd.k, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "k");
+    if (!status.code) status = encode_map(encode, &maps.v, problem, args.fwd.v, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "v");
+    if (status.code) return status;
+    const auto stream = static_cast<cudaStream_t>(context.stream);
+    table_kernel<C><<<1, kTableThreads, 0, stream>>>(args, p, buffers, error_word);
+    rows_kernel<C><<<static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream>>>(args, p, buffers);
+    const auto launch_keys = !args.ds_aux       ? launch_kernel<C, kNoTerms>
+                             : 8 % p.group == 0 ? launch_kernel<C, kTermsOf8>
+                                                : launch_kernel<C, kTermsOfAny>;
+    status = launch_keys(args, maps, p, buffers, plan.workers, stream);
+    if (status.code) return status;
+    if (args.ds_aux) sink_kernel<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, p, buffers);
+    return sa_cuda_status("sa_bwd_cuda_sm90", cudaGetLastError());
+}
+
+template <int kHeadDim, int kRows, int kKeys>
+sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
+    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kRows, kKeys>>(args, *plan, *context);
+    return launch<Config<Fp16, kHeadDim, kRows, kKeys>>(args, *plan, *context);
+}
+
+} // namespace
+
+extern "C" int64_t sa_cuda_bwd_sm90_workspace(const sinkattn_problem *problem, int64_t head_dim) {
+    if (head_dim == 64) return sizes_of<Config<Bf16, 64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>>(*problem).bytes;
+    return sizes_of<Config<Bf16, 128, sa_bwd_cuda_sm90_d128_tile_q, sa_bwd_cuda_sm90_d128_tile_k>>(*problem).bytes;
+}
+
+extern "C" sinkattn_status sa_bwd_cuda_sm90_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return launch_dtype<64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>(args, plan, context);
+}
+
+extern "C" sinkattn_status sa_bwd_cuda_sm90_d128(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return launch_dtype<128, sa_bwd_cuda_sm90_d128_tile_q, sa_bwd_cuda_sm90_d128_tile_k>(args, plan, context);
+}
+
+} // namespace sa::bwd_sm90

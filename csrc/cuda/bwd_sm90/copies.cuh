@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Shared memory of the general backward's blocks on sm_90, and the threads that fill it and carry dQ away: the loader, and the adders of dQ
+// to the sums over key blocks.
+//
+// Beside what work.cuh asks of it, a kernel's Config says kHalves, kRowHalf, kKeyHalf, kStages, kSums and kMathThreads.
+#pragma once
+
+#include "cuda/bwd_sm90/work.cuh"
+#include "cuda/tile/finite.cuh"
+#include "cuda/tile/wgmma.cuh"
+
+namespace sa::bwd_sm90 {
+
+struct Maps {
+    CUtensorMap q, k, v, dout;
+};
+
+// The one that the block works on: of a kv head.
+struct OwnItem : Item {
+    int kv_head;
+    bool exists;
+};
+
+template <class C> struct Smem {
+    alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalves * C::kKeyHalf];
+    alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalves * C::kRowHalf];
+    alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
+    alignas(128) float dq[C::kSums][C::kTileFloats];
+    RowStats<C> stats[C::kStages];
+    float terms[C::kRows / 32][C::kMathThreads]; // of ds_aux, a thread's own: registers are short
+    int64_t dq_offset[C::kRows];                 // of a tile's rows from its first
+    int token[C::kRows];
+    OwnItem items[2];
+    sa_range seen_by[C::kKeys];     // rows that see each key
+    bool poisoned[C::kKeys], hides; // keys that were not finite; whether some dO was
+    bool finish_alone[C::kSums];    // nothing was added before to the tile to be finished
+    uint64_t item_full[2], item_empty[2], kv_full, kv_empty, rows_full[C::kStages], rows_empty[C::kStages];
+    uint64_t dq_ready[C::kSums], dq_full[C::kSums]; // room for a tile's dQ, or the sum before it; then its dQ, or the sum has been read
+};
+
+// Where a tile's dQ is summed, from the item's last tile to its first: a slot, and how many tiles had it before.
+struct Place {
+    int slot;
+    unsigned generation;
+
+    __device__ __forceinline__ void advance(bool descending, int num_slots) {
+        slot += descending ? 1 : -1;
+        if (slot == num_slots) slot = 0, generation++;
+        if (slot < 0) slot = num_slots - 1, generation--;
+    }
+};
+
+// How many key blocks before this one see the tile: of sinks, and from that of the first row's first key on.
+template <class C> __device__ __forceinline__ int find_turn(const Item &item, const BwdProblem &p, int t) {
+    const int first = t * p.tokens, last = min(first + p.tokens, item.band.q_len) - 1;
+    const int begin = sa_row_band(&item.band, first).begin, end = sa_row_band(&item.band, last).end;
+    const int sinks = (min(min(item.band.num_sink, end), begin) + C::kKeys - 1) / C::kKeys, block = item.key / C::kKeys;
+    return block < sinks ? block : sinks + block - max(begin / C::kKeys, sinks);
+}
+
+__device__ __forceinline__ unsigned long long turn_value(unsigned generation, unsigned turn) {
+    return static_cast<unsigned long long>(generation) << 32 | turn;
+}
+
+__device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, unsigned long long value) {
+    while (load_acquire(turns) != value) {
+    }
+    async_fence_global(); // the slot is touched by copies alone
+}
+
+template <class C>
+__device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p,
+                                           const BwdBuffers &buffers) {
+    const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
+    const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item); // items of a kv head
+    // The blocks of a window meet a tile of rows so far apart that it would leave the L2 cache anyway, and push slots out.
+    const uint64_t policy = evict_first();
+    const auto load = [&](void *to, const CUtensorMap *map, uint64_t *full, int half, int head, int row, int batch) {
+        if (p.is_local)
+            tensor_load(to, map, full, 64 * half, head, row, batch, policy);
+        else
+            tensor_load(to, map, full, 64 * half, head, row, batch);
+    };
+    Ring<C::kStages> ring;
+    for (Ring<2> items;; items.n++) {
+        OwnItem &item = smem.items[items.place()];
+        uint64_t *item_full = &smem.item_full[items.place()];
+        barrier_wait(&smem.item_empty[items.place()], items.phase() ^ 1);
+        async_fence();
+        const uint32_t n = atomicAdd(buffers.counter, 1u);
+        item.exists = n < all * static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
+        if (!item.exists) return barrier_arrive(item_full);
+        const int head = static_cast<int>(n / all);
+        item.kv_head = head;
+        barrier_arrive_expect(item_full, sizeof(Item));
+        bulk_load(&item, buffers.items + n % all, sizeof(Item), item_full);
+        barrier_wait(&smem.kv_empty, (items.n & 1) ^ 1);
+        barrier_wait(item_full, items.phase());
+        barrier_arrive_expect(&smem.kv_full, 2 * C::kHalves * C::kKeyHalf);
+        for (int half = 0; half < C::kHalves; half++) {
+            load(smem.keys + half * C::kKeyHalf, &maps.k, &smem.kv_full, half, head, item.k_begin + item.key, item.batch);
+            load(smem.values + half * C::kKeyHalf, &maps.v, &smem.kv_full, half, head, item.k_begin + item.key, item.batch);
+        }
+        for (int t = item.end - 1; t >= item.begin; t--, ring.n++) {
+            uint64_t *full = &smem.rows_full[ring.place()];
+            barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
+            barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
+            const int row = item.q_begin + t * p.tokens;
+            for (int half = 0; half < C::kHalves; half++) {
+                load(smem.queries[ring.place()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
+                load(smem.douts[ring.place()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
+            }
+            const int tile = item.first_tile + head * item.num_tiles + t;
+            bulk_load(&smem.stats[ring.place()], buffers.stats + static_cast<int64_t>(tile) * (stats_bytes / 4), stats_bytes, full);
+        }
+    }
+}
+
+// One of kSums threads, each with every kSums-th tile: while the addition of one is on its way, the next is begun.
+template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
+    const int num_slots = static_cast<int>(p.num_slots);
+    float *dq = smem.dq[nth];
+    uint32_t use = 0; // of dq
+    int skip = nth;   // tiles until the next of this thread
+    for (Ring<2> items;; items.n++) {
+        const OwnItem &item = smem.items[items.place()];
+        barrier_wait(&smem.item_full[items.place()], items.phase());
+        if (!item.exists) return;
+        const auto first = static_cast<unsigned>(item.first_place + item.kv_head * item.num_places);
+        Place place = {static_cast<int>(first % num_slots), first / num_slots};
+        for (int t = item.end - 1; t >= item.begin; t--, place.advance(item.descending, num_slots)) {
+            if (skip-- > 0) continue;
+            skip = C::kSums - 1;
+            const int turn = find_turn<C>(item, p, t);
+            unsigned long long *turns = buffers.turns + place.slot, value = turn_value(place.generation, turn);
+            float *slot = buffers.slots + static_cast<int64_t>(place.slot) * C::kTileFloats;
+            if (t < item.finish_end) {
+                wait_for_turn(turns, value);
+                smem.finish_alone[nth] = turn == 0;
+                if (turn == 0) {
+                    barrier_arrive(&smem.dq_ready[nth]);
+                } else {
+                    barrier_arrive_expect(&smem.dq_ready[nth], C::kTileFloats * sizeof(float));
+                    bulk_load(dq, slot, C::kTileFloats * sizeof(float), &smem.dq_ready[nth]);
+                }
+                barrier_wait(&smem.dq_full[nth], use++ & 1); // the slot has been read
+                store_release(turns, turn_value(place.generation + 1, 0));
+            } else {
+                barrier_arrive(&smem.dq_ready[nth]);
+                wait_for_turn(turns, value);
+                barrier_wait(&smem.dq_full[nth], use++ & 1);
+                if (turn == 0)
+                    bulk_store(slot, dq, C::kTileFloats * sizeof(float));
+                else
+                    bulk_add(slot, dq, C::kTileFloats * sizeof(float));
+                store_commit();
+                store_wait();
+                store_release(turns, value + 1);
+            }
+        }
+        barrier_arrive(&smem.item_empty[items.place()]);
+    }
+}
+
+} // namespace sa::bwd_sm90

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the math threads of the general backward on sm_90 do between products: values that are not finite, masks, P and dS, terms of ds_aux,
+// and what leaves: dq of a tile that no later key block meets, dk, dv and the terms of an item.
+#pragma once
+
+#include "cuda/bwd_sm90/copies.cuh"
+#include "cuda/tile/finite.cuh"
+#include "cuda/tile/wgmma.cuh"
+
+namespace sa::bwd_sm90 {
+
+// A thread's two of 64 rows of an accumulator.
+__device__ __forceinline__ int thread_row(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+
+// Values of rows that are not finite become 0, and bad(row) is called.
+template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void zero_rows(unsigned char *tile, const Bad &bad) {
+    for (int x = computed_here(threadIdx.x - 128); x < C::kHalves * kHalfBytes / 16; x += C::kMathThreads)
+        if (zero_unfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
+}
+
+template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const Item &item) {
+    const int i = threadIdx.x - 128, key = item.key + i;
+    if (i < C::kKeys) {
+        smem.seen_by[i] = key < item.band.k_len ? sa_keys_rows(&item.band, {key, key + 1}) : sa_range{0, 0};
+        smem.poisoned[i] = false;
+    }
+    if (i == 0) smem.hides = false;
+    bar_sync<C::kMathThreads>(1);
+    zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
+        smem.poisoned[key] = true;
+        *reinterpret_cast<uint16_t *>(smem.values + key * kRowBytes + ((key & 7) << 4)) = 0x7fff;
+        async_fence(); // here alone: it waits for the stores of the item before
+    });
+    bar_sync<C::kMathThreads>(1);
+}
+
+// A row of Q or dO that is not finite makes a column of S or dP that is not, whatever the keys: one of the thread's two tells.
+template <class C> __device__ __forceinline__ bool any_unfinite(const float (&s)[C::kRows / 2], const float (&dp)[C::kRows / 2]) {
+    float zero = 0.0f;
+#pragma unroll
+    for (int n = 0; n < C::kRows / 8; n++)
+#pragma unroll
+        for (int i = 4 * n; i < 4 * n + 2; i++) zero = fmaf(s[i], 0.0f, fmaf(dp[i], 0.0f, zero));
+    return bar_any<C::kMathThreads>(1, zero != 0.0f);
+}
+
+// dS gets what was in dO from g - delta, dV at the end of the item.
+template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage) {
+    zero_rows<C, C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
+    zero_rows<C, C::kRowHalf>(smem.douts[stage], [&](int) { smem.hides = true; });
+    async_fence();
+    bar_sync<C::kMathThreads>(1);
+}
+
+template <class C> __device__ __forceinline__ void dq_product(float (&dq)[32], uint32_t ds, uint32_t keys) {
+    const uint64_t left = operand(ds, 0), right = operand(keys, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < C::kKeys / 16; step++)
+        wgmma_shared_transposed<typename C::Element>(dq, operand_at(left, step * 16 * kRowBytes), operand_at(right, step * 16 * kRowBytes),
+                                                     step > 0);
+    wgmma_commit();
+}
+
+// Which of a thread's columns of a tile its two keys see: a bit each, columns 8 n and 8 n + 1 after its first at 2 n and 2 n + 1.
+struct Seen {
+    uint32_t bits[2];
+
+    __device__ __forceinline__ bool operator()(int r, int column) const { return bits[r] >> (column / 4 + column % 2) & 1; }
+};
+
+template <class C> __device__ __forceinline__ Seen find_seen(const Smem<C> &smem, const BwdProblem &p, int math_group, int t) {
+    const auto bits_before = [&](int token) {
+        const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4),
+                  count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
+        return count < 32 ? (1u << count) - 1 : ~0u;
+    };
+    const auto bits = [&](const sa_range &rows) { return bits_before(rows.end) & ~bits_before(rows.begin); };
+    const sa_range *seen_by = smem.seen_by + 64 * math_group + thread_row(0);
+    return {{bits(seen_by[0]), bits(seen_by[8])}};
+}
+
+template <class C, bool kMasked>
+__device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const RowStats<C> &stats, const Seen &seen, float scale_log2) {
+    const int column = 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int n = 0; n < C::kRows / 8; n++) {
+        const float2 lse = *reinterpret_cast<const float2 *>(&stats.lse[8 * n + column]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float p = exp2_approx(fmaf(s[4 * n + i], scale_log2, i % 2 ? -lse.y : -lse.x));
+            s[4 * n + i] = !kMasked || seen(i / 2, 8 * n + i % 2) ? p : 0.0f;
+        }
+    }
+}
+
+enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
+
+// Of p_sink dS, a thread keeps sums over its columns. Where heads repeat with 8 columns they are of two heads; for any other group lanes
+// share the columns, and each has one of 32.
+template <class C, TermsOf kTerms> constexpr int kTermSums = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kRows / 32;
+
+__device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2; }
+
+// Of columns 8 n and 8 n + 1 after the lane's first, at 2 n and 2 n + 1: the sum over lanes of lane_column().
+__device__ __forceinline__ float sum_column(float (&columns)[8]) {
+#pragma unroll
+    for (int kept = 4; kept > 0; kept /= 2) {
+        const bool upper = threadIdx.x & 4 * kept;
+#pragma unroll
+        for (int i = 0; i < kept; i++) {
+            const float got = __shfl_xor_sync(0xffffffffu, upper ? columns[i] : columns[i + kept], 4 * kept);
+            columns[i] = (upper ? columns[i + kept] : columns[i]) + got;
+        }
+    }
+    return columns[0];
+}
+
+// dp becomes dS.
+template <class C, bool kMasked, TermsOf kTerms>
+__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], float *terms, const RowStats<C> &stats,
+                                        const Seen &seen) {
+    const int column = 2 * (threadIdx.x % 4);
+    float of_tile[2] = {0.0f, 0.0f}, columns[8];
+#pragma unroll
+    for (int n = 0; n < C::kRows / 8; n++) {
+        const float2 bias = *reinterpret_cast<const float2 *>(&stats.bias[8 * n + column]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float &x = dp[4 * n + i];
+            x = !kMasked || seen(i / 2, 8 * n + i % 2) ? p[4 * n + i] * (x + (i % 2 ? bias.y : bias.x)) : 0.0f;
+        }
+        if (kTerms == kNoTerms) continue;
+        const float even = dp[4 * n] + dp[4 * n + 2], odd = dp[4 * n + 1] + dp[4 * n + 3];
+        if (kTerms == kTermsOf8) {
+            const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
+            of_tile[0] = fmaf(p_sink.x, even, of_tile[0]);
+            of_tile[1] = fmaf(p_sink.y, odd, of_tile[1]);
+        } else {
+            columns[2 * n % 8] = even;
+            columns[2 * n % 8 + 1] = odd;
+            if (n % 4 == 3) terms[n / 4 * C::kMathThreads] += stats.p_sink[n / 4 * 32 + lane_column()] * sum_column(columns);
+        }
+    }
+    if (kTerms == kTermsOf8) {
+        terms[0] += of_tile[0];
+        terms[C::kMathThreads] += of_tile[1];
+    }
+}
+
+template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_group) {
+    const int thread = computed_here(threadIdx.x), key = 64 * math_group + thread % 128 / 32 * 16 + (thread & 15);
+    const uint32_t first = shared_address(smem.ds[0]) + key * kRowBytes + ((thread % 32 >> 4 ^ (key & 7)) << 4);
+#pragma unroll
+    for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4((first ^ 2 * n % 8 << 4) + n / 4 * static_cast<uint32_t>(sizeof smem.ds[0]), ds[n]);
+}
+
+// 8 lines of 16-bit pairs of the thread's row r, as whole chunks: columns column, column + 1 ... of each n, times a factor.
+template <class Element, int kLength>
+__device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength], int r, float factor, int first_column, int64_t head_dim,
+                                          bool is_real) {
+#pragma unroll
+    for (int n = 0; n < kLength / 4; n += 4) {
+        uint32_t x[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            x[c] = pack_halves<Element>(fmaf(d[4 * (n + c) + 2 * r], factor, 0.0f), fmaf(d[4 * (n + c) + 2 * r + 1], factor, 0.0f));
+        quad_transpose(x);
+        const int column = first_column + 8 * (n + threadIdx.x % 4);
+        if (is_real && column < head_dim) *reinterpret_cast<uint4 *>(to + column) = {x[0], x[1], x[2], x[3]};
+    }
+}
+
+// The tile's last part: `before` is what was added until now, and dq leaves.
+template <class C>
+__device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem<C> &smem, const sinkattn_bwd_args &args,
+                                            const BwdProblem &p, const OwnItem &item, int t, int math_group) {
+    const int first = t * p.tokens;
+    auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.kv_head * p.group);
+    if (!smem.finish_alone[sum]) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float4 before = reinterpret_cast<const float4 *>(smem.dq[sum])[(math_group * 8 + i) * 128 + threadIdx.x % 128];
+            dq[4 * i] += before.x;
+            dq[4 * i + 1] += before.y;
+            dq[4 * i + 2] += before.z;
+            dq[4 * i + 3] += before.w;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = (C::kRows == 64 ? 0 : 64 * math_group) + thread_row(r);
+        write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, C::kRows == 64 ? 64 * math_group : 0,
+                                       args.fwd.problem.head_dim, first + smem.token[row] < item.band.q_len);
+    }
+}
+
+// Of each head of the item: what its rows and these keys add to ds_aux.
+template <class C, TermsOf kTerms>
+__device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers,
+                                            const OwnItem &item) {
+    constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kRows;
+    auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
+    auto *own = sums + (threadIdx.x / 32 - 4) * kColumns;
+    bar_sync<C::kMathThreads>(1); // the last dS has been read
+    if constexpr (kTerms == kTermsOf8) {
+        for (int i = 0; i < 2; i++) {
+            float sum = terms[i * C::kMathThreads];
+            for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+            if (threadIdx.x % 32 < 4) own[threadIdx.x % 4 * 2 + i] = sum;
+        }
+    } else {
+        for (int i = 0; i < kColumns / 32; i++) own[32 * i + lane_column()] = terms[i * C::kMathThreads];
+    }
+    bar_sync<C::kMathThreads>(1);
+    const int head = threadIdx.x - 128;
+    if (head >= p.group) return;
+    float sum = 0.0f;
+    for (int warp = 0; warp < C::kMathWarps; warp++)
+        for (int column = head; column < kColumns; column += p.group) sum += sums[warp * kColumns + column];
+    buffers.key_terms[(item.kv_head * p.group + head) * p.num_blocks + item.nth] = -sum;
+}
+
+// What is not finite in dO, in the tiles where it was left out, for the keys that its rows see.
+template <class C>
+__device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
+                                           const BwdProblem &p, const OwnItem &item, int math_group) {
+    const sa_range *seen_by = smem.seen_by + 64 * math_group + thread_row(0);
+#pragma unroll 1
+    for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
+        const int t = n / C::kRows, row = n % C::kRows;
+        const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
+        if ((t >= item.full_begin && t < item.full_end) || token >= item.band.q_len) continue;
+        const int64_t head = item.kv_head * p.group + row % p.group;
+        add_unfinite<typename C::Element>(
+            dv, static_cast<const uint16_t *>(args.dout.data) + sa_offset(&args.dout, item.batch, item.q_begin + token, head),
+            args.fwd.problem.head_dim, [&](int r) { return token >= seen_by[8 * r].begin && token < seen_by[8 * r].end; });
+    }
+}
+
+// dK and dV so far, of the rounds before and of this one; left for the next.
+template <class C>
+__device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdBuffers &buffers,
+                                          const OwnItem &item) {
+    unsigned long long *turns = buffers.carry_turns + item.carry;
+    const auto turn = static_cast<unsigned long long>(item.kv_head) * item.num_rounds + item.nth_round;
+    wait_for_turn(turns, turn);
+    auto *at =
+        reinterpret_cast<float4 *>(buffers.carries + static_cast<int64_t>(item.carry) * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
+    const auto add = [&](float (&d)[C::kHeadDim / 2]) {
+#pragma unroll
+        for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
+            if (item.nth_round > 0) {
+                const float4 sum = __ldcg(at);
+                d[i] += sum.x;
+                d[i + 1] += sum.y;
+                d[i + 2] += sum.z;
+                d[i + 3] += sum.w;
+            }
+            if (item.nth_round < item.num_rounds - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
+        }
+    };
+    add(dk);
+    add(dv);
+    bar_sync<C::kMathThreads>(1);
+    if (threadIdx.x == 128) store_release(turns, turn + 1);
+}
+
+template <class C>
+__device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const float (&poison)[2],
+                                           const sinkattn_bwd_args &args, const BwdProblem &p, const OwnItem &item, int math_group) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int own = 64 * math_group + thread_row(r);
+        const int64_t key = item.key + own;
+        const bool real = key < item.band.k_len;
+        const float added = poison[r];
+        auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
+        if (real) {
+            to_dk += sa_offset(&args.dk, item.batch, item.k_begin + key, item.kv_head);
+            to_dv += sa_offset(&args.dv, item.batch, item.k_begin + key, item.kv_head);
+        }
+        write_row<typename C::Element>(to_dk, dk, r, p.scale + added, 0, args.fwd.problem.head_dim, real);
+        write_row<typename C::Element>(to_dv, dv, r, 1.0f + added, 0, args.fwd.problem.head_dim, real);
+    }
+}
+
+} // namespace sa::bwd_sm90

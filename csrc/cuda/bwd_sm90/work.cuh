@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the general backward of sm_90 prepares for its blocks, and does after them: where each sequence's tiles of rows and key blocks
+// begin, what each key block meets, lse and g - delta of every row, and ds_aux from the terms that tiles and key blocks leave.
+//
+// A kernel's Config says kHeadDim, kRows and kKeys of a tile, kTileFloats of its dQ.
+#pragma once
+
+#include "cuda/ptx/sm80.cuh"
+#include "cuda/work/items.cuh"
+#include "cuda/work/sink_terms.cuh"
+
+namespace sa::bwd_sm90 {
+
+// One sequence, in the order of work; what begins before it, a kv head.
+struct Entry {
+    sa_sequence sequence;
+    int64_t first_tile, first_slot, first_item, first_carry;
+    bool has_sink;
+};
+
+// A key block of a kv head, once a round, and the tiles of rows that see some of it.
+struct alignas(16) Item {
+    int batch, q_begin, k_begin; // of the sequence
+    sa_band band;
+    int key;
+    int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
+    int finish_end;                       // tiles before it have no later key block
+    int first_tile, num_tiles;            // of the sequence: before its first kv head, and a kv head
+    int first_place, num_places;          // of the last tile in the first kv head; a kv head of all sequences
+    int descending;                       // or not; no byte of an item is left unwritten, since it is copied whole
+    int num_rounds, nth_round;            // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
+    int carry, nth;                       // places among what is carried over, and among the items of a kv head
+};
+
+struct BwdProblem {
+    int64_t num_entries, num_slots, num_carries;
+    bool is_local;     // a window, of whose tiles each item's fit the slots
+    int group, tokens; // heads and tokens of a tile of rows
+    float scale, scale_log2;
+    int64_t num_tiles, num_blocks; // of a kv head, at most; a key block once a round
+};
+
+struct BwdBuffers {
+    Entry *entries;    // num_entries, and where the last ends
+    Item *items;       // of a kv head
+    unsigned *counter; // of items
+    unsigned long long *turns, *carry_turns;
+    float *stats; // RowStats of each tile
+    float *slots, *carries;
+    float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_blocks]; NULL where it is not wanted
+};
+
+// lse in log2 units, 0 where there is nothing to normalise; g - delta; p_sink, there and read with ds_aux alone.
+template <class C> struct alignas(16) RowStats {
+    float lse[C::kRows], bias[C::kRows], p_sink[C::kRows];
+};
+template <class C> __host__ __device__ constexpr int stats_length(bool has_p_sink) { return (has_p_sink ? 3 : 2) * C::kRows; }
+
+__device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }
+
+// Tiles of rows before the first row that sees a key.
+__device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, const sa_band &band, int tokens) {
+    const int64_t row = sa_first_seeing_row(&band);
+    return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
+}
+
+// A tile's slot is free when the tile so many places before is finished, by an item before: a sequence of more tiles comes in rounds, later
+// tiles first, but for a window, where that holds anyway. Rounds are the same in a pack, as dK and dV are summed over them.
+// A window of 4096 keys has 44 MiB of tiles in use; at head_dim 64 statistics leave no room for that.
+constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 19 << 20;
+template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
+template <class C> constexpr int64_t kLocalTiles = (C::kHeadDim == 64 ? kSlotsBytes : 44 << 20) / (4 * C::kTileFloats);
+template <class C> constexpr int64_t kRoundTiles = kRoundBytes / (4 * C::kTileFloats);
+
+template <class C> __device__ __forceinline__ int64_t num_rounds_of(int64_t tiles, const BwdProblem &p) {
+    return p.is_local || tiles <= kMostTiles<C> ? 1 : sa_ceil_div(tiles, kRoundTiles<C>);
+}
+
+// ---- table ----
+
+template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const T before = __shfl_up_sync(0xffffffffu, x, distance);
+        if (static_cast<int>(threadIdx.x % 32) >= distance) x = join(x, before);
+    }
+    return x;
+}
+
+constexpr int kTableThreads = 1024;
+
+// Long sequences come first, so that no block is left with one at the end. More sequences than threads stay in their order.
+__device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (&places)[kTableThreads]) {
+    __shared__ int64_t lengths[kTableThreads];
+    const int b = threadIdx.x, batch = static_cast<int>(sa_min(args.problem.batch, kTableThreads));
+    if (b < batch) lengths[b] = rows_before(args, b + 1) - rows_before(args, b);
+    __syncthreads();
+    int place = 0;
+    for (int x = 0; x < batch && b < batch; x++) place += lengths[x] > lengths[b] || (lengths[x] == lengths[b] && x < b);
+    places[b] = place;
+    __syncthreads();
+}
+
+template <class C>
+__global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,
+                                                              BwdBuffers buffers, unsigned *error_word) {
+    check_lengths(args.fwd, error_word);
+    const sinkattn_problem &problem = args.fwd.problem;
+    for (int64_t i = threadIdx.x; i < p.num_slots; i += blockDim.x) buffers.turns[i] = 0;
+    for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
+    __shared__ int places[kTableThreads];
+    const bool sorts = problem.packed && problem.batch <= kTableThreads;
+    if (sorts) find_places(args.fwd, places);
+    if (threadIdx.x >= 32) return;
+    if (threadIdx.x == 0) *buffers.counter = 0;
+    const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
+    const auto sum = [](int64_t a, int64_t b) { return a + b; };
+    const auto last = [](int64_t x) { return __shfl_sync(0xffffffffu, x, 31); };
+    int64_t q_end = 0, k_end = 0;
+    for (int64_t base = 0; base <= p.num_entries; base += 32) {
+        const int64_t b = base + threadIdx.x;
+        Entry entry = {};
+        if (problem.packed) { // offsets that decrease are raised: sequences are disjoint, whatever the offsets hold
+            const int64_t x = sa_min(b + 1, problem.batch), q = b < problem.batch ? args.fwd.cu_seqlens_q[x] : problem.q_len,
+                          k = b < problem.batch ? args.fwd.cu_seqlens_k[x] : problem.k_len;
+            const int64_t q_top = sa_max(q_end, warp_scan(sa_clamp(q, 0, problem.q_len), most)),
+                          k_top = sa_max(k_end, warp_scan(sa_clamp(k, 0, problem.k_len), most));
+            int64_t q_before = __shfl_up_sync(0xffffffffu, q_top, 1), k_before = __shfl_up_sync(0xffffffffu, k_top, 1);
+            if (threadIdx.x == 0) q_before = q_end, k_before = k_end;
+            entry.sequence = {0, q_before, q_top - q_before, k_before, k_top - k_before};
+            q_end = last(q_top);
+            k_end = last(k_top);
+        } else if (b < problem.batch) {
+            entry.sequence = sa_sequence_at(&args.fwd, b);
+        }
+        entry.has_sink = args.fwd.s_aux && b < problem.batch;
+        if (b > p.num_entries - 1) entry.sequence = {};
+        if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
+    }
+    __syncwarp();
+    int64_t tiles = 0, slots = 0, items = 0, carries = 0;
+    for (int64_t base = 0; base <= p.num_entries; base += 32) {
+        const int64_t b = base + threadIdx.x;
+        Entry entry = {};
+        if (b <= p.num_entries) entry = buffers.entries[b];
+        const bool is_tail = b >= problem.batch; // its rows see no keys, its keys are seen by none
+        sa_sequence seen = entry.sequence;
+        if (is_tail) seen.k_len = 0;
+        const sa_band band = sa_band_of(&problem.mask, seen.q_len, seen.k_len);
+        const int64_t own_tiles = num_tiles_of(seen, p.tokens), own_slots = own_tiles - num_blind_tiles(seen, band, p.tokens),
+                      own_blocks = sa_ceil_div(entry.sequence.k_len, C::kKeys), own_rounds = is_tail ? 1 : num_rounds_of<C>(own_tiles, p),
+                      own_items = own_blocks * own_rounds, own_carries = own_rounds > 1 ? own_blocks : 0;
+        const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), slots_to = slots + warp_scan(own_slots, sum),
+                      items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
+        entry.first_tile = tiles_to - own_tiles;
+        entry.first_slot = slots_to - own_slots;
+        entry.first_item = items_to - own_items;
+        entry.first_carry = carries_to - own_carries;
+        if (b <= p.num_entries) buffers.entries[b] = entry;
+        tiles = last(tiles_to);
+        slots = last(slots_to);
+        items = last(items_to);
+        carries = last(carries_to);
+    }
+}
+
+// The last entry whose `first` is at most n, a kv head; num_entries past the end.
+__device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_entries, int64_t Entry::*first, int64_t n) {
+    int64_t low = 0, high = num_entries + 1;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (entries[middle].*first <= n)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// ---- items ----
+
+template <class C>
+__device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t n) {
+    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n);
+    if (e >= p.num_entries) return;
+    const Entry &entry = buffers.entries[e];
+    const sa_sequence sequence = entry.sequence;
+    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
+    const int blocks = static_cast<int>(sa_ceil_div(sequence.k_len, C::kKeys)), local = static_cast<int>(n - entry.first_item),
+              block = local % blocks, tiles = static_cast<int>(num_tiles_of(sequence, p.tokens));
+    const sa_band band = sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
+    Item item = {};
+    item.batch = static_cast<int>(sequence.batch);
+    item.q_begin = static_cast<int>(sequence.q_begin);
+    item.k_begin = static_cast<int>(sequence.k_begin);
+    item.band = band;
+    item.key = block * C::kKeys;
+    item.num_rounds = is_tail ? 1 : static_cast<int>(num_rounds_of<C>(tiles, p));
+    item.nth_round = local / blocks;
+    item.carry = static_cast<int>(entry.first_carry) + block;
+    item.nth = static_cast<int>(n);
+    const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)}, rows = sa_keys_rows(&band, keys);
+    if (rows.begin < rows.end) {
+        const int first = (item.num_rounds - 1 - item.nth_round) * static_cast<int>(kRoundTiles<C>),
+                  past = item.num_rounds == 1 ? tiles : first + static_cast<int>(kRoundTiles<C>);
+        item.begin = max(rows.begin / p.tokens, first);
+        item.end = min((rows.end + p.tokens - 1) / p.tokens, past);
+    }
+    if (item.begin >= item.end) item.begin = item.end = 0;
+    const int blind = static_cast<int>(num_blind_tiles(sequence, band, p.tokens)), slots = tiles - blind;
+    const Entry &end = buffers.entries[p.num_entries];
+    item.first_tile = static_cast<int>(args.fwd.problem.num_kv_heads * entry.first_tile);
+    item.num_tiles = tiles;
+    item.descending = !p.is_local;
+    item.first_place = static_cast<int>(entry.first_slot) + (item.descending ? tiles - item.end : item.end - 1 - blind);
+    item.num_places = static_cast<int>(end.first_slot);
+    const int reach = sa_last_row_before(&band, keys.end - 1); // the last row whose last key lies here or before
+    item.finish_end = keys.end == band.k_len || reach >= band.q_len - 1 ? item.end : max(reach + 1, 0) / p.tokens;
+    if (keys.end - keys.begin == C::kKeys) {
+        // The last key is seen latest; the first beyond the sink tokens is lost from sight first.
+        const sa_position_t past_sink = sa_within(band.num_sink, keys.begin, keys.end - 1);
+        item.full_begin = (sa_keys_rows(&band, {keys.end - 1, keys.end}).begin + p.tokens - 1) / p.tokens;
+        item.full_end = sa_keys_rows(&band, {past_sink, past_sink + 1}).end / p.tokens;
+    }
+    buffers.items[n] = item;
+}
+
+// ---- rows ----
+
+// The terms of one head among a tile's rows.
+__device__ __forceinline__ float sum_head(const float *terms, const BwdProblem &p, int head) {
+    float sum = 0.0f;
+    for (int row = head; row < p.tokens * p.group; row += p.group) sum += terms[row];
+    return sum;
+}
+
+// Blocks of neighbouring heads are neighbours, as their rows are in memory. The last blocks write items.
+template <class C>
+__global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
+    constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
+    __shared__ float deltas[C::kRows], terms[C::kRows];
+    const auto heads = static_cast<int>(args.fwd.problem.num_kv_heads), n = static_cast<int>(blockIdx.x), nth_tile = n / heads,
+               kv_head = n - nth_tile * heads;
+    if (nth_tile >= p.num_tiles) return write_item<C>(args, p, buffers, (n - p.num_tiles * heads) * 128 + threadIdx.x);
+    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile);
+    if (e >= p.num_entries) return;
+    const Entry &entry = buffers.entries[e];
+    const sa_sequence sequence = entry.sequence;
+    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
+    const int t = nth_tile - static_cast<int>(entry.first_tile), first = t * p.tokens,
+              rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
+    const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
+    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens), has_sink = buffers.row_terms && entry.has_sink;
+    // What is read of a row first is there when its p_sink is computed, which the longer reads hide.
+    const int row = threadIdx.x, token = row / p.group, first_head = kv_head * p.group, head = first_head + row - token * p.group;
+    float found = 0.0f, g = 0.0f;
+    double s_aux = 0.0;
+    if (row < rows) {
+        const int64_t at = sa_row_index(&args.fwd.problem, &sequence, head, first + token);
+        found = static_cast<const float *>(args.fwd.lse)[at];
+        if (args.dlse) g = static_cast<const float *>(args.dlse)[at];
+        if (has_sink) s_aux = sa_s_aux(&args.fwd, head);
+    }
+    const int lane_row = threadIdx.x / kLanes, column = threadIdx.x % kLanes * 8, step_tokens = kStep / p.group,
+              step_heads = kStep - step_tokens * p.group;
+    int own_token = lane_row / p.group, own_head = lane_row - own_token * p.group; // of the next row
+    float p_sink = 0.0f;
+    constexpr int kBatch = kSteps / 2; // loads of a thread at a time
+#pragma unroll
+    for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
+        uint4 out[kBatch] = {}, dout[kBatch] = {};
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) {
+            const auto offset = [&](const sinkattn_tensor &tensor) {
+                return sa_offset(&tensor, sequence.batch, sequence.q_begin + first + own_token, first_head + own_head) + column;
+            };
+            if ((first_step + i) * kStep + lane_row < rows && column < args.fwd.problem.head_dim) {
+                out[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out));
+                dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout));
+                if (blind) *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq)) = uint4{0, 0, 0, 0};
+            }
+            own_token += step_tokens;
+            own_head += step_heads;
+            if (own_head >= p.group) own_head -= p.group, own_token++;
+        }
+        if (first_step == 0 && has_sink && row < rows) p_sink = static_cast<float>(sa_exp_minus(s_aux, found));
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) {
+            float delta = dot<typename C::Element>(out[i], dout[i]);
+#pragma unroll
+            for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
+            if (threadIdx.x % kLanes == 0) deltas[(first_step + i) * kStep + lane_row] = delta;
+        }
+    }
+    __syncthreads();
+    const bool is_dead = found == -INFINITY;
+    float lse = 0.0f, bias = 0.0f, term = 0.0f;
+    if (row < rows) {
+        lse = is_dead ? 0.0f : found * kLog2e;
+        bias = g - deltas[row];
+        // p_sink (g - sum_j P dP), of which - p_sink sum_j dS is added where dS is; 1 - p_sink is sum_j P.
+        if (has_sink) term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
+    }
+    const int64_t tile = heads * entry.first_tile + kv_head * num_tiles_of(sequence, p.tokens) + t;
+    float *stats = buffers.stats + tile * stats_length<C>(buffers.row_terms);
+    if (row < C::kRows) {
+        stats[row] = lse;
+        stats[C::kRows + row] = bias;
+    }
+    if (!buffers.row_terms) return;
+    if (row < C::kRows) {
+        stats[2 * C::kRows + row] = p_sink;
+        terms[row] = term;
+    }
+    __syncthreads();
+    if (row < p.group) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = sum_head(terms, p, row);
+}
+
+// ---- sink ----
+
+// ds_aux: a block owns a head, and adds its terms in an order that sizes alone decide.
+static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,
+                                                                   BwdBuffers buffers) {
+    __shared__ double sums[kSinkThreads / 32];
+    const int64_t head = blockIdx.x;
+    const Entry &end = buffers.entries[p.num_entries];
+    double sum = 0.0;
+    for (int64_t i = threadIdx.x; i < end.first_tile; i += kSinkThreads) sum += buffers.row_terms[head * p.num_tiles + i];
+    for (int64_t i = threadIdx.x; i < end.first_item; i += kSinkThreads) sum += buffers.key_terms[head * p.num_blocks + i];
+    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int warp = 1; warp < kSinkThreads / 32; warp++) sum += sums[warp];
+    sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
+}
+
+// ---- the workspace ----
+
+struct BwdSizes {
+    int64_t entries, tiles, blocks, slots, carries, entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at,
+        row_terms_at, key_terms_at, bytes;
+    bool is_local;
+};
+
+template <class C> BwdSizes sizes_of(const sinkattn_problem &problem) {
+    const int64_t group = problem.num_q_heads / problem.num_kv_heads, tokens = C::kRows / group, tile_bytes = C::kTileFloats * 4;
+    const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
+    const int64_t longest = sa_ceil_div(problem.q_len, tokens);
+    BwdSizes sizes;
+    sizes.entries = problem.batch + problem.packed;
+    sizes.tiles = (problem.packed ? problem.q_len / tokens + problem.batch + 1 : problem.batch * longest) * problem.num_kv_heads;
+    sizes.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
+                     sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
+    const bool has_rounds = !sizes.is_local && longest > kMostTiles<C>;
+    sizes.slots = sa_min(sizes.tiles, problem.packed   ? kPackedSlotsBytes / tile_bytes
+                                      : sizes.is_local ? kLocalTiles<C>
+                                      : has_rounds     ? kRoundTiles<C>
+                                                       : kMostTiles<C>);
+    sizes.carries = !has_rounds      ? 0
+                    : problem.packed ? problem.k_len / C::kKeys + longest / kMostTiles<C> + 1
+                                     : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
+    sizes.blocks = (problem.packed ? problem.k_len / C::kKeys + sizes.entries : problem.batch * sa_ceil_div(problem.k_len, C::kKeys)) *
+                   (has_rounds ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
+    int64_t at = 0;
+    const auto take = [&](int64_t bytes) {
+        const int64_t from = at;
+        at = sa_ceil_div(at + bytes, 128) * 128;
+        return from;
+    };
+    sizes.entries_at = take((sizes.entries + 1) * static_cast<int64_t>(sizeof(Entry)));
+    sizes.items_at = take(sizes.blocks * static_cast<int64_t>(sizeof(Item)));
+    sizes.turns_at = take((sizes.slots + 1) * 8);
+    sizes.carry_turns_at = take(sizes.carries * 8);
+    sizes.stats_at = take(sizes.tiles * stats_length<C>(problem.s_aux_dtype) * 4);
+    sizes.slots_at = take(sizes.slots * tile_bytes);
+    sizes.carries_at = take(sizes.carries * 2 * C::kKeys * C::kHeadDim * 4);
+    sizes.row_terms_at = take(problem.s_aux_dtype ? group * sizes.tiles * 4 : 0);
+    sizes.key_terms_at = take(problem.s_aux_dtype ? problem.num_q_heads * sizes.blocks * 4 : 0);
+    sizes.bytes = at + 127;
+    return sizes;
+}
+
+} // namespace sa::bwd_sm90

@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The row group of the windowed backward on sm_90, and the shared memory that it has with the math groups: one warp fetches steps and keys,
+// two prepare rows and values that are not finite, all four sum dQ, which goes out by bulk copies.
+#pragma once
+
+#include "cuda/bwd_window_sm90/walk.cuh"
+#include "cuda/tile/finite.cuh"
+#include "cuda/tile/mma.cuh"
+#include "cuda/tile/wgmma.cuh"
+
+namespace sa::bwd_window_sm90 {
+
+constexpr int kThreads = 128 * (kGroups + 1), kWarps = 4 * kGroups; // of the math groups
+constexpr int kPreparers = 96, kRowWarps = 2;                       // threads of the row group but for the producer; warps that have rows
+constexpr int kStages = 4, kSlots = 4, kTileBytes = 64 * kRowBytes, kBlockBytes = 16 * kRowBytes;
+constexpr int kHeads = 64;              // of a group, at most
+constexpr int kNoToken = INT32_MAX / 2; // sees no key
+
+template <class Element_, bool kSums_, bool kHide_> struct Config {
+    using Element = Element_;
+    static constexpr bool kSums = kSums_; // for ds_aux
+    static constexpr bool kHide = kHide_; // values that are not finite
+};
+
+struct Smem {
+    alignas(1024) unsigned char q[kStages][kTileBytes], dout[kStages][kTileBytes], out[kStages][kTileBytes];
+    unsigned char k[kSlots][kTileBytes], v[kSlots][kTileBytes]; // v lies behind k
+    unsigned char ds[2][kGroups][kTileBytes];                   // the oldest group's first
+    float lse[kStages][kRows], g[kStages][kRows];
+    alignas(16) float2 bias[kStages][kRows]; // g - delta, p_sink
+    int token[kStages][kRows];
+    uint32_t bad_rows[kStages][kRows], bad_dout[kStages][kRows][2]; // q or dO is not finite, which columns of dO
+    uint32_t bad_keys[kSlots][kKeys];                               // bit 0: K is not finite, bit 1: V
+    // Of a head: - sum of p_sink P dP by the math warps, of p_sink g by the row warps.
+    float sums[kWarps][kHeads], terms[4][kRowWarps][kHeads];
+    Step steps[kStages];
+    Walk walk;
+    uint64_t full[kStages], ready[kStages], empty[kStages], ds_full[2];
+    union {
+        int64_t scan[kThreads / 32];
+        double sink_sums[kThreads / 32];
+    };
+    int unfinite;
+};
+
+struct Maps {
+    CUtensorMap q, dout, out, k, v, dq;
+};
+
+struct Problem : WalkShape {
+    float scale, scale_log2;
+    unsigned *redo; // of each block: its range must be done again; behind them, how many of the second launch's are through, if any must
+    float *sums;    // [num_q_heads][blocks * warps]
+};
+
+// Steps up to `limit` on their way, by one warp. The keys of group m - 4 are gone, and those of m may come, when `finished`, the newest
+// group whose steps all have their dQ, is m - 2. False once there are no more steps.
+__device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, uint32_t &made,
+                                        uint32_t limit, int finished) {
+    const int lane = threadIdx.x % 32;
+    while (made <= limit) {
+        const int stage = made % kStages;
+        uint64_t *full = &smem.full[stage];
+        Step step;
+        step.flags = 0;
+        if (made > 0 && next_tokens(step, smem.steps[(made - 1) % kStages], p)) {
+            barrier_wait(&smem.empty[stage], (made / kStages & 1) ^ 1);
+            if (lane == 0) smem.steps[stage] = step;
+            __syncwarp();
+        } else {
+            if (next_newest(smem.walk) > finished + 2) return true;
+            barrier_wait(&smem.empty[stage], (made / kStages & 1) ^ 1);
+            __syncwarp();
+            if (lane == 0) next_heads(smem.steps[stage], smem.walk, args.fwd, p);
+            __syncwarp();
+            step = smem.steps[stage];
+        }
+        made++;
+        const bool exists = step.flags & kExists;
+        if (lane == 0 && exists) {
+            store_wait_read<1>(); // dQ of the step before last, which lay where out comes
+            barrier_arrive_expect(full, (3 + 2 * __popc(step.loaded())) * kTileBytes);
+            tensor_load(smem.q[stage], &maps.q, full, 0, step.head, step.row, step.batch);
+            tensor_load(smem.dout[stage], &maps.dout, full, 0, step.head, step.row, step.batch);
+            tensor_load(smem.out[stage], &maps.out, full, 0, step.head, step.row, step.batch);
+#pragma unroll 1
+            for (int r = kGroups - 1; r >= 0 && step.loaded(); r--) {
+                if (!(step.loaded() >> r & 1)) continue;
+                const int slot = (step.newest - r) % kSlots, key = step.key - r * kKeys;
+                tensor_load(smem.k[slot], &maps.k, full, 0, step.kv_head, key, step.batch);
+                tensor_load(smem.v[slot], &maps.v, full, 0, step.kv_head, key, step.batch);
+            }
+        } else if (lane == 0) {
+            barrier_arrive(full);
+        }
+        const int token = lane >> p.head_shift, head = lane & ((1 << p.head_shift) - 1);
+        const int64_t at = (static_cast<int64_t>(step.batch) * args.fwd.problem.num_q_heads + step.head + head) * args.fwd.problem.q_len +
+                           step.row + token;
+#pragma unroll
+        for (int i = 0; i < kRows; i += 32) {
+            const int here = token + (i >> p.head_shift);
+            const bool real = exists && step.token + here >= step.begin && step.token + here < step.end;
+            const int64_t from = real ? at + (i >> p.head_shift) : 0;
+            cp_async_4(shared_address(&smem.lse[stage][lane + i]), static_cast<const float *>(args.fwd.lse) + from, real);
+            if (args.dlse) cp_async_4(shared_address(&smem.g[stage][lane + i]), static_cast<const float *>(args.dlse) + from, real);
+        }
+        barrier_arrive_copied(full);
+        if (!exists) return false;
+    }
+    return true;
+}
+
+// Zeroes what is not finite among the 8 elements at `chunk`; a bit for each of them.
+template <class Element> __device__ __forceinline__ uint32_t zero_chunk(unsigned char *chunk) {
+    auto *each = reinterpret_cast<uint16_t *>(chunk);
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int i = 0; i < 8; i++) {
+        if ((each[i] & kExponent<Element>) != kExponent<Element>) continue;
+        each[i] = 0;
+        found |= 1u << i;
+    }
+    return found;
+}
+
+__device__ __forceinline__ int chunk_at(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
+
+// Half a key at a time: zeros past the sequence, since a masked pair's dS times K must be zero.
+template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int slot, int num_keys) {
+#pragma unroll 1
+    for (int i = threadIdx.x - 32; i < 2 * kKeys; i += kPreparers) {
+        const int key = i / 2, half = i % 2;
+        bool found = false;
+        uint32_t bad_k = 0, bad_v = 0;
+#pragma unroll
+        for (int c = 4 * half; c < 4 * half + 4; c++) {
+            auto *chunk = reinterpret_cast<uint4 *>(smem.k[slot] + chunk_at(key, c));
+            const uint4 x = *chunk;
+            if (key >= num_keys) {
+                *chunk = {};
+            } else if (unfinite<typename C::Element>(x.x) || unfinite<typename C::Element>(x.y) || unfinite<typename C::Element>(x.z) ||
+                       unfinite<typename C::Element>(x.w)) {
+                found = true;
+            }
+            if (C::kHide) {
+                bad_k |= zero_chunk<typename C::Element>(smem.k[slot] + chunk_at(key, c));
+                bad_v |= zero_chunk<typename C::Element>(smem.v[slot] + chunk_at(key, c));
+            }
+        }
+        if (found && !C::kHide) smem.unfinite = 1;
+        if (C::kHide) {
+            const uint32_t bad = (bad_k ? 1 : 0) | (bad_v ? 2 : 0), both = bad | __shfl_xor_sync(0xffffffffu, bad, 1);
+            if (half == 0) smem.bad_keys[slot][key] = both;
+        }
+    }
+}
+
+// s_aux of the thread's row, found anew when its head is another.
+struct Sink {
+    int head = -1;
+    float value = -INFINITY;
+};
+
+// Rows that do not exist to zeros, and what is not finite, by the thread of the row.
+template <class C> __device__ __forceinline__ void clean_row(Smem &smem, int stage, int row, bool real) {
+    using Element = typename C::Element;
+    uint32_t bad_row = 0; // bit 0: q, bit 1: dO
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        uint32_t bad = 0;
+#pragma unroll 1
+        for (int c = 0; c < 4; c++) {
+            const int at = chunk_at(row, 4 * half + c);
+            if (!real) {
+                *reinterpret_cast<uint4 *>(smem.q[stage] + at) = {};
+                *reinterpret_cast<uint4 *>(smem.dout[stage] + at) = {};
+            } else if (C::kHide) {
+                if (zero_chunk<Element>(smem.q[stage] + at)) bad_row |= 1;
+                bad |= zero_chunk<Element>(smem.dout[stage] + at) << 8 * c;
+            }
+        }
+        if (C::kHide) smem.bad_dout[stage][row][half] = bad;
+        if (bad) bad_row |= 2;
+    }
+    if (C::kHide) smem.bad_rows[stage][row] = bad_row;
+}
+
+// What the math needs of step n's rows, a thread a row, by two warps; keys are looked at by a third one as well. False after the last step.
+template <class C>
+__device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, Sink &sink, float &terms) {
+    using Element = typename C::Element;
+    const int stage = n % kStages, lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 - 1;
+    barrier_wait(&smem.full[stage], n / kStages & 1);
+    const Step &step = smem.steps[stage];
+    const int flags = step.flags;
+    if (flags & kExists) {
+        if (flags & kOpens)
+#pragma unroll 1
+            for (int r = 0; r < kGroups; r++)
+                if (step.loaded() >> r & 1) check_keys<C>(smem, (step.newest - r) % kSlots, step.num_keys + r * kKeys);
+        if (row_warp < kRowWarps) {
+            const int row = threadIdx.x - 32, token = step.token + (row >> p.head_shift);
+            const bool real = token >= step.begin && token < step.end;
+            if (C::kHide || flags & kEdge) {
+                clean_row<C>(smem, stage, row, real);
+                __syncwarp();
+            }
+            const float delta = row_dot<Element>(shared_address(smem.dout[stage]) + 32 * row_warp * kRowBytes,
+                                                 shared_address(smem.out[stage]) + 32 * row_warp * kRowBytes);
+            const int head = step.head + (row & ((1 << p.head_shift) - 1));
+            if (C::kSums && head != sink.head) {
+                sink.head = head;
+                sink.value = static_cast<float>(sa_load(args.fwd.s_aux, args.fwd.problem.s_aux_dtype, head));
+            }
+            const float lse = smem.lse[stage][row], g = args.dlse ? smem.g[stage][row] : 0.0f;
+            float p_sink = 0.0f;
+            if (C::kSums && real && flags & kHasSink && flags & kOwnsRows && sink.value != -INFINITY) { // else g may be anything
+                p_sink = sink.value == lse ? 1.0f : exp2_approx((sink.value - lse) * kLog2e);
+                terms = fmaf(p_sink, g, terms);
+            }
+            smem.lse[stage][row] = !real ? INFINITY : lse == -INFINITY ? 0.0f : lse * kLog2e;
+            smem.bias[stage][row] = {real ? g - delta : 0.0f, p_sink};
+            smem.token[stage][row] = real ? token : kNoToken;
+            if (C::kSums && args.dlse) {
+                float *sums = smem.terms[step.kv_head % 4][row_warp]; // the math may be two heads behind
+                if (flags & kNewHead) {
+                    for (int h = lane; h < kHeads; h += 32) sums[h] = 0.0f;
+                    __syncwarp();
+                }
+                if (flags & kHeadsEnd) {
+                    for (int distance = 16; distance >= 1 << p.head_shift; distance /= 2)
+                        terms += __shfl_xor_sync(0xffffffffu, terms, distance);
+                    if (lane < 1 << p.head_shift) sums[step.head_in_group + lane] += terms;
+                    terms = 0.0f;
+                }
+            }
+        }
+        if (C::kHide || flags & (kOpens | kEdge)) async_fence(); // else nothing was written that wgmma reads; it waits for dQ's stores
+    }
+    __syncwarp();
+    barrier_arrive(&smem.ready[stage]);
+    return flags & kExists;
+}
+
+// dQ from kBlocks blocks of 16 keys, of which the first is block `first` from the oldest group's on, the oldest first.
+template <class Element, int kBlocks>
+__device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, uint32_t newest, uint32_t first) {
+    const uint32_t base = warp_uniform_register(shared_address(&smem)), k_block = 4 * (newest - 2) + first;
+    const uint64_t ds = operand(base + offsetof(Smem, ds) + n % 2 * sizeof(smem.ds[0]) + first * kBlockBytes, kTileBytes),
+                   k = operand(base + offsetof(Smem, k), kTileBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBlocks; i++)
+        wgmma_shared_transposed<Element>(dq, operand_at(ds, i * kBlockBytes),
+                                         operand_at(k, (k_block + i) * kBlockBytes & (kSlots * kTileBytes - 1)), i > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    computed(dq);
+}
+
+// dQ of step n to where its rows of out were, which nobody reads any more.
+template <class Element> __device__ __forceinline__ void stage_dq(const float (&dq)[32], Smem &smem, uint32_t n, const Problem &p) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
+    const uint32_t to = shared_address(smem.out[n % kStages]) + chunk_at(row, lane / 16);
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *pair = &dq[8 * t + 2 * i];
+            x[i] = pack_halves<Element>(pair[0] * p.scale, pair[1] * p.scale);
+        }
+        stmatrix_x4(to ^ t << 5, x);
+    }
+    async_fence();
+}
+
+// From there to the tensor, by the producer. A group of copies a step, so that they can be counted.
+__device__ __forceinline__ void send_dq(const Smem &smem, const Maps &maps, uint32_t n) {
+    if (threadIdx.x == 0) {
+        const Step &step = smem.steps[n % kStages];
+        if ((step.flags & (kOwnsRows | kEdge)) == kOwnsRows)
+            tensor_store(&maps.dq, smem.out[n % kStages], 0, step.head, step.row, step.batch);
+        store_commit();
+    }
+    __syncwarp();
+}
+
+// dQ of a step with rows that do not exist, of the others: two lanes exchange halves of a chunk, and a row's four write two whole chunks.
+template <class Element>
+__device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
+    const bool odd = threadIdx.x & 1;
+    const int first = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
+    auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, step.batch, step.row + first, step.head + head) + column;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int token = step.token + first + (8 * i >> p.head_shift);
+        const bool real = token >= step.begin && token < step.end;
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            uint32_t x[2];
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                x[c] = pack_halves<Element>(dq[4 * (n + c) + 2 * i] * p.scale, dq[4 * (n + c) + 2 * i + 1] * p.scale);
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[1], 1);
+            if (real && column + 8 * n < args.fwd.problem.head_dim)
+                *reinterpret_cast<uint2 *>(to + 8 * n) = {odd ? got : x[0], odd ? x[1] : got};
+        }
+        to += (8 >> p.head_shift) * args.dq.row_stride;
+    }
+}
+
+// True when the step was its token group's last.
+template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
+    barrier_wait(&smem.ds_full[n % 2], n / 2 & 1);
+    const Step &step = smem.steps[n % kStages];
+    const int flags = step.flags;
+    const bool owns = __any_sync(0xffffffffu, flags & kOwnsRows);
+    float dq[32] = {};
+    if (owns) {
+        const int count = warp_uniform_register(__popc(step.seen())), newest = warp_uniform_register(step.newest);
+        // Past the keys that the first row sees, and from those that the last one sees on, dS is zero.
+        const uint32_t token = warp_uniform_register(step.token), first = (2 * kKeys + token - p.behind) / 16,
+                       end = (2 * kKeys + token + (kRows >> p.head_shift) + 15) / 16;
+        if (count == 3 && end - first <= 9)
+            dq_product<Element, 9>(dq, smem, n, newest, min(first, 3));
+        else if (count == 3)
+            dq_product<Element, 12>(dq, smem, n, newest, 0);
+        else if (count == 2)
+            dq_product<Element, 8>(dq, smem, n, newest, 4);
+        else if (count == 1)
+            dq_product<Element, 4>(dq, smem, n, newest, 8);
+    }
+    if (owns) {
+        if (flags & kEdge)
+            write_dq<Element>(dq, step, args, p);
+        else
+            stage_dq<Element>(dq, smem, n, p);
+    }
+    // All four warps have left the step before and this one's product, and staged dQ: the producer may send that, and make another of that
+    // step, of dS and of the keys.
+    bar_sync<128>(1);
+    return flags & kCloses;
+}
+
+template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
+    using Element = typename C::Element;
+    const bool producer = threadIdx.x < 32;
+    uint32_t made = 0, prepared = 0, done = 0; // steps
+    int finished = kGroups - 2;
+    bool more = true, ended = false; // steps to make, and to prepare
+    Sink sink;
+    float terms = 0.0f;
+    while (true) {
+        if (!ended && prepared < done + 2) {
+            if (producer) {
+                if (more) more = produce(smem, args, maps, p, made, done + 2, finished);
+                ended = !(smem.steps[prepared % kStages].flags & kExists);
+            } else {
+                ended = !prepare<C>(smem, args, p, prepared, sink, terms);
+            }
+            __syncwarp();
+            prepared += !ended;
+        } else if (done < prepared) {
+            if (add_dq<Element>(smem, args, p, done)) finished = smem.steps[done % kStages].newest;
+            if (producer) send_dq(smem, maps, done);
+            done++;
+        } else {
+            break;
+        }
+    }
+    if (threadIdx.x == 0) store_wait();
+}
+
+} // namespace sa::bwd_window_sm90

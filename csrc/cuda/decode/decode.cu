@@ -1,0 +1,455 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Decode for every architecture from sm_80, in one launch: a few rows a sequence against its cache, dense or paged.
+//
+//     key tiles of a stream     |  b0, part 0  |  part 1  | .. |  b1, part 0  | ..     a block each, for each kv head
+//     a team's stages           load .. | S = Q K^T  mask, softmax  O = O alpha + P V  load again | ..
+//     end of a part             teams merge in shared memory -> out; or a partial -> the last block of the stream merges -> out;
+//                               or the parts of a stream are a cluster, and each of its blocks merges some columns
+//
+// A stream is 16 rows, (token, head) pairs of one kv head of a sequence, or of two with 8 rows each, against the tiles of 16 keys that
+// they see. Every block finds its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows
+// the lengths. On 9.0 it does so while the kernel in front still runs, and looks again when that has ended. Teams, of one warp up to
+// head_dim 128, take every kTeams-th tile, each with its own softmax and its own cp.async stages: the loop has no block barrier. Partials
+// merge in the order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
+//
+// Shared memory: Q from head_dim 256 on, then stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 a block. 16 warps
+// share an SM at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit. Registers: Q, O and S of a warp, 16 + 32 +
+// 8 at head_dim 64.
+
+#include "cuda/decode/finish.cuh"
+#include "cuda/decode/keys.cuh"
+#include "cuda/decode/load.cuh"
+#include "cuda/decode/merge.cuh"
+#include "cuda/decode/nvfp4.cuh"
+#include "cuda/decode/tile.cuh"
+#include "cuda/decode/work.cuh"
+#include "cuda/host/backend.h"
+
+namespace sa::decode {
+namespace {
+
+// What a tile's products have in M: 16 rows; or keys, and columns of O, of a kv head with at most 8 rows, or of two with 8 each.
+enum class Tile { kRows, kKeys, kKeysOfTwoHeads };
+
+template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, Tile kTile, bool kClusters_ = false> struct Config {
+    using Element = Element_;
+    static constexpr bool kExtras = kExtras_, kClusters = kClusters_; // the parts of a stream are a cluster of kCluster blocks
+    static constexpr bool kKeysInM = kTile != Tile::kRows;
+    static constexpr int kHeads = kTile == Tile::kKeysOfTwoHeads ? 2 : 1; // of k and v, that a stream has
+    static constexpr int kEights = kTile == Tile::kKeys ? 1 : 2;          // of rows, that a stream may have
+    using Arguments = std::conditional_t<kExtras, Extras, Params>;
+    static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
+    static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
+    static constexpr int kTeamWarps = kTeamThreads / 32;                        // each takes all scores and its own columns of O
+    static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // an SM
+    using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, decode::Smem<kThreads>>;
+    using Rows = std::conditional_t<kKeysInM, RowsInN<Config>, decode::Rows<Config>>;
+    static constexpr int kColumns = kHeadDim / kTeamWarps;
+    static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
+    static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
+    static constexpr int kHeadBytes = 2 * kTileBytes, kTeamBytes = kHeads * kHeadBytes; // of a stage: K and V of a head; of a team
+    static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kTileQ * kRowBytes, kStageBytes = kTeams * kTeamBytes;
+    static constexpr int kPartialRow = kHeadDim + 8; // floats: O, pivot, sum, a counter, and room that spreads rows over the banks
+    static_assert(kTileQ * kPartialRow * 4 <= 2 * 2 * kTileBytes, "a team's partial fits its two stages");
+    static_assert(kTeamThreads % kChunks == 0, "threads share the work evenly");
+};
+
+template <class C> __device__ __forceinline__ void team_sync(int team) {
+    if constexpr (C::kTeamWarps == 1)
+        __syncwarp();
+    else
+        bar_sync<C::kTeamThreads>(team + 1);
+}
+
+// What the rows see, by each warp for itself. Returns where the lane's first row of Q is.
+template <class C> __device__ __forceinline__ const uint16_t *find_rows(typename C::Smem &smem, const Params &params) {
+    const Fragment &fragment = smem.fragment;
+    const int warp = threadIdx.x / 32, row = threadIdx.x % 32;
+    const bool real = row < fragment.stream.num_rows;
+    const TokenHead at = token_head(fragment, params, row);
+    const sa_range keys = sa_row_band(&fragment.stream.band, at.token);
+    if (row < kTileQ)
+        smem.rows[warp][row] = real ? Row{keys.begin, keys.end, sa_row_sink_end(&fragment.stream.band, at.token)} : Row{0, 0, 0};
+    __syncwarp();
+    return query_row(fragment, params, min(row / 4, fragment.stream.num_rows - 1));
+}
+
+// ---- a fragment ----
+
+// (pivot, sum, O) of this team's tiles: every kTeams-th of the fragment's. One loop fills the stages, another works through them: its time
+// is that of a warp's instructions one after the other, so it is kept short and straight. What this thread found wrong is said in the end,
+// when it has cost no time.
+template <class C>
+__device__ __forceinline__ Doubts attend(typename C::Rows &rows, unsigned char *shared, typename C::Smem &smem,
+                                         const typename C::Arguments &params, Guess &guess) {
+    const Fragment &fragment = smem.fragment;
+    const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
+    const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
+    const int32_t first = fragment.first + team;
+    int keys = C::kQueryBytes + team * team_bytes<C>(params), stage = 0;
+    const uint32_t q = shared_address(shared);
+    const LaneRows lane = lane_rows<C>();
+    const uint32_t lane_k = C::kKeysInM ? lane.v : lane.k,
+                   lane_v = C::kKeysInM ? lane.k : lane.v; // with the keys in M, the other way
+    const Row *seen = smem.rows[threadIdx.x / 32];
+    Loader<C> loader(params, fragment, first);
+    const sa_key_tiles &tiles = loader.tiles;
+    const int32_t page_before = loader.page;
+    const uint16_t *queries = find_rows<C>(smem, params);
+    const bool guessed = guess.open, late = params.fills && loader.last - fragment.first >= 32 * C::kStep;
+    if (!C::kExtras && guessed && !late && params.whole_tiles && loader.last - fragment.first >= 8 * C::kTeams)
+        loader.fetch_ahead(first, fragment.kv_head);
+    int32_t length_now = 0;
+    Asked asked = {};
+#pragma unroll 1
+    for (; stage < stages; stage++, keys += C::kTeamBytes) {
+        const int32_t n = first + stage * C::kTeams;
+        if (n < loader.last) loader.template load<true>(q + keys, n, guess);
+        cp_async_commit();
+        if (stage > 0) continue;
+        guess.wait();
+        if (!late) let_next_kernel_start();
+        length_now = guess.look(params);
+        if (params.whole_tiles) loader.page = loader.find_page(first);
+        load_queries<C>(rows, q, queries, fragment, params);
+        asked = ask_rows<C>(smem, params);
+    }
+    keys -= team_bytes<C>(params);
+    stage = 0;
+    const bool wrong = (loader.settle(first, page_before) | guess.settle(params, length_now)) & guessed;
+    if (threadIdx.x == 0) smem.counted = asked.count;
+    if constexpr (!C::kQueriesInRegisters) {
+        cp_async_wait_upto(stages - 2); // Q is of the second stage's group
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (int32_t n = first; n < loader.last; n += C::kTeams) {
+        cp_async_wait_upto(stages - 1);
+        team_sync<C>(team); // the tile has landed
+        float s[C::kEights][4];
+        qk_product(s, rows, q + lane.v, q + keys + lane_k, params.scale_log2);
+        const bool masked = !loader.is_plain(n);
+        if (__builtin_expect(masked, false)) mask_tile(s, rows, seen, sa_key_tile_at(&tiles, n));
+        softmax_step(s, rows, fabsf(params.scale_log2), num_rows);
+        if constexpr (!C::kKeysInM)
+            if (__builtin_expect(masked && params.band.q_len > 1, false))
+                hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
+        pv_product(rows, s, q + keys + lane_v + C::kTileBytes + first_chunk * 16);
+        team_sync<C>(team); // and nobody reads it any more
+        if (n + ahead < loader.last) loader.template load<false>(q + keys, n + ahead, guess);
+        cp_async_commit();
+        stage++;
+        keys += C::kTeamBytes;
+        if (stage < stages) continue;
+        stage = 0;
+        keys -= team_bytes<C>(params);
+    }
+    if (late) let_next_kernel_start();
+    if (threadIdx.x < num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
+    return {wrong, loader.bad_page};
+}
+
+// The parameters come from memory a line of 64 bytes at a time: asks for all lines at once, while the kernel in front ends.
+template <class Arguments> __device__ __forceinline__ void fetch_params(const Arguments &params) {
+    uint32_t words = 0;
+#pragma unroll
+    for (size_t i = 0; i < sizeof(Arguments); i += 64)
+        words |= *reinterpret_cast<const uint32_t *>(reinterpret_cast<const char *>(&params) + i);
+    asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
+}
+
+// A block without a part stays until the cluster's others have written to shared memory: to its own, were lengths to change under the
+// kernel.
+template <class C> __device__ __forceinline__ void leave_cluster() {
+    if (!C::kClusters) return;
+    let_next_kernel_start();
+    cluster_arrive();
+    cluster_wait();
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const __grid_constant__ typename C::Arguments params) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ typename C::Smem smem;
+    fetch_params(params);
+    if (C::kClusters) cluster_arrive();
+    const uint32_t number = C::kClusters ? blockIdx.x % kCluster * params.num_heads + blockIdx.x / kCluster : blockIdx.x;
+    Guess guess = guess_of<C::kThreads>(params, number, may_start_early());
+    if (C::kClusters) cluster_wait(); // all of its blocks are there
+    for (bool begins = true;;) {
+        if (begins && threadIdx.x == 0) smem.fragment.found = false;
+        __syncwarp();
+        if (begins && !take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
+            if (guess.open) {
+                guess.wait();
+                if (__syncthreads_or(guess.settle(params, guess.look(params)))) continue;
+            }
+            leave_cluster<C>();
+            break;
+        }
+        typename C::Rows rows;
+        clear(rows);
+        const Doubts doubts = attend<C>(rows, shared, smem, params, guess);
+        begins = !finish<C>(rows, shared, smem, params, doubts); // again, after a wrong guess
+        if (begins)
+            guess = guess_of<C::kThreads>(params, number, false);
+        else if (!kHasShares<C::kThreads> || !take_next(smem, params))
+            break;
+    }
+    if constexpr (kHasShares<C::kThreads>) write_empty<C>(smem, params);
+}
+
+// The second pass of num_splits < 0, a block a stream: what the last block of its parts does in one launch.
+template <class C> __global__ __launch_bounds__(C::kThreads) void reduce_kernel(const __grid_constant__ typename C::Arguments params) {
+    __shared__ typename C::Smem smem;
+    __shared__ __align__(16) float nothing[C::kPartialRow];
+    const uint32_t stream = sa_divide(blockIdx.x, params.by_heads), head = blockIdx.x - stream * params.num_heads;
+    const uint32_t number = stream * params.num_splits * params.num_heads + head; // of its first part
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const Guess guess = guess_of<C::kThreads>(params, number, false);
+    if (threadIdx.x == 0) {
+        smem.fragment.found = false;
+        smem.is_last = true;
+    }
+    if (!take_part(smem, params, number, Cut{}, guess) || smem.fragment.num_parts == 1) return;
+    const Asked asked = ask_rows<C>(smem, params);
+    if (threadIdx.x < smem.fragment.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
+    make_nothing<C>(nothing);
+    merge_parts<C>(nothing, smem, params);
+}
+
+// ---- host ----
+
+int64_t row_tiles_of(const sinkattn_problem &problem) {
+    return sa_ceil_div(problem.q_len * (problem.num_q_heads / problem.num_kv_heads), kTileQ);
+}
+
+int64_t rows_a_slot(const sinkattn_problem &problem) {
+    return sa_min(kTileQ, problem.q_len * (problem.num_q_heads / problem.num_kv_heads));
+}
+
+// Partials of parts; see take_share.
+int64_t num_slots(const sinkattn_problem &problem, const sinkattn_plan &plan) {
+    if (plan.num_splits == 1) return 0;
+    return sa_is_balanced(&problem, &plan) ? 2 * plan.num_items : plan.num_items;
+}
+
+sinkattn_status check_sizes(const sinkattn_decode_args &args, const sinkattn_plan &plan) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t group = problem.num_q_heads / problem.num_kv_heads;
+    int64_t tiles;
+    if (__builtin_mul_overflow(problem.batch * problem.num_kv_heads, row_tiles_of(problem) * sa_max(1, sa_ceil_div(problem.k_len, kTileK)),
+                               &tiles))
+        tiles = INT64_MAX;
+    int64_t row_stride = 0, head_stride = 0;
+    for (const sinkattn_tensor *tensor : {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.fwd.out}) {
+        row_stride = sa_max(row_stride, tensor->row_stride);
+        head_stride = sa_max(head_stride, tensor->head_stride);
+    }
+    const struct {
+        const char *name;
+        int64_t size, most;
+    } limits[] = {{"batch", problem.batch, INT32_MAX},
+                  {"num_kv_heads", problem.num_kv_heads, INT32_MAX},
+                  {"q_len * group", problem.q_len * group, INT32_MAX - kTileQ},
+                  {"the number of tiles of 16 keys, of all sequences and kv heads,", tiles, 1 << 30},
+                  {"num_splits", plan.num_splits, (1 << kCountBits) - 1},
+                  {"num_items", plan.num_items, INT32_MAX},
+                  {"the number of streams of 16 rows, where they are cut by their lengths,",
+                   sa_is_balanced(&problem, &plan) ? problem.batch * problem.num_kv_heads * row_tiles_of(problem) : 0,
+                   1 << (kCountBits - 1)},
+                  {"a row stride", row_stride, INT32_MAX},
+                  {"a head stride", head_stride, INT32_MAX}};
+    for (const auto &limit : limits)
+        if (limit.size > limit.most)
+            return sa_status(SINKATTN_UNSUPPORTED, "%s is %lld; a CUDA decode takes at most %lld", limit.name,
+                             static_cast<long long>(limit.size), static_cast<long long>(limit.most));
+    return sa_ok();
+}
+
+// Stages, and blocks that an SM then holds: as many, up to kBlocks, as have two stages each.
+template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *blocks) {
+    int device = 0, block_bytes = 0, sm_bytes = 0, reserved = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+    if (error != cudaSuccess) return sa_cuda_status("cudaDeviceGetAttribute", error);
+    const auto fit = [](int64_t bytes) {
+        return (bytes - C::kQueryBytes - static_cast<int64_t>(sizeof(typename C::Smem))) / C::kStageBytes;
+    };
+    for (*blocks = C::kBlocks; *blocks > 1 && fit(sm_bytes / *blocks - reserved) < 2;) *blocks /= 2;
+    *stages = static_cast<int32_t>(sa_min(kMaxStages, fit(sa_min(block_bytes, sm_bytes / *blocks - reserved))));
+    if (*stages >= 2) return sa_ok();
+    return sa_status(SINKATTN_UNSUPPORTED, "a block may use %d bytes of shared memory; this kernel needs %d", block_bytes,
+                     C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(typename C::Smem)));
+}
+
+// Blocks of the grid, and all that follows from their number, where an SM holds `blocks`.
+template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &problem, const sinkattn_plan &plan, int32_t blocks) {
+    params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
+    const uint32_t num_heads = static_cast<uint32_t>(problem.num_kv_heads) / C::kHeads;
+    const uint32_t num_streams = static_cast<uint32_t>(problem.batch * params.row_tiles) * num_heads;
+    const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
+    const uint32_t most = C::kClusters ? kCluster * num_streams : C::kThreads > 128 ? workers : room;
+    const uint32_t least = (most < workers ? most : workers) / C::kHeads, begin = C::kTeams > 1 ? 7 * C::kTeams : 4; // as measured
+    params.cut = sa_cut_of(num_streams, num_heads, C::kStep, begin, least, most);
+    const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
+    params.fills = 2 * grid > room;
+    if (C::kHeadDim <= 64 && C::kHeads == 1 && params.fills) params.stages = 2; // 128 KiB in flight an SM are enough
+    return grid;
+}
+
+template <class C> sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    if (problem.batch == 0 || problem.q_len == 0) return sa_ok();
+    typename C::Arguments params = {};
+    int32_t blocks = 1;
+    sinkattn_status status = check_sizes(args, plan);
+    if (!status.code) status = choose_stages<C>(&params.stages, &blocks);
+    if (!status.code) status = sa_cuda_error_word(&params.error_word);
+    if (status.code) return status;
+
+    status = allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes);
+    if (status.code) return status;
+    const uint32_t grid = cut_work<C>(params, problem, plan, blocks);
+
+    const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };
+    params.cache_seqlens = args.cache_seqlens;
+    params.block_table = args.block_table;
+    params.block_table_stride = args.block_table_stride;
+    params.band = sa_band_of(&problem.mask, static_cast<int32_t>(problem.q_len), static_cast<int32_t>(problem.k_len));
+    params.batch = static_cast<int32_t>(problem.batch);
+    params.group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads) * C::kHeads;
+    params.num_rows = static_cast<int32_t>(problem.q_len) * params.group;
+    params.num_heads = static_cast<uint32_t>(problem.num_kv_heads) / C::kHeads;
+    params.num_splits = sa_is_balanced(&problem, &plan) ? 0 : static_cast<uint32_t>(plan.num_splits);
+    params.by_group = divisor(params.group);
+    params.by_heads = divisor(params.num_heads);
+    params.by_splits = divisor(params.num_splits);
+    params.by_row_tiles = divisor(params.row_tiles);
+    params.head_slots = static_cast<uint32_t>(num_slots(problem, plan) / problem.num_kv_heads);
+    params.k = static_cast<const uint16_t *>(args.fwd.k.data);
+    params.v = static_cast<const uint16_t *>(args.fwd.v.data);
+    params.k_page = args.fwd.k.batch_stride;
+    params.v_page = args.fwd.v.batch_stride;
+    params.k_head = static_cast<int32_t>(args.fwd.k.head_stride) * C::kHeads;
+    params.v_head = static_cast<int32_t>(args.fwd.v.head_stride) * C::kHeads;
+    params.k_row = static_cast<int32_t>(args.fwd.k.row_stride);
+    params.v_row = static_cast<int32_t>(args.fwd.v.row_stride);
+    params.head_dim = static_cast<int32_t>(problem.head_dim);
+    const bool paged = args.block_table != nullptr;
+    params.num_pages = static_cast<int32_t>(sa_min(paged ? sa_num_pages(&args) : problem.batch, INT32_MAX));
+    params.page_size = paged ? static_cast<int32_t>(sa_min(problem.page_size, INT32_MAX)) : INT32_MAX;
+    params.by_page_size = divisor(params.page_size);
+    params.whole_tiles = !paged || problem.page_size % kTileK == 0;
+    params.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
+    params.q = static_cast<const uint16_t *>(args.fwd.q.data);
+    params.q_batch = args.fwd.q.batch_stride;
+    params.q_row = static_cast<int32_t>(args.fwd.q.row_stride);
+    params.q_head = static_cast<int32_t>(args.fwd.q.head_stride);
+    params.s_aux = args.fwd.s_aux;
+    params.s_aux_dtype = problem.s_aux_dtype;
+    params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
+    params.slot_floats = static_cast<uint32_t>(rows_a_slot(problem) * C::kHeads * C::kPartialRow);
+    params.tag = next_launch_tag();
+    params.out = static_cast<uint16_t *>(args.fwd.out.data);
+    params.out_batch = args.fwd.out.batch_stride;
+    params.out_row = static_cast<int32_t>(args.fwd.out.row_stride);
+    params.out_head = static_cast<int32_t>(args.fwd.out.head_stride);
+    params.lse = static_cast<float *>(args.fwd.lse);
+    params.two_pass = problem.num_splits < 0;
+    if constexpr (C::kExtras) set_extras(params, args);
+
+    const size_t shared_bytes = C::kQueryBytes + static_cast<size_t>(params.stages) * C::kStageBytes;
+    status = launch_clusters<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes,
+                                               context.stream, params);
+    if (status.code || !params.two_pass || plan.num_splits == 1) return status;
+    if constexpr (C::kThreads == 128 && !C::kKeysInM) // as num_splits always has
+        status = launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
+                                                      context.stream, params);
+    return status;
+}
+
+// Whether two kv heads of 8 rows are to be one of 16: where such pairs fill two blocks an SM, of three stages each, with long streams.
+template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_args &args, const sinkattn_plan &plan) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t pairs = problem.batch * problem.num_kv_heads / 2, room = static_cast<int64_t>(C::kBlocks) * plan.workers;
+    *fit = sa_is_balanced(&problem, &plan) && problem.num_q_heads == 8 * problem.num_kv_heads && problem.num_kv_heads % 2 == 0 &&
+           problem.k_len >= kLeastPairKeys && pairs > room - room / 16 &&
+           sa_max(args.fwd.k.head_stride, args.fwd.v.head_stride) <= INT32_MAX / 2;
+    if (!*fit) return sa_ok();
+    int32_t stages = 0, blocks = 0;
+    const sinkattn_status status = choose_stages<C>(&stages, &blocks);
+    *fit = stages > 2 && blocks == C::kBlocks;
+    return status;
+}
+
+// Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
+// part each; 1 where streams of one part are more than blocks of 4 find room at once. num_splits always has 4: there the bits of a row do
+// not depend on the batch.
+template <class Element, int kHeadDim, bool kExtras, Tile kTile>
+sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    if constexpr (kHeadDim == 64) {
+        const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem);
+        using Clusters = Config<Element, kHeadDim, 8, kExtras, kTile, true>;
+        bool fit = false;
+        if (sa_is_balanced(&problem, &plan) && problem.batch == 1 && streams == problem.num_kv_heads && problem.k_len <= kMostClusterKeys &&
+            plan.workers / (kCluster * streams) == 2) {
+            const sinkattn_status status = runs_code_of_90<decode_kernel<Clusters>>(&fit);
+            if (status.code) return status;
+        }
+        if (fit) return launch<Clusters>(args, plan, context);
+        if constexpr (kTile == Tile::kKeys) {
+            using Pairs = Config<Element, kHeadDim, 4, kExtras, Tile::kKeysOfTwoHeads>;
+            const sinkattn_status status = pairs_fit<Pairs>(&fit, args, plan);
+            if (status.code) return status;
+            if (fit) return launch<Pairs>(args, plan, context);
+        }
+        if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
+            return launch<Config<Element, kHeadDim, 8, kExtras, kTile>>(args, plan, context);
+        if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)
+            return launch<Config<Element, kHeadDim, 1, kExtras, kTile>>(args, plan, context);
+    }
+    return launch<Config<Element, kHeadDim, 4, kExtras, kTile>>(args, plan, context);
+}
+
+// Keys are in M where one token has at most 8 rows of a kv head; not with num_splits, where a row's bits do not depend on how many there
+// are.
+template <class Element, int kHeadDim, bool kExtras>
+sinkattn_status launch_tile(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    if constexpr (kHeadDim == 64)
+        if (problem.num_splits == 0 && problem.q_len == 1 && problem.num_q_heads <= 8 * problem.num_kv_heads)
+            return launch_width<Element, kHeadDim, kExtras, Tile::kKeys>(args, plan, context);
+    return launch_width<Element, kHeadDim, kExtras, Tile::kRows>(args, plan, context);
+}
+
+template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
+    const bool extras = args.host.num_pages || args.nvfp4.values;
+    if (args.fwd.problem.dtype == SINKATTN_BF16)
+        return extras ? launch_tile<Bf16, kHeadDim, true>(args, *plan, *context)
+                      : launch_tile<Bf16, kHeadDim, false>(args, *plan, *context);
+    return extras ? launch_tile<Fp16, kHeadDim, true>(args, *plan, *context) : launch_tile<Fp16, kHeadDim, false>(args, *plan, *context);
+}
+
+} // namespace
+
+extern "C" int64_t sa_cuda_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    const int64_t slots = num_slots(*problem, *plan);
+    const int64_t row_bytes = (sinkattn_variant(plan->variant)->max_head_dim + 8) * static_cast<int64_t>(sizeof(float));
+    return slots ? 16 + slots * rows_a_slot(*problem) * row_bytes : 0;
+}
+
+#define SA_DECODE(head_dim)                                                                                                                \
+    extern "C" sinkattn_status sa_decode_cuda_sm80_d##head_dim(const void *args, const sinkattn_plan *plan,                                \
+                                                               const sinkattn_context *context) {                                          \
+        return launch_dtype<head_dim>(args, plan, context);                                                                                \
+    }
+SA_DECODE(64) SA_DECODE(128) SA_DECODE(256) SA_DECODE(512)
+
+} // namespace sa::decode

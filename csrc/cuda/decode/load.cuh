@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How a decode block's K, V and Q come: tiles of K and V by cp.async, by way of the block table, Q into registers or by cp.async.
+#pragma once
+
+#include "cuda/decode/tile.cuh"
+#include "cuda/decode/work.cuh"
+
+namespace sa::decode {
+
+__device__ __forceinline__ int64_t wide(int32_t x) { return x; }
+
+// Copies the tiles of a team, every kTeams-th from n on, in this order. Where no tile lies in two pages, lane l holds where the l-th of 32
+// tiles lies, and soon the page of the l-th of those after; else the page of key l % 16 of the next tile. So no copy but the first waits
+// for the block table. A cache without pages has one a sequence.
+template <class C> struct Loader {
+    static constexpr int kRowStep = C::kTeamThreads / C::kChunks, kAhead = 2;
+    const typename C::Arguments &params;
+    const sa_key_tiles tiles;
+    const int32_t *pages; // of this sequence, NULL: the sequence itself
+    const uint16_t *k, *v;
+    int64_t k_at, v_at; // of the lane's tile, -1 where it has no page; from the cache on, for pages of the host as well
+    int32_t batch, last, page;
+    int32_t gap, plain, num_plain; // tiles [plain, plain + num_plain) of the stream lie gap further on, and all rows see all of their keys
+    int row, chunk, turn;
+    bool real; // the chunk lies within head_dim
+    bool bad_page = false;
+
+    // & and |, for a predicate without a branch.
+    __device__ __forceinline__ bool is_seen(int32_t key) const {
+        return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
+    }
+
+    __device__ __forceinline__ bool is_plain(int32_t n) const {
+        return static_cast<uint32_t>(n - plain) < static_cast<uint32_t>(num_plain);
+    }
+
+    __device__ __forceinline__ int32_t page_index(int32_t key) const { return static_cast<int32_t>(sa_divide(key, params.by_page_size)); }
+
+    __device__ __forceinline__ int32_t lanes_key(int32_t n) const {
+        const int lane = threadIdx.x % 32;
+        return params.whole_tiles ? sa_key_tile_at(&tiles, n + lane * C::kTeams) * kTileK
+                                  : sa_key_tile_at(&tiles, n) * kTileK + lane % kTileK;
+    }
+
+    __device__ __forceinline__ bool has_tile(int32_t n) const { return n + static_cast<int>(threadIdx.x % 32) * C::kTeams < last; }
+
+    // The lane's, of tiles from the n-th on. A key that no row sees has no page.
+    __device__ __forceinline__ int32_t find_page(int32_t n) const {
+        if (!pages) return batch;
+        const int32_t key = lanes_key(n);
+        const bool seen = params.whole_tiles ? has_tile(n) : n < last && is_seen(key);
+        return seen ? load_relaxed(pages + page_index(key)) : 0;
+    }
+
+    __device__ __forceinline__ bool is_inside(int32_t its_page) const {
+        return static_cast<uint32_t>(its_page) < static_cast<uint32_t>(params.num_pages);
+    }
+
+    __device__ __forceinline__ void check_page(int32_t its_page, bool seen) { bad_page |= !is_inside(its_page) & seen; }
+
+    // Where key lies in its page.
+    __device__ __forceinline__ void place(int32_t its_page, int32_t key) {
+        const int32_t slot = key - page_index(key) * params.page_size;
+        const bool inside = is_inside(its_page);
+        k_at = inside ? its_page * params.k_page + wide(slot) * params.k_row : -1;
+        v_at = inside ? its_page * params.v_page + wide(slot) * params.v_row : -1;
+        if constexpr (C::kExtras) {
+            const bool on_host = inside && its_page >= params.first_host_page;
+            k_at += on_host ? params.k_gap : 0;
+            v_at += on_host ? params.v_gap : 0;
+        }
+    }
+
+    // The thread's chunk of K and V of a key, row r of the tile; zeros, and nothing is read, where no row sees it or it has no page.
+    __device__ __forceinline__ void copy(uint32_t to, const uint16_t *k_from, const uint16_t *v_from, bool seen) const {
+#pragma unroll
+        for (int h = 0; h < C::kHeads; h++) cp_async_16_once(to + h * C::kHeadBytes, k_from + h * (params.k_head / 2), seen);
+#pragma unroll
+        for (int h = 0; h < C::kHeads; h++)
+            cp_async_16_once(to + h * C::kHeadBytes + C::kTileBytes, v_from + h * (params.v_head / 2), seen);
+    }
+
+    // In the beginning, all but the copies may come before the kernel in front has ended.
+    template <bool kBegins> __device__ __forceinline__ void load(uint32_t to, int32_t n, Guess &guess) {
+        if (__builtin_expect(params.whole_tiles, true)) {
+            const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, turn), v_offset = __shfl_sync(0xffffffffu, v_at, turn);
+            uint32_t seen = (C::kExtras ? k_offset != -1 : k_offset >= 0) && real ? UINT32_MAX : 0;
+            if (__builtin_expect(!is_plain(n), false)) {
+                const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + row;
+#pragma unroll
+                for (int i = 0; i < kTileK; i += kRowStep)
+                    if (!is_seen(key + i)) seen &= ~(1u << i);
+            }
+            const uint16_t *k_from = k + k_offset, *v_from = v + v_offset;
+            to = chunk_address(to, C::kRowBytes, row, chunk);
+            if constexpr (kBegins) guess.wait();
+#pragma unroll
+            for (int i = 0; i < kTileK; i += kRowStep) {
+                copy((to ^ (i % 8 << 4)) + i * C::kRowBytes, k_from, v_from, seen >> i & 1);
+                k_from += wide(params.k_row) * kRowStep;
+                v_from += wide(params.v_row) * kRowStep;
+            }
+            if (__builtin_expect(++turn % 16 != 0, true)) return;
+            if (turn == 16) {
+                page = find_page(n + 17 * C::kTeams);
+            } else {
+                check_page(page, has_tile(n + C::kTeams));
+                next_tiles(n + C::kTeams);
+            }
+            return;
+        }
+        const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + row;
+        if (kBegins && guess.open) {
+            guess.wait();
+            page = find_page(n);
+        }
+#pragma unroll 1
+        for (int i = 0; i < kTileK; i += kRowStep) {
+            const int32_t its_page = __shfl_sync(0xffffffffu, page, row + i);
+            const bool seen = is_seen(key + i);
+            check_page(its_page, seen);
+            place(its_page, key + i);
+            copy(chunk_address(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * params.k_row, v + v_at - wide(row) * params.v_row,
+                 seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
+        }
+        page = find_page(n + C::kTeams);
+    }
+
+    // Asks the L2 cache for the first tiles: before the wait, since what the kernel in front still writes there, the cache has as well.
+    __device__ __forceinline__ void fetch_ahead(int32_t n, int32_t kv_head) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x % C::kTeamThreads / 32;
+        const bool of_k = lane < kTileK;
+        const uint16_t *from = of_k ? params.k + wide(kv_head) * params.k_head + wide(lane) * params.k_row
+                                    : params.v + wide(kv_head) * params.v_head + wide(lane - kTileK) * params.v_row;
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) {
+            const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, i), v_offset = __shfl_sync(0xffffffffu, v_at, i);
+            if (i % C::kTeamWarps == warp && k_offset >= 0 && is_plain(n + i * C::kTeams))
+                for (int h = 0; h < C::kHeads; h++)
+                    prefetch_l2(from + (of_k ? k_offset + h * (params.k_head / 2) : v_offset + h * (params.v_head / 2)),
+                                params.head_dim * static_cast<uint32_t>(sizeof(uint16_t)));
+        }
+    }
+
+    __device__ __forceinline__ void next_tiles(int32_t n) {
+        place(page, lanes_key(n));
+        turn = 0;
+    }
+
+    // With the pages that the first tiles were placed by, where they were a guess, and `page` looked up again. True where they are others.
+    __device__ __forceinline__ bool settle(int32_t n, int32_t before) {
+        if (!params.whole_tiles) return false; // nothing was placed
+        check_page(page, has_tile(n));
+        return page != before;
+    }
+
+    __device__ __forceinline__ Loader(const typename C::Arguments &params_, const Fragment &fragment, int32_t n)
+        : params(params_), tiles(fragment.stream.tiles), batch(fragment.batch) {
+        const int thread = threadIdx.x % C::kTeamThreads;
+        row = thread / C::kChunks;
+        chunk = thread % C::kChunks;
+        gap = max(tiles.begin - tiles.sink_end, 0);
+        plain = max(tiles.sink_end, tiles.full_begin - gap);
+        num_plain = max(0, tiles.full_end - gap - plain);
+        real = chunk * 8 < params.head_dim;
+        last = min(fragment.last, sa_key_tile_count(&tiles));
+        pages = params.block_table ? params.block_table + batch * params.block_table_stride : nullptr;
+        page = find_page(n);
+        k = params.k + wide(fragment.kv_head) * params.k_head + wide(row) * params.k_row + chunk * 8;
+        v = params.v + wide(fragment.kv_head) * params.v_head + wide(row) * params.v_row + chunk * 8;
+        if (params.whole_tiles) next_tiles(n);
+    }
+};
+
+// A row of the stream: its token and its head.
+struct TokenHead {
+    int32_t token, head;
+};
+
+__device__ __forceinline__ TokenHead token_head(const Fragment &fragment, const Params &params, int row) {
+    const int32_t r = fragment.stream.row_begin + row, token = static_cast<int32_t>(sa_divide(r, params.by_group));
+    return {token, fragment.kv_head * params.group + r - token * params.group};
+}
+
+__device__ __forceinline__ const uint16_t *query_row(const Fragment &fragment, const Params &params, int row) {
+    const TokenHead at = token_head(fragment, params, row);
+    return params.q + fragment.batch * params.q_batch + wide(at.token) * params.q_row + wide(at.head) * params.q_head;
+}
+
+// Q into registers, each warp its own, or to shared memory, which a barrier of the block then follows. Rows past the stream's are copies of
+// its last, or zeros: what comes of them is not kept.
+template <class C>
+__device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to, const uint16_t *first_row, const Fragment &fragment,
+                                             const Params &params) {
+    if constexpr (C::kQueriesInRegisters) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < C::kEights; i++) {
+            for (int x = 0; x < C::kHeadDim / 8; x++) set_query(rows, i, x, 0);
+            if (8 * i >= fragment.stream.num_rows) continue;
+            const uint16_t *row = i ? query_row(fragment, params, min(lane / 4 + 8, fragment.stream.num_rows - 1)) : first_row;
+            const auto *from = reinterpret_cast<const uint32_t *>(row) + lane % 4;
+            asm("" : "+l"(from)); // one address, from which the others are a constant away
+#pragma unroll
+            for (int x = 0; x < C::kHeadDim / 8; x++)
+                if (8 * x < params.head_dim) set_query(rows, i, x, from[4 * x]);
+        }
+    } else {
+#pragma unroll 1
+        for (int x = threadIdx.x; x < kTileQ * C::kChunks; x += C::kThreads) {
+            const int row = x / C::kChunks, chunk = x % C::kChunks;
+            cp_async_16(chunk_address(to, C::kRowBytes, row, chunk), query_row(fragment, params, row) + chunk * 8,
+                        row < fragment.stream.num_rows && chunk * 8 < params.head_dim);
+        }
+    }
+}
+
+} // namespace sa::decode

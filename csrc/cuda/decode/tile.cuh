@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One tile of a decode: 16 rows against 16 keys, by one warp, on mma.sync. C::kRowBytes are a row of Q, K and V in shared memory, whose
+// 16-byte chunk c lies at c ^ (row % 8), so that ldmatrix meets no bank twice; C::kColumns are the warp's columns of O.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/decode/work.cuh"
+#include "cuda/ptx/sm80.cuh"
+
+namespace sa::decode {
+
+__device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row_bytes, int row, int chunk) {
+    return base + row * row_bytes + ((chunk ^ (row & 7)) << 4);
+}
+
+// Where ldmatrix finds a lane's row of the tile in front: chunk 0 or 1 of a key of K, and of V.
+struct LaneRows {
+    uint32_t k, v;
+};
+
+template <class C> __device__ __forceinline__ LaneRows lane_rows() {
+    const int lane = threadIdx.x % 32;
+    return {chunk_address(0, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1),
+            chunk_address(0, C::kRowBytes, lane & 15, lane >> 4)};
+}
+
+// From chunk c of a row to chunk c + 2 n of it, c < 2; rows lie at multiples of 128 bytes.
+__device__ __forceinline__ uint32_t chunks_on(uint32_t address, int n) { return (address ^ (n % 4 << 5)) + n / 4 * 128; }
+
+// What a warp keeps of a stream. Rows lane / 4 + 8 i; pivot in log2 units, sum over this lane's columns.
+template <class C> struct Rows {
+    uint32_t q[C::kQueriesInRegisters ? C::kHeadDim / 16 : 1][4];
+    float o[C::kColumns / 8][4];
+    float pivot[2], sum[2];
+};
+
+template <class C> __device__ __forceinline__ void clear(Rows<C> &rows) {
+    for (int n = 0; n < C::kColumns / 8; n++)
+        for (float &x : rows.o[n]) x = 0.0f;
+    rows.pivot[0] = rows.pivot[1] = -INFINITY;
+    rows.sum[0] = rows.sum[1] = 0.0f;
+}
+
+// Of the lane's row in an upper or lower half of the 16, elements 2 (lane % 4) and the next of a chunk.
+template <class C> __device__ __forceinline__ void set_query(Rows<C> &rows, int half, int chunk, uint32_t x) {
+    rows.q[chunk / 2][2 * (chunk % 2) + half] = x;
+}
+
+// q and k: of lane_rows, as v below.
+template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], const Rows<C> &rows, uint32_t q, uint32_t k, float scale) {
+    for (int x = 0; x < 4; x++) s[0][x] = s[1][x] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < C::kHeadDim / 16; step++) {
+        uint32_t keys[4], a[4];
+        ldmatrix_x4(keys, chunks_on(k, step));
+        if constexpr (!C::kQueriesInRegisters)
+            ldmatrix_x4(a, chunks_on(q, step));
+        else
+            for (int x = 0; x < 4; x++) a[x] = rows.q[step][x];
+        mma_m16n8k16<typename C::Element>(s[0], a, keys[0], keys[1]);
+        mma_m16n8k16<typename C::Element>(s[1], a, keys[2], keys[3]);
+    }
+    if (scale < 0.0f) // its sign moves to the scores, whose largest is asked for
+        for (int x = 0; x < 4; x++) s[0][x] = -s[0][x], s[1][x] = -s[1][x];
+}
+
+__device__ __forceinline__ bool sees(const Row &row, int32_t key) { return (key >= row.begin && key < row.end) || key < row.sink_end; }
+
+// Scores to -inf where the row does not see the key.
+template <class C> __device__ __forceinline__ void mask_tile(float (&s)[2][4], const Rows<C> &, const Row *seen, int32_t tile) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const Row row = seen[lane / 4 + 8 * i];
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            if (!sees(row, tile * kTileK + 8 * (x / 2) + 2 * (lane % 4) + x % 2)) s[x / 2][2 * i + x % 2] = -INFINITY;
+    }
+}
+
+// s becomes P; o is rescaled to the new pivot, where there is one. Rows from num_rows on get P = 0.
+template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4], Rows<C> &rows, float scale_log2, int num_rows) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int half = 2 * i;
+        if (8 * i >= num_rows) {
+            s[0][half] = s[0][half + 1] = s[1][half] = s[1][half + 1] = 0.0f;
+            continue;
+        }
+        const float top = quad_max(fmaxf(fmaxf(s[0][half], s[0][half + 1]), fmaxf(s[1][half], s[1][half + 1]))) * scale_log2,
+                    before = rows.pivot[i];
+        const float pivot = top > before ? top : before;
+        const float from = pivot == -INFINITY ? 0.0f : pivot;
+        const float alpha = before == pivot ? 1.0f : exp2_approx(before - from);
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int x = half; x < half + 2; x++) {
+                s[n][x] = exp2_approx(fmaf(s[n][x], scale_log2, -from));
+                sum += s[n][x];
+            }
+        rows.pivot[i] = pivot;
+        rows.sum[i] = rows.sum[i] * alpha + sum;
+        if (!__any_sync(0xffffffffu, alpha != 1.0f)) continue;
+#pragma unroll
+        for (int n = 0; n < C::kColumns / 8; n++) {
+            rows.o[n][half] *= alpha;
+            rows.o[n][half + 1] *= alpha;
+        }
+    }
+}
+
+// bf16 keeps 8 bits of P, which would cost as much as rounding O does: so P is the sum of two. The first is cut off a little below P, so
+// that the second is above 0 where P is: a value that is infinite meets no 0.
+template <class C> constexpr bool kSplits = std::is_same_v<typename C::Element, Bf16>;
+
+struct Split {
+    uint32_t high, rest;
+};
+
+template <class Element> __device__ __forceinline__ Split split_halves(float left, float right) {
+    if constexpr (!std::is_same_v<Element, Bf16>) return {pack_halves<Element>(left, right), 0};
+    const uint32_t left_bits = __float_as_uint(left * 0x0.ffp0f) & 0xffff0000u,
+                   right_bits = __float_as_uint(right * 0x0.ffp0f) & 0xffff0000u;
+    return {left_bits >> 16 | right_bits, pack_halves<Bf16>(left - __uint_as_float(left_bits), right - __uint_as_float(right_bits))};
+}
+
+// O += P V.
+template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, const float (&p)[2][4], uint32_t v) {
+    uint32_t a[4], rest[4];
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+        const Split split = split_halves<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
+        a[x] = split.high;
+        rest[x] = split.rest;
+    }
+#pragma unroll
+    for (int n = 0; n < C::kColumns / 16; n++) {
+        uint32_t values[4];
+        ldmatrix_x4_trans(values, chunks_on(v, n));
+        mma_m16n8k16<typename C::Element>(rows.o[2 * n], a, values[0], values[1]);
+        mma_m16n8k16<typename C::Element>(rows.o[2 * n + 1], a, values[2], values[3]);
+        if constexpr (kSplits<C>) {
+            mma_m16n8k16<Bf16>(rows.o[2 * n], rest, values[0], values[1]);
+            mma_m16n8k16<Bf16>(rows.o[2 * n + 1], rest, values[2], values[3]);
+        }
+    }
+}
+
+template <class C> __device__ __forceinline__ bool is_unfinite(uint32_t half) {
+    return (half & kExponent<typename C::Element>) == kExponent<typename C::Element>;
+}
+
+// A masked key's P is 0, but 0 * NaN is not: where a value that is not finite meets rows that do not see it, it is zeroed in shared memory
+// and added by hand to the rows that do. Each warp looks at its own columns, which no other reads.
+template <class C>
+__device__ __forceinline__ void hide_unfinite(unsigned char *values, Rows<C> &rows, const Row *seen, int32_t tile, int first_chunk) {
+    constexpr int kMine = C::kColumns / 8;
+    const int lane = threadIdx.x % 32;
+    const auto chunk_at = [&](int key, int n) { return values + key * C::kRowBytes + (((first_chunk + n) ^ (key & 7)) << 4); };
+    bool bad = false;
+    for (int x = lane; x < kTileK * kMine; x += 32) {
+        const uint4 halves = *reinterpret_cast<const uint4 *>(chunk_at(x / kMine, x % kMine));
+        for (const uint32_t pair : {halves.x, halves.y, halves.z, halves.w}) bad |= is_unfinite<C>(pair) || is_unfinite<C>(pair >> 16);
+    }
+    if (!__any_sync(0xffffffffu, bad)) return;
+#pragma unroll 1
+    for (int key = 0; key < kTileK; key++) {
+        const bool meets[2] = {sees(seen[lane / 4], tile * kTileK + key), sees(seen[lane / 4 + 8], tile * kTileK + key)};
+#pragma unroll
+        for (int n = 0; n < kMine; n++) {
+            const uint32_t pair = reinterpret_cast<const uint32_t *>(chunk_at(key, n))[lane % 4];
+#pragma unroll
+            for (int x = 0; x < 2; x++) {
+                const uint16_t half = static_cast<uint16_t>(pair >> 16 * x);
+                const float value = is_unfinite<C>(half) ? widen<typename C::Element>(half) : 0.0f;
+#pragma unroll
+                for (int i = 0; i < 2; i++) rows.o[n][2 * i + x] += meets[i] ? value : 0.0f;
+            }
+        }
+    }
+    __syncwarp();
+    for (int x = lane; x < kTileK * kMine * 8; x += 32) {
+        auto &half = reinterpret_cast<uint16_t *>(chunk_at(x / 8 / kMine, x / 8 % kMine))[x % 8];
+        if (is_unfinite<C>(half)) half = 0;
+    }
+    __syncwarp();
+}
+
+} // namespace sa::decode

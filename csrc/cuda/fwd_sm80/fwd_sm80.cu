@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Forward for every architecture from sm_80: mma.sync, K and V by cp.async in two stages.
+//
+//     tile n + 1   load K, V ........................
+//     tile n             S = Q K^T | mask, maxima | P of 16 keys, O += P V of 16 keys, ..
+//
+// A block has one tile of rows, all heads of a group side by side; Q stays in shared memory, S, P and O in registers. A warp owns
+// kRowBlocks x 16 rows alone, so the softmax needs no shared memory. A row's sums run over key tiles anchored at key 0, and a masked key
+// adds zero: its bits do not depend on its neighbours. Shared memory: Q, then per stage K and V; rows of kHeadDim elements whose 16-byte
+// chunk c lies at c ^ (row % 8), so that ldmatrix meets no bank twice. head_dim below kHeadDim is filled with zeros by the loads.
+
+#include "cuda/host/backend.h"
+#include "cuda/tile/mma.cuh"
+#include "cuda/work/items.cuh"
+
+namespace sa::fwd_sm80 {
+namespace {
+
+// A pivot follows its row's maximum only when that has grown by 2^kLazy: O is seldom multiplied.
+constexpr float kLazy = 8.0f;
+
+// kRowBlocks: of 16 rows, a warp. kMinBlocks: of threads, that an SM's registers are to hold.
+template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kRowBlocks_, int kMinBlocks_> struct Config {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kRowBlocks = kRowBlocks_, kMinBlocks = kMinBlocks_;
+    static constexpr int kWarpRows = 16 * kRowBlocks, kThreads = 32 * kTileQ / kWarpRows;
+    static constexpr int kChunks = kHeadDim / 8, kRowBytes = kHeadDim * 2;
+    static constexpr int kQueryBytes = kTileQ * kRowBytes, kKeyBytes = kTileK * kRowBytes, kStageBytes = 2 * kKeyBytes;
+    static constexpr int kSharedBytes = kQueryBytes + 2 * kStageBytes;
+    static_assert(kHeadDim % 64 == 0 && kTileK % 16 == 0, "a warp reads whole swizzled rows, and 16 keys a product");
+    static_assert(kTileQ % kWarpRows == 0 && kThreads % kChunks == 0 && kTileK % (kThreads / kChunks) == 0,
+                  "threads share the work evenly");
+    static_assert(kTileQ <= kThreads, "a thread describes a row");
+};
+
+// Where row r of a kv head lies, as offsets within the head of its group and its sequence.
+struct Place {
+    uint32_t token, head;
+
+    __device__ __forceinline__ Place(sa_position_t r, sa_position_t group, sa_divisor by_group)
+        : token(sa_divide(static_cast<uint32_t>(r), by_group)), head(static_cast<uint32_t>(r) - token * static_cast<uint32_t>(group)) {}
+
+    __device__ __forceinline__ int64_t offset(const sinkattn_tensor &tensor) const {
+        return token * tensor.row_stride + head * tensor.head_stride;
+    }
+};
+
+// What one thread finds out for its block, and where row, or key, 0 lies. In shared memory: the loop needs the registers.
+struct Block {
+    Work work;
+    const uint16_t *q, *k, *v;
+    uint16_t *out;
+    bool has_work;
+};
+
+template <class C> __device__ __forceinline__ void find_block(Block &block, const sinkattn_fwd_args &args, int64_t num_tiles) {
+    Work &work = block.work;
+    block.has_work = find_work(args, C::kTileQ, C::kTileK, num_tiles, blockIdx.x, work);
+    if (!block.has_work) return;
+    block.q = static_cast<const uint16_t *>(args.q.data) + query_offset(work, args.q, 0);
+    block.k = static_cast<const uint16_t *>(args.k.data) + key_offset(work, args.k, 0);
+    block.v = static_cast<const uint16_t *>(args.v.data) + key_offset(work, args.v, 0);
+    block.out = static_cast<uint16_t *>(args.out.data) + query_offset(work, args.out, 0);
+}
+
+// Of each row of the tile: it sees [0, sink_end) and [begin, end). In shared memory: only masked tiles, the start and the end ask. The rows
+// past the last see what it sees.
+template <class C> struct RowTable {
+    int32_t begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ];
+    float s_aux[C::kTileQ];
+
+    __device__ __forceinline__ bool sees(int row, int32_t j) const { return (j >= begin[row] && j < end[row]) || j < sink_end[row]; }
+};
+
+// The rows of a thread's accumulators, 2 a row block. pivot in log2 units; sum over this lane's columns.
+template <class C> struct Rows {
+    float pivot[2 * C::kRowBlocks], sum[2 * C::kRowBlocks];
+};
+
+template <class C> __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 * C::kWarpRows; }
+
+// The i-th of a thread's rows, in the tile.
+template <class C> __device__ __forceinline__ int thread_row(int i) { return warp_row<C>() + fragment_row(i); }
+
+template <class C>
+__device__ __forceinline__ void describe_rows(RowTable<C> &table, const sinkattn_fwd_args &args, const Work &work, sa_divisor by_group) {
+    const int row = threadIdx.x;
+    if (row >= C::kTileQ) return;
+    const Place place(sa_first(work.rows.begin + row, work.rows.end - 1), work.group, by_group);
+    const auto i = static_cast<sa_position_t>(place.token);
+    const sa_range keys = sa_row_band(&work.band, i);
+    table.begin[row] = keys.begin;
+    table.end[row] = keys.end;
+    table.sink_end[row] = sa_row_sink_end(&work.band, i);
+    table.s_aux[row] = work.has_sink
+                           ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, work.kv_head * work.group + place.head))
+                           : -INFINITY;
+}
+
+template <class C>
+__device__ __forceinline__ void start_rows(Rows<C> &rows, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], const RowTable<C> &table) {
+#pragma unroll
+    for (int i = 0; i < 2 * C::kRowBlocks; i++) {
+        const float s = table.s_aux[thread_row<C>(i)];
+        rows.pivot[i] = s * kLog2e;
+        rows.sum[i] = threadIdx.x % 4 == 0 ? static_cast<float>(sa_sink_sum(s)) : 0.0f;
+#pragma unroll
+        for (int n = 0; n < C::kHeadDim / 8; n++) o[i / 2][n][2 * (i & 1)] = o[i / 2][n][2 * (i & 1) + 1] = 0.0f;
+    }
+}
+
+// A thread copies one column of chunks, kRowStep rows apart.
+template <class C> struct Loader {
+    static constexpr int kRowStep = C::kThreads / C::kChunks;
+    int row, chunk;
+    bool valid;
+
+    __device__ __forceinline__ explicit Loader(int64_t head_dim)
+        : row(threadIdx.x / C::kChunks), chunk(threadIdx.x % C::kChunks), valid(chunk * 8 < head_dim) {}
+
+    __device__ __forceinline__ uint32_t offset(int i) const { return chunk_offset<C::kRowBytes>(row + i * kRowStep, chunk); }
+
+    __device__ __forceinline__ void load_queries(uint32_t to, const Block &block, const sinkattn_tensor &tensor,
+                                                 sa_divisor by_group) const {
+        const uint16_t *q = block.q + chunk * 8;
+        const sa_position_t first = block.work.rows.begin + row, end = block.work.rows.end, group = block.work.group;
+#pragma unroll
+        for (int i = 0; i < C::kTileQ / kRowStep; i++) {
+            const sa_position_t r = first + i * kRowStep;
+            const bool real = valid && r < end;
+            cp_async_16(to + offset(i), q + Place(r, group, by_group).offset(tensor), real);
+        }
+    }
+
+    // Of what this thread has loaded.
+    __device__ __forceinline__ void negate_queries(unsigned char *q) const {
+        for (int i = 0; i < C::kTileQ / kRowStep; i++)
+            for (int x = 0; x < 4; x++) reinterpret_cast<uint32_t *>(q + offset(i))[x] ^= 0x80008000u;
+    }
+
+    // Keys outside [keys.begin, keys.end) become zeros: nothing that no row sees is ever read.
+    __device__ __forceinline__ void load_keys(uint32_t to, const uint16_t *base, int64_t row_stride, int32_t first, sa_range keys) const {
+        const uint16_t *from = base + (first + row) * row_stride + chunk * 8;
+        const auto at = static_cast<unsigned>(first + row - keys.begin), count = static_cast<unsigned>(valid ? keys.end - keys.begin : 0);
+#pragma unroll
+        for (int i = 0; i < C::kTileK / kRowStep; i++) {
+            cp_async_16(to + offset(i), from, at + i * kRowStep < count);
+            from += kRowStep * row_stride;
+        }
+    }
+};
+
+// Scores to -inf where the row does not see the key. first is the tile's first key.
+template <class C>
+__device__ __forceinline__ void mask_tile(float (&s)[C::kRowBlocks][C::kTileK / 8][4], const RowTable<C> &table, int32_t first) {
+    const int32_t column = first + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 2 * C::kRowBlocks; i++) {
+        const int row = thread_row<C>(i);
+        const int32_t begin = table.begin[row] - column, end = table.end[row] - column, sink_end = table.sink_end[row] - column;
+#pragma unroll
+        for (int n = 0; n < C::kTileK / 8; n++)
+#pragma unroll
+            for (int x = 0; x < 2; x++) {
+                const int32_t j = n * 8 + x;
+                if (!((j >= begin && j < end) || j < sink_end)) s[i / 2][n][2 * (i & 1) + x] = -INFINITY;
+            }
+    }
+}
+
+// The rows' pivots over one more tile of scores, which o and the sums follow. from: what to subtract from the scores, in log2 units.
+template <class C>
+__device__ __forceinline__ void raise_pivots(float (&from)[2 * C::kRowBlocks], const float (&s)[C::kRowBlocks][C::kTileK / 8][4],
+                                             float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], Rows<C> &rows, float scale_log2) {
+    float alpha[2 * C::kRowBlocks];
+    bool grown = false;
+#pragma unroll
+    for (int i = 0; i < 2 * C::kRowBlocks; i++) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < C::kTileK / 8; n++)
+#pragma unroll
+            for (int x = 2 * (i & 1); x < 2 * (i & 1) + 2; x++) top = fmaxf(top, s[i / 2][n][x]);
+        top = quad_max(top) * scale_log2;
+        const float before = rows.pivot[i];
+        const float pivot = top > before + kLazy ? top : before; // a NaN in s_aux stays
+        from[i] = pivot == -INFINITY ? 0.0f : pivot;
+        alpha[i] = before == pivot ? 1.0f : exp2_approx(before - from[i]);
+        grown |= before != pivot;
+        rows.pivot[i] = pivot;
+    }
+    if (!__any_sync(0xffffffffu, grown)) return;
+#pragma unroll
+    for (int i = 0; i < 2 * C::kRowBlocks; i++) {
+        rows.sum[i] *= alpha[i];
+#pragma unroll
+        for (int n = 0; n < C::kHeadDim / 8; n++)
+#pragma unroll
+            for (int x = 2 * (i & 1); x < 2 * (i & 1) + 2; x++) o[i / 2][n][x] *= alpha[i];
+    }
+}
+
+// o += P V, where s becomes P 16 keys at a time: the exponentials of 16 keys run under the products of those before.
+template <class C>
+__device__ __forceinline__ void weigh_values(float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], float (&s)[C::kRowBlocks][C::kTileK / 8][4],
+                                             Rows<C> &rows, const float (&from)[2 * C::kRowBlocks], float scale_log2, uint32_t v) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < C::kTileK / 16; step++) {
+#pragma unroll
+        for (int i = 0; i < 2 * C::kRowBlocks; i++)
+#pragma unroll
+            for (int n = 2 * step; n < 2 * step + 2; n++)
+#pragma unroll
+                for (int x = 2 * (i & 1); x < 2 * (i & 1) + 2; x++) {
+                    s[i / 2][n][x] = exp2_approx(fmaf(s[i / 2][n][x], scale_log2, -from[i]));
+                    rows.sum[i] += s[i / 2][n][x];
+                }
+        uint32_t p[C::kRowBlocks][4];
+        left_of<typename C::Element>(p, s, step);
+#pragma unroll
+        for (int n = 0; n < C::kHeadDim / 8; n += 2) {
+            uint32_t values[4];
+            ldmatrix_x4_trans(values, v + chunk_offset<C::kRowBytes>(16 * step + (lane & 15), n + (lane >> 4)));
+#pragma unroll
+            for (int b = 0; b < C::kRowBlocks; b++) {
+                mma_m16n8k16<typename C::Element>(o[b][n], p[b], values[0], values[1]);
+                mma_m16n8k16<typename C::Element>(o[b][n + 1], p[b], values[2], values[3]);
+            }
+        }
+    }
+}
+
+// A masked key's P is 0, but 0 * NaN is not: values that are not finite are added by hand to the rows that see them, then zeroed in shared
+// memory. Every thread of the block comes here.
+template <class C>
+__device__ __forceinline__ void hide_unfinite(unsigned char *values, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4],
+                                              const RowTable<C> &table, int32_t first) {
+    const auto unfinite = [](uint16_t half) { return (half & kExponent<typename C::Element>) == kExponent<typename C::Element>; };
+#pragma unroll 1
+    for (int key = 0; key < C::kTileK; key++) {
+        bool sees[2 * C::kRowBlocks];
+#pragma unroll
+        for (int i = 0; i < 2 * C::kRowBlocks; i++) sees[i] = table.sees(thread_row<C>(i), first + key);
+#pragma unroll
+        for (int n = 0; n < C::kHeadDim / 8; n++) {
+            const auto *chunk = reinterpret_cast<const uint16_t *>(values + chunk_offset<C::kRowBytes>(key, n));
+#pragma unroll
+            for (int x = 0; x < 2; x++) {
+                const uint16_t half = chunk[2 * (threadIdx.x % 4) + x];
+                const float value = unfinite(half) ? widen<typename C::Element>(half) : 0.0f;
+#pragma unroll
+                for (int i = 0; i < 2 * C::kRowBlocks; i++)
+                    if (sees[i]) o[i / 2][n][2 * (i & 1) + x] += value;
+            }
+        }
+    }
+    __syncthreads();
+    for (int x = threadIdx.x; x < C::kKeyBytes / 2; x += C::kThreads) {
+        auto &half = reinterpret_cast<uint16_t *>(values)[x];
+        if (unfinite(half)) half = 0;
+    }
+    __syncthreads();
+}
+
+// out through shared memory, where Q was: a row leaves in whole 16-byte chunks.
+template <class C>
+__device__ __forceinline__ void write_out(unsigned char *shared, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], const Rows<C> &rows,
+                                          const RowTable<C> &table, const sinkattn_fwd_args &args, const Block &block,
+                                          sa_divisor by_group) {
+    const int lane = threadIdx.x % 32;
+    const Work &work = block.work;
+    const sa_position_t first = work.rows.begin, end = work.rows.end, group = work.group;
+#pragma unroll
+    for (int i = 0; i < 2 * C::kRowBlocks; i++) {
+        const float sum = quad_sum(rows.sum[i]);
+        const float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
+        const int row = thread_row<C>(i);
+        if (first + row < end && lane % 4 == 0) {
+            const Place place(first + row, group, by_group);
+            const float s = table.s_aux[row];
+            const float pivot = rows.pivot[i] == s * kLog2e ? s : rows.pivot[i] * kLn2; // a row without keys gets s itself
+            static_cast<float *>(args.lse)[sa_row_index(&args.problem, &work.sequence, work.kv_head * group + place.head, place.token)] =
+                sum == 0.0f ? -INFINITY : pivot + logf(sum);
+        }
+#pragma unroll
+        for (int n = 0; n < C::kHeadDim / 8; n++) {
+            const float *pair = &o[i / 2][n][2 * (i & 1)];
+            *reinterpret_cast<uint32_t *>(shared + chunk_offset<C::kRowBytes>(row, n) + 4 * (lane % 4)) =
+                pack_halves<typename C::Element>(pair[0] * factor, pair[1] * factor);
+        }
+    }
+    __syncwarp();
+    uint16_t *out = block.out;
+#pragma unroll
+    for (int x = lane; x < C::kWarpRows * C::kChunks; x += 32) {
+        const int row = warp_row<C>() + x / C::kChunks, chunk = x % C::kChunks;
+        if (first + row >= end || chunk * 8 >= args.problem.head_dim) continue;
+        *reinterpret_cast<uint4 *>(out + Place(first + row, group, by_group).offset(args.out) + chunk * 8) =
+            *reinterpret_cast<const uint4 *>(shared + chunk_offset<C::kRowBytes>(row, chunk));
+    }
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const __grid_constant__ sinkattn_fwd_args args, int64_t num_tiles,
+                                                                         sa_divisor by_group, float scale_log2, unsigned *error_word) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ Block block;
+    __shared__ RowTable<C> table;
+    if (blockIdx.x == 0) check_lengths(args, error_word);
+    if (threadIdx.x == 0) find_block<C>(block, args, num_tiles);
+    __syncthreads();
+    if (!block.has_work) return;
+
+    const uint32_t q = shared_address(shared), stages = q + C::kQueryBytes;
+    const Loader<C> loader(args.problem.head_dim);
+    const sa_key_tiles tiles = block.work.tiles;
+    const uint16_t *k_data = block.k, *v_data = block.v;
+    const auto load = [&](int t, int stage) {
+        const uint32_t to = stages + stage * C::kStageBytes;
+        const sa_range keys = sa_key_tile(&block.work.tiles, t);
+        loader.load_keys(to, k_data, args.k.row_stride, t * C::kTileK, keys);
+        loader.load_keys(to + C::kKeyBytes, v_data, args.v.row_stride, t * C::kTileK, keys);
+        cp_async_commit();
+    };
+    const int begin = sa_key_tile_from(&tiles, 0);
+    if (begin < tiles.end) { // else nothing may be on its way to where out will be
+        loader.load_queries(q, block, args.q, by_group);
+        load(begin, 0);
+    }
+    describe_rows<C>(table, args, block.work, by_group);
+    if (scale_log2 < 0.0f) {
+        cp_async_wait<0>();
+        loader.negate_queries(shared);
+        scale_log2 = -scale_log2;
+    }
+    __syncthreads();
+
+    // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: then all is done again with such values hidden.
+    Rows<C> rows;
+    float o[C::kRowBlocks][C::kHeadDim / 8][4];
+    for (bool hide = false;; hide = true) {
+        start_rows<C>(rows, o, table);
+        for (int t = begin, stage = 0; t < tiles.end; stage ^= 1) {
+            const int next = sa_key_tile_from(&tiles, t + 1);
+            cp_async_wait<0>();
+            __syncthreads(); // tile t has landed, and nobody reads the other stage any more
+            if (next < tiles.end) load(next, stage ^ 1);
+
+            const int stage_at = C::kQueryBytes + stage * C::kStageBytes, values_at = stage_at + C::kKeyBytes;
+            float s[C::kRowBlocks][C::kTileK / 8][4], from[2 * C::kRowBlocks];
+            product_abt<typename C::Element, C::kRowBytes>(s, q + warp_row<C>() * C::kRowBytes, q + stage_at);
+            const int32_t first = t * C::kTileK;
+            const bool masked = !sa_key_tile_is_full(&tiles, t);
+            if (masked) mask_tile<C>(s, table, first);
+            raise_pivots<C>(from, s, o, rows, scale_log2);
+            if (hide && masked) hide_unfinite<C>(shared + values_at, o, table, first);
+            weigh_values<C>(o, s, rows, from, scale_log2, q + values_at);
+            t = next;
+        }
+        if (!__syncthreads_or(!hide && !is_finite(o))) break;
+        load(begin, 0);
+    }
+    write_out<C>(shared, o, rows, table, args, block, by_group);
+}
+
+template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
+    const int64_t num_tiles = num_row_tiles(args.problem, C::kTileQ), num_blocks = num_tiles * args.problem.num_kv_heads;
+    if (num_blocks == 0) return sa_ok();
+    if (num_blocks > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_blocks));
+    unsigned *error_word;
+    sinkattn_status status = sa_cuda_error_word(&error_word);
+    if (status.code) return status;
+    status = allow_shared<fwd_kernel<C>>(C::kSharedBytes);
+    if (status.code) return status;
+    const sa_divisor by_group = sa_divisor_of(static_cast<uint32_t>(args.problem.num_q_heads / args.problem.num_kv_heads));
+    const float scale_log2 = static_cast<float>(sa_softmax_scale(&args.problem)) * kLog2e;
+    fwd_kernel<C><<<static_cast<unsigned>(num_blocks), C::kThreads, C::kSharedBytes, static_cast<cudaStream_t>(context.stream)>>>(
+        args, num_tiles, by_group, scale_log2, error_word);
+    return sa_cuda_status("sa_fwd_cuda_sm80", cudaGetLastError());
+}
+
+template <int kHeadDim, int kTileQ, int kTileK, int kRowBlocks, int kMinBlocks = 1>
+sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const sinkattn_context &context) {
+    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK, kRowBlocks, kMinBlocks>>(args, context);
+    return launch<Config<Fp16, kHeadDim, kTileQ, kTileK, kRowBlocks, kMinBlocks>>(args, context);
+}
+
+// Two row blocks a warp halve the reads of K and V; at head_dim 256, O alone would fill the registers. Of a narrow window's tiles less is
+// masked where they are small, and 24 warps an SM hide the start and the end of a tile of rows.
+template <int kHeadDim, int kTileQ, int kTileK> sinkattn_status launch_mask(const void *arguments, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
+    if constexpr (kHeadDim == 64)
+        if (sa_window_keys(&args.problem.mask) <= 256) return launch_dtype<kHeadDim, 64, 32, 1, 6>(args, *context);
+    return launch_dtype<kHeadDim, kTileQ, kTileK, kHeadDim <= 128 ? 2 : 1>(args, *context);
+}
+
+} // namespace
+
+extern "C" sinkattn_status sa_fwd_cuda_sm80_d64(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+    return launch_mask<64, sa_fwd_cuda_sm80_d64_tile_q, sa_fwd_cuda_sm80_d64_tile_k>(args, context);
+}
+
+extern "C" sinkattn_status sa_fwd_cuda_sm80_d128(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+    return launch_mask<128, sa_fwd_cuda_sm80_d128_tile_q, sa_fwd_cuda_sm80_d128_tile_k>(args, context);
+}
+
+extern "C" sinkattn_status sa_fwd_cuda_sm80_d256(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
+    return launch_mask<256, sa_fwd_cuda_sm80_d256_tile_q, sa_fwd_cuda_sm80_d256_tile_k>(args, context);
+}
+
+} // namespace sa::fwd_sm80

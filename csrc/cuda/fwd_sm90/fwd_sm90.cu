@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Forward for every mask on sm_90, head_dim up to 128: full causal, wide and two-sided windows, sink tokens.
+//
+//     scheduler warp  next tile of rows, and what each row sees ...
+//     loader warp     Q | K0 | V0 | K1 | V1 | ...                     by TMA, Q of the next tile while this one is computed
+//     checker warps       V0 | V1 | ...                               values that are not finite, in tiles that need a mask
+//     math groups     S0 | S1 = Q K1^T, O += P0 V0 | S2, O += P1 V1 | ...       softmax of S1 while O += P0 V0 runs
+//
+// A block stays on its multiprocessor and walks over tiles of rows, tokens x the heads of a group, the last of a sequence first; every
+// other round in reverse, which evens out what the blocks get. A math group owns 64 rows; S, P and O live in its registers, and the three
+// groups are out of step; key tiles that only the others see it lets go. Out leaves through the place of the queries. A row's pivot is its
+// maximum over its first key tile; later maxima are not looked for, and the rare row that outgrows its pivot is scored once more. Key tiles
+// lie at multiples of kTileK from key 0 and a masked key adds zero: a row's bits are its own.
+//
+// Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
+
+#include "cuda/fwd_sm90/rows.cuh"
+#include "cuda/fwd_sm90/softmax.cuh"
+#include "cuda/host/tensor_map.cuh"
+#include "cuda/tile/finite.cuh"
+#include "cuda/tile/wgmma.cuh"
+#include "cuda/work/launch_counter.cuh"
+
+namespace sa::fwd_sm90 {
+namespace {
+
+template <class C> struct Smem {
+    alignas(1024) unsigned char queries[2][C::kHalves * C::kQueryHalf];
+    alignas(1024) unsigned char keys[C::kStages][C::kHalves * C::kKeyHalf], values[C::kStages][C::kHalves * C::kKeyHalf];
+    Rows<C> rows[C::kSlots];
+    alignas(2) bool unfinite[C::kStages][C::kCheckers];
+    uint64_t q_full[2], q_empty[2];
+    uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_ready[C::kStages], v_empty[C::kStages];
+};
+
+struct Maps {
+    CUtensorMap q, k, v, out;
+};
+
+// The items of a block: every so many of them, every other round in reverse; or, after the first, the next one that nobody has taken. Which
+// block computes a tile does not change its bits.
+__device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned round) {
+    if (!p.counter) return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag, p.num_items);
+}
+
+template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
+    const bool leader = threadIdx.x % 32 == 0;
+    if (leader && p.counter) open_counter(p.counter, __ldcg(p.counter), p.tag);
+    unsigned item = blockIdx.x, round = 0;
+    for (Ring<C::kSlots> ring;; ring.n++) {
+        Rows<C> &rows = smem.rows[ring.place()];
+        barrier_wait(&smem.rows[ring.place()].empty, ring.phase() ^ 1);
+        bool exists = false;
+        while (!exists && item < p.num_items) {
+            const unsigned tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
+            if (leader) {
+                const unsigned next = item_of_round(p, ++round); // arrives while this one is described
+                exists = describe_tile<C>(args, p, item % p.num_kv_heads, b, tile, rows.work);
+                item = next;
+            }
+            item = __shfl_sync(0xffffffffu, item, 0);
+            exists = __shfl_sync(0xffffffffu, exists, 0);
+        }
+        if (leader) rows.exists = exists;
+        __syncwarp(); // the lanes see the work
+        if (exists) describe_rows<C>(rows, args, p);
+        barrier_arrive(&smem.rows[ring.place()].full);
+        if (!exists) return;
+    }
+}
+
+template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, const Maps &maps, const Problem &p) {
+    const auto load_keys = [&](unsigned char *to, const CUtensorMap &map, uint64_t *full, const Work &work, int t) {
+        barrier_arrive_expect(full, C::kHalves * C::kKeyHalf);
+        for (int half = 0; half < C::kHalves; half++)
+            tensor_load(to + half * C::kKeyHalf, &map, full, 64 * half, static_cast<int>(work.kv_head),
+                        static_cast<int>(work.sequence.k_begin) + t * C::kTileK, static_cast<int>(work.sequence.batch));
+    };
+    Ring<C::kStages> ring;
+    for (Ring<C::kSlots> tiles;; tiles.n++) {
+        const Ring<2> queries{tiles.n};
+        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
+        if (!smem.rows[tiles.place()].exists) return;
+        uint64_t *q_full = &smem.q_full[queries.place()];
+        barrier_wait(&smem.q_empty[queries.place()], queries.phase() ^ 1);
+        const Work &work = smem.rows[tiles.place()].work;
+        const int end = work.tiles.end;
+        int t = sa_key_tile_from(&work.tiles, 0); // once Q is there, a tile without keys may be gone
+        barrier_arrive_expect(q_full, C::kHalves * p.tokens * p.group * kRowBytes);
+        for (int half = 0; half < C::kHalves; half++)
+            tensor_load(smem.queries[queries.place()] + half * C::kQueryHalf, &maps.q, q_full, 64 * half,
+                        static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
+                        static_cast<int>(work.sequence.batch));
+        for (; t < end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
+            barrier_wait(&smem.k_empty[ring.place()], ring.phase() ^ 1);
+            load_keys(smem.keys[ring.place()], maps.k, &smem.k_full[ring.place()], work, t);
+            barrier_wait(&smem.v_empty[ring.place()], ring.phase() ^ 1);
+            load_keys(smem.values[ring.place()], maps.v, &smem.v_full[ring.place()], work, t);
+        }
+    }
+}
+
+template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
+    const int checker = threadIdx.x / 32 - 2;
+    Ring<C::kStages> ring;
+    for (Ring<C::kSlots> tiles;; tiles.n++) {
+        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
+        if (!smem.rows[tiles.place()].exists) return;
+        const Work &work = smem.rows[tiles.place()].work;
+        for (int t = sa_key_tile_from(&work.tiles, 0); t < work.tiles.end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
+            bool found = false;
+            barrier_wait(&smem.v_full[ring.place()], ring.phase());
+            if (!sa_key_tile_is_full(&work.tiles, t)) {
+                constexpr int kBytes = C::kHalves * C::kKeyHalf, kLookers = 32 * C::kCheckers, kFirst = 64;
+                found = some_unfinite<typename C::Element, kLookers>(smem.values[ring.place()], kBytes, threadIdx.x - kFirst);
+                if (found) zero_unfinite<typename C::Element, kLookers>(smem.values[ring.place()], kBytes, threadIdx.x - kFirst);
+                async_fence();
+            }
+            found = __any_sync(0xffffffffu, found);
+            if (threadIdx.x % 32 == 0) smem.unfinite[ring.place()][checker] = found;
+            barrier_arrive(&smem.v_ready[ring.place()]);
+        }
+        barrier_arrive(&smem.rows[tiles.place()].empty);
+    }
+}
+
+template <class C> __device__ __forceinline__ void qk_product(float (&s)[C::kTileK / 2], uint32_t q, uint32_t k) {
+    wgmma_abt<typename C::Element, C::kHeadDim, C::kQueryHalf, C::kKeyHalf>(s, q, k);
+}
+
+template <class C>
+__device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const sinkattn_fwd_args &args, const Problem &p,
+                                           const Rows<C> &rows, int math_group, int t) {
+    const auto *data = static_cast<const uint16_t *>(args.v.data);
+    const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
+#pragma unroll 1
+    for (int j = t * C::kTileK; j < (t + 1) * C::kTileK && j < rows.work.sequence.k_len; j++)
+        add_unfinite<typename C::Element>(o, data + key_offset(rows.work, args.v, j), args.problem.head_dim, [&](int i) {
+            return (j >= rows.begin[token[i]] && j < rows.end[token[i]]) || j < rows.sink_end[token[i]];
+        });
+}
+
+// To where the group's queries were, as they were.
+template <class C> __device__ __forceinline__ void stage_out(uint32_t slot, const float (&o)[C::kHeadDim / 2], const float (&factor)[2]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    const uint32_t to = slot + row * kRowBytes;
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 8; n += 2) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            x[i] = pack_halves<typename C::Element>(o[4 * n + 2 * i] * factor[i % 2], o[4 * n + 2 * i + 1] * factor[i % 2]);
+        stmatrix_x4(to + n / 8 * C::kQueryHalf + ((n % 8 + lane / 16 ^ lane % 8) << 4), x);
+    }
+}
+
+// By one copy, which still reads the slot when this returns true; or by threads, where the group has tokens in part or some do not exist.
+// The group has then read the queries and the rows.
+template <class C>
+__device__ __forceinline__ bool write_out(const unsigned char *slot, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p,
+                                          const Rows<C> &rows, int math_group) {
+    const Work &work = rows.work;
+    const int num_tokens = work.tokens.end - work.tokens.begin, first = math_group * p.copied;
+    const int64_t token = work.sequence.q_begin + work.tokens.begin, head = work.kv_head * p.group;
+    async_fence();
+    bar_sync<128>(1 + math_group);
+    if (p.copied && first + p.copied <= num_tokens) {
+        if (threadIdx.x % 128) return true;
+        for (int half = 0; half < C::kHalves; half++)
+            tensor_store(&maps.out, slot + half * C::kQueryHalf, 64 * half, static_cast<int>(head), static_cast<int>(token + first),
+                         static_cast<int>(work.sequence.batch));
+        store_commit();
+        return true;
+    }
+    auto *out = static_cast<uint16_t *>(args.out.data) + sa_offset(&args.out, work.sequence.batch, token, head);
+#pragma unroll 1
+    for (int x = threadIdx.x % 128; x < 64 * 8 * C::kHalves; x += 128) {
+        const int row = x / (8 * C::kHalves), column = x % (8 * C::kHalves) * 8;
+        const int at = 64 * math_group + row, i = at * p.group_inverse >> 16;
+        if (i >= num_tokens || column >= args.problem.head_dim) continue;
+        *reinterpret_cast<uint4 *>(out + i * args.out.row_stride + (at - i * p.group) * args.out.head_stride + column) =
+            *reinterpret_cast<const uint4 *>(slot + column / 64 * C::kQueryHalf + row * kRowBytes + ((column / 8 % 8 ^ row % 8) << 4));
+    }
+    async_fence();
+    bar_sync<128>(1 + math_group);
+    return false;
+}
+
+// Over the key tiles that the rows see, one or more: O, and the factor that it still needs. scored: called when the first scores are there.
+template <class C, class Scored>
+__device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&factor)[2], Softmax &softmax, Smem<C> &smem,
+                                       Ring<C::kStages> &ring, const sinkattn_fwd_args &args, const Problem &p, const Rows<C> &rows,
+                                       int math_group, uint32_t q, int t, int end, const Scored &scored) {
+    const sa_key_tiles &key_tiles = rows.group_tiles[math_group];
+    const bool leader = threadIdx.x % 128 == 0;
+    float s[C::kTileK / 2], total[2];
+    uint32_t weights[C::kTileK / 16][4];
+    barrier_wait(&smem.k_full[ring.place()], ring.phase());
+    qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
+    const bool masked = !sa_key_tile_is_full(&key_tiles, t);
+    softmax = start_softmax<C>(p, rows, math_group);
+    wgmma_wait<0>();
+    computed(s);
+    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
+    scored();
+    if (masked) mask_tile<C>(s, p, rows, math_group, t);
+    follow_maxima<C>(s, o, softmax, p, rows, math_group, t);
+    exponentials<C>(s, total, softmax, p.scale_log2);
+    for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
+    bool starting = begins_after<C>(softmax, p, rows, math_group, t);
+    // Asked before the product that lets the stage go.
+    const auto has_hidden = [&](uint32_t place) { return *reinterpret_cast<const uint16_t *>(smem.unfinite[place]) != 0; };
+    barrier_wait(&smem.v_ready[ring.place()], ring.phase());
+    bool hidden = has_hidden(ring.place());
+    pack<typename C::Element>(weights, s);
+    const auto finish_values = [&] {
+        wgmma_wait<0>();
+        computed(o);
+        if (leader) barrier_arrive(&smem.v_empty[ring.place()]);
+        if (hidden) add_hidden<C>(o, args, p, rows, math_group, t);
+        ring.n++;
+    };
+    // The scores of the next key tile, under the product of this one's weights and values.
+    int next = sa_key_tile_from(&key_tiles, t + 1);
+    if (next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
+    while (next < end) {
+        const auto keys = ring.next();
+        qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
+        wgmma_pb<typename C::Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.place()]));
+        const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
+        const int after_next = sa_key_tile_from(&key_tiles, next + 1);
+        wgmma_wait<1>();
+        computed(s);
+        if (next_masked) mask_tile<C>(s, p, rows, math_group, next);
+        if (starting) {
+            wgmma_wait<0>();
+            computed(o);
+            follow_maxima<C>(s, o, softmax, p, rows, math_group, next);
+            starting = begins_after<C>(softmax, p, rows, math_group, next);
+        }
+        exponentials<C>(s, total, softmax, p.scale_log2);
+        const bool large = __any_sync(0xffffffffu, total[0] > kLarge<typename C::Element> || total[1] > kLarge<typename C::Element>);
+        barrier_wait(&smem.v_ready[keys.place()], keys.phase());
+        const bool next_hidden = has_hidden(keys.place());
+        if (after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
+        finish_values();
+        if (large) outgrow<C>(s, total, o, softmax, p, rows, math_group, next, q, shared_address(smem.keys[keys.place()]));
+        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[keys.place()]);
+        for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
+        t = next;
+        hidden = next_hidden;
+        next = after_next;
+        pack<typename C::Element>(weights, s);
+    }
+    wgmma_pb<typename C::Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.place()]));
+    finish_softmax<C>(factor, softmax, args, p, rows, math_group);
+    finish_values();
+}
+
+// Lets a key tile go of which the group's rows see nothing. Keys only behind the wait for values: the loader fills both again when all
+// warps have let the keys go, and one that still waited would miss a phase.
+template <class C> __device__ __forceinline__ void skip_tile(Smem<C> &smem, Ring<C::kStages> ring) {
+    barrier_wait(&smem.k_full[ring.place()], ring.phase());
+    barrier_wait(&smem.v_ready[ring.place()], ring.phase());
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
+    if (threadIdx.x % 128 == 0) barrier_arrive(&smem.v_empty[ring.place()]);
+}
+
+template <class C>
+__device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+    const int math_group = warp_uniform(threadIdx.x / 128) - 1;
+    const bool leader = threadIdx.x % 128 == 0;
+    Ring<C::kStages> ring;
+    bool copying = false; // out of the tile before, from where its queries were
+    for (Ring<C::kSlots> tiles;; tiles.n++) {
+        const Ring<2> queries{tiles.n};
+        const auto end_copy = [&] {
+            if (!copying || !leader) return;
+            store_wait_read<0>();
+            barrier_arrive(&smem.q_empty[queries.next().place()]); // the one before
+        };
+        Rows<C> &rows = smem.rows[tiles.place()];
+        barrier_wait(&rows.full, tiles.phase());
+        if (!rows.exists) break;
+        barrier_wait(&smem.q_full[queries.place()], queries.phase());
+        const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
+        float o[C::kHeadDim / 2] = {}, factor[2];
+        Softmax softmax;
+        const int end = rows.group_tiles[math_group].end, t = sa_key_tile_from(&rows.group_tiles[math_group], 0);
+        if (t < end) {
+            static_assert((C::kTileQ - 64) / C::kTileK + 1 < C::kStages, "what is not seen stays until the first scores are there");
+            Ring<C::kStages> unseen = ring;
+            ring.n += t - sa_key_tile_from(&rows.work.tiles, 0);
+            attend<C>(o, factor, softmax, smem, ring, args, p, rows, math_group, q, t, end, [&] {
+                end_copy();
+#pragma unroll 1
+                for (; unseen.n != ring.n; unseen.n++) skip_tile<C>(smem, unseen);
+            });
+        } else {
+            softmax = start_softmax<C>(p, rows, math_group);
+            finish_softmax<C>(factor, softmax, args, p, rows, math_group);
+            end_copy();
+        }
+        unsigned char *slot = smem.queries[queries.place()] + 64 * math_group * kRowBytes;
+        stage_out<C>(q, o, factor);
+        copying = write_out<C>(slot, args, maps, p, rows, math_group);
+#pragma unroll 1
+        for (int n = sa_key_tile_from(&rows.work.tiles, end); n < rows.work.tiles.end; n = sa_key_tile_from(&rows.work.tiles, n + 1)) {
+            skip_tile<C>(smem, ring);
+            ring.n++;
+        }
+        barrier_arrive(&rows.empty);
+        if (leader && !copying) barrier_arrive(&smem.q_empty[queries.place()]);
+    }
+    if (leader) store_wait();
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_constant__ sinkattn_fwd_args args,
+                                                             const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
+                                                             unsigned *error_word) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto &smem = *reinterpret_cast<Smem<C> *>(shared);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < C::kSlots; i++) {
+            barrier_init(&smem.rows[i].full, 32);
+            barrier_init(&smem.rows[i].empty, 128 * C::kGroups + 32 * C::kCheckers);
+        }
+        for (int i = 0; i < 2; i++) {
+            barrier_init(&smem.q_full[i], 1);
+            barrier_init(&smem.q_empty[i], C::kGroups);
+        }
+        for (int i = 0; i < C::kStages; i++) {
+            barrier_init(&smem.k_full[i], 1);
+            barrier_init(&smem.k_empty[i], 4 * C::kGroups);
+            barrier_init(&smem.v_full[i], 1);
+            barrier_init(&smem.v_ready[i], 32 * C::kCheckers);
+            barrier_init(&smem.v_empty[i], C::kGroups);
+        }
+        barrier_init_fence();
+    }
+    if (blockIdx.x == 0) check_lengths(args, error_word);
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_down<C::kLoaderRegisters>();
+        if (threadIdx.x < 32) schedule<C>(smem, args, p);
+        if (threadIdx.x == 32) load_tiles<C>(smem, maps, p);
+        if (threadIdx.x >= 64) check_tiles<C>(smem);
+    } else {
+        registers_up<C::kMathRegisters>();
+        compute_tiles<C>(smem, args, maps, p);
+    }
+#else
+    __trap();
+#endif
+}
+
+template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.problem;
+    Problem p;
+    p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
+    p.tokens = C::kTileQ / p.group;
+    p.group_inverse = (65536 + p.group - 1) / p.group;
+    const int64_t num_tiles = num_row_tiles(problem, p.tokens * p.group), num_items = num_tiles * problem.num_kv_heads;
+    if (num_items > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_items));
+    p.num_kv_heads = static_cast<unsigned>(problem.num_kv_heads);
+    p.num_tiles = static_cast<unsigned>(num_tiles);
+    p.num_items = static_cast<unsigned>(num_items);
+    p.copied = 64 % p.group ? 0 : 64 / p.group;
+    p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
+    p.counter = nullptr;
+    p.tag = 0;
+    if (problem.packed && p.num_items < kMaxCount) { // sequences differ, and only the device knows by how much
+        p.counter = launch_counter(context.workspace);
+        p.tag = next_launch_tag();
+    }
+    Encode encode = nullptr;
+    unsigned *error_word;
+    Maps maps;
+    sinkattn_status status = find_encode(&encode);
+    if (!status.code) status = sa_cuda_error_word(&error_word);
+    if (!status.code) status = encode_map(encode, &maps.q, problem, args.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
+    if (!status.code) status = encode_map(encode, &maps.k, problem, args.k, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "k");
+    if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "v");
+    if (!status.code && p.copied)
+        status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.copied, p.group, "out");
+    if (!status.code) status = allow_shared<fwd_kernel<C>>(sizeof(Smem<C>));
+    if (status.code) return status;
+    const unsigned blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));
+    fwd_kernel<C><<<blocks, C::kThreads, sizeof(Smem<C>), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
+    return sa_cuda_status("sa_fwd_cuda_sm90", cudaGetLastError());
+}
+
+template <int kHeadDim, int kTileQ, int kTileK, int kStages, int kSlots>
+sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
+    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, *plan, *context);
+    return launch<Config<Fp16, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, *plan, *context);
+}
+
+} // namespace
+
+extern "C" sinkattn_status sa_fwd_cuda_sm90_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return launch_dtype<64, sa_fwd_cuda_sm90_d64_tile_q, sa_fwd_cuda_sm90_d64_tile_k, 4, 4>(args, plan, context);
+}
+
+extern "C" sinkattn_status sa_fwd_cuda_sm90_d128(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return launch_dtype<128, sa_fwd_cuda_sm90_d128_tile_q, sa_fwd_cuda_sm90_d128_tile_k, 3, 2>(args, plan, context);
+}
+
+} // namespace sa::fwd_sm90

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tiles of rows of the general forward on sm_90: whole tokens, each with the heads of its group; where they lie, and what the math needs to
+// know of them.
+#pragma once
+
+#include "cuda/tile/wgmma.cuh"
+#include "cuda/work/items.cuh"
+
+namespace sa::fwd_sm90 {
+
+template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kSlots_> struct Config {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kSlots = kSlots_;
+    static constexpr int kGroups = kTileQ / 64, kThreads = 128 * (kGroups + 1), kCheckers = 2;
+    static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
+    static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
+    static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
+    static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
+    static_assert(kHeadDim % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0, "swizzled rows, rows of a wgmma, keys of a wgmma");
+    static_assert(kLoaderRegisters + kGroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
+};
+
+// A tile of rows, and what the math needs of it, token by token and head by head. Row r is head r % group of token r / group.
+template <class C> struct Rows {
+    uint64_t full, empty;
+    Work work;
+    bool exists;
+    sa_key_tiles group_tiles[C::kGroups];                      // that rows of a math group see, of work.tiles
+    int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
+    int first[C::kTileQ];                                      // of a token, the key tile of its first key
+    float s_aux[C::kTileQ];                                    // of a head
+    int64_t lse;                                               // offset, of the first row
+};
+
+struct Problem {
+    unsigned long long *counter, tag; // NULL: blocks take items in a fixed order
+    unsigned num_kv_heads, num_tiles, num_items;
+    int group, tokens; // heads and tokens of a tile of rows
+    int group_inverse; // of 2^16, for row / group below kTileQ
+    int copied;        // tokens of a math group's rows, 0 where they are not whole
+    float scale_log2;
+};
+
+// The sequence that tile n belongs to; in a packed batch the last one whose first tile, rows before / tokens + b, is at most n. By the
+// lanes of a warp, each looking at another sequence.
+__device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned n) {
+    const auto batch = static_cast<unsigned>(args.problem.batch);
+    if (!args.problem.packed) return n % batch;
+    unsigned low = 0, high = batch + 1;
+    while (high - low > 1) {
+        const unsigned step = (high - low + 31) / 32, b = low + threadIdx.x % 32 * step;
+        const bool begun = b < high && rows_before(args, b) < (static_cast<int64_t>(n) - b + 1) * p.tokens;
+        low += (31 - __clz(__ballot_sync(0xffffffffu, begun) | 1)) * step;
+        high = min(high, low + step);
+    }
+    return low;
+}
+
+// As find_work, for tiles of whole tokens. False when the tile has none.
+template <class C>
+__device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned kv_head, unsigned b, unsigned n,
+                                              Work &work) {
+    const int first = args.problem.packed ? static_cast<int>(rows_before(args, b)) / p.tokens + static_cast<int>(b) : 0;
+    const int within = static_cast<int>(args.problem.packed ? n : n / static_cast<unsigned>(args.problem.batch)) - first;
+    work.group = p.group;
+    work.kv_head = kv_head;
+    work.has_sink = args.s_aux && b < args.problem.batch;
+    work.sequence = sequence_or_tail(args, b);
+    work.band = sa_band_of(&args.problem.mask, work.sequence.q_len, work.sequence.k_len);
+    if (within < 0 || static_cast<int64_t>(within) * p.tokens >= work.sequence.q_len) return false;
+    work.tokens.begin = within * p.tokens;
+    work.tokens.end = sa_first(work.tokens.begin + p.tokens, work.band.q_len);
+    work.rows = {work.tokens.begin * p.group, work.tokens.end * p.group};
+    work.tiles = sa_key_tiles_of(&work.band, work.tokens, C::kTileK);
+    return true;
+}
+
+// The key tiles of a math group's rows, in the order of work.tiles: where there are sink tokens, all that lie before the group's window.
+// After the rows.
+template <class C> __device__ __forceinline__ void describe_group(Rows<C> &rows, const Problem &p, int math_group) {
+    const Work &work = rows.work;
+    const int first = 64 * math_group * p.group_inverse >> 16, last = (64 * math_group + 63) * p.group_inverse >> 16,
+              end = sa_first(last, work.tokens.end - work.tokens.begin - 1);
+    sa_key_tiles &tiles = rows.group_tiles[math_group];
+    tiles.sink_end = work.tiles.sink_end;
+    tiles.full_sink_end = work.tiles.full_sink_end;
+    tiles.full_begin = (rows.begin[end] + C::kTileK - 1) / C::kTileK;
+    tiles.full_end = rows.end[first] / C::kTileK;
+    const bool sees = first <= end && rows.begin[first] < rows.end[end];
+    tiles.begin = work.band.num_sink ? work.tiles.begin : sees ? rows.begin[first] / C::kTileK : 0;
+    tiles.end = sees ? (rows.end[end] + C::kTileK - 1) / C::kTileK : work.tiles.sink_end;
+}
+
+template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
+    const Work &work = rows.work;
+    const int lane = threadIdx.x % 32;
+    const int64_t first_head = work.kv_head * p.group;
+    if (lane == 0) rows.lse = sa_row_index(&args.problem, &work.sequence, first_head, work.tokens.begin);
+#pragma unroll 1
+    for (int head = lane; head < p.group; head += 32)
+        rows.s_aux[head] = work.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, first_head + head)) : -INFINITY;
+#pragma unroll 1
+    for (int i = lane; i * p.group < C::kTileQ; i += 32) { // one more than p.tokens where the group does not divide the tile
+        const sa_position_t token = work.tokens.begin + i;
+        const bool real = token < work.tokens.end;
+        const sa_range keys = real ? sa_row_band(&work.band, token) : sa_range{0, 0};
+        rows.begin[i] = keys.begin;
+        rows.end[i] = keys.end;
+        rows.sink_end[i] = real ? sa_row_sink_end(&work.band, token) : 0;
+        rows.first[i] = rows.sink_end[i] || keys.begin == keys.end ? 0 : keys.begin / C::kTileK;
+    }
+    __syncwarp();
+    if (lane < C::kGroups) describe_group<C>(rows, p, lane);
+}
+
+} // namespace sa::fwd_sm90

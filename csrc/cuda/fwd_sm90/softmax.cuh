@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The softmax of the general forward on sm_90. A thread has two rows of its math group's 64; element i of its scores belongs to row i / 2
+// % 2.
+#pragma once
+
+#include "cuda/fwd_sm90/rows.cuh"
+#include "cuda/tile/mma.cuh"
+
+namespace sa::fwd_sm90 {
+
+// pivot in log2 units; sum over this thread's columns.
+struct Softmax {
+    float pivot[2], sum[2];
+};
+
+// The i-th of a thread's two rows, its token and head in the tile.
+struct ThreadRow {
+    int token, head;
+
+    __device__ __forceinline__ ThreadRow(const Problem &p, int math_group, int i) {
+        unsigned thread = threadIdx.x % 128;
+        asm volatile("" : "+r"(thread)); // worked out anew where it is needed: there is no register to keep it in
+        const int row = 64 * math_group + static_cast<int>(thread / 32 * 16 + thread % 32 / 4) + 8 * i;
+        token = row * p.group_inverse >> 16;
+        head = row - token * p.group;
+    }
+};
+
+// The sink's part of each of the thread's rows.
+template <class C> __device__ __forceinline__ Softmax start_softmax(const Problem &p, const Rows<C> &rows, int math_group) {
+    Softmax softmax;
+    for (int r = 0; r < 2; r++) {
+        const float s_aux = rows.s_aux[ThreadRow(p, math_group, r).head];
+        softmax.pivot[r] = s_aux * kLog2e;
+        softmax.sum[r] = threadIdx.x % 4 == 0 ? static_cast<float>(sa_sink_sum(s_aux)) : 0.0f;
+    }
+    return softmax;
+}
+
+// Scores to -inf where the row does not see the key: past its last one, or before its window and not a sink.
+template <class C>
+__device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Problem &p, const Rows<C> &rows, int math_group, int t) {
+    const int column = t * C::kTileK + 2 * (threadIdx.x % 4);
+    const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
+    if (t >= rows.group_tiles[math_group].full_end) {
+        const int end[2] = {rows.end[token[0]] - column, rows.end[token[1]] - column};
+#pragma unroll
+        for (int i = 0; i < C::kTileK / 2; i++)
+            if (8 * (i / 4) + (i & 1) >= end[i / 2 & 1]) s[i] = -INFINITY;
+    }
+    if (t < rows.group_tiles[math_group].full_begin) {
+        int begin[2], sink_end[2];
+        for (int r = 0; r < 2; r++) {
+            begin[r] = rows.begin[token[r]] - column;
+            sink_end[r] = rows.sink_end[token[r]] - column;
+        }
+#pragma unroll
+        for (int i = 0; i < C::kTileK / 2; i++) {
+            const int j = 8 * (i / 4) + (i & 1);
+            if (j < begin[i / 2 & 1] && j >= sink_end[i / 2 & 1]) s[i] = -INFINITY;
+        }
+    }
+}
+
+// A row's pivot becomes its maximum in its first key tile, if that is 2^kLazy above the sink, and again where a thread's sum of its weights
+// in a tile passes kLarge, which P still holds. In between nobody looks for maxima: a tenth of the time. All this is a matter of the row.
+constexpr float kLazy = 8.0f;
+template <class Element> constexpr float kLarge = 0x1p24f;
+template <> constexpr float kLarge<Fp16> = 0x1p14f;
+
+// Whether the thread's i-th row has seen no key before tile t, or nothing but -inf.
+template <class C>
+__device__ __forceinline__ bool begins(int i, const Softmax &softmax, const Problem &p, const Rows<C> &rows, int math_group, int t) {
+    return rows.first[ThreadRow(p, math_group, i).token] >= t || softmax.pivot[i] == -INFINITY;
+}
+
+// Whether any row of the group begins after tile t: one answer for all its warps, which wait for products by it.
+template <class C>
+__device__ __forceinline__ bool begins_after(const Softmax &softmax, const Problem &p, const Rows<C> &rows, int math_group, int t) {
+    return bar_any<128>(1 + math_group,
+                        begins<C>(0, softmax, p, rows, math_group, t + 1) || begins<C>(1, softmax, p, rows, math_group, t + 1));
+}
+
+// The maximum of the thread's i-th row.
+template <class C> __device__ __forceinline__ float maximum(int i, const float (&s)[C::kTileK / 2], float scale_log2) {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < C::kTileK / 8; n++)
+        for (int x = 0; x < 2; x++) top[x] = fmaxf(top[x], s[4 * n + 2 * i + x]);
+    return quad_max(fmaxf(top[0], top[1])) * scale_log2;
+}
+
+// That becomes the row's pivot, and what was summed so far is brought to it.
+template <class C>
+__device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::kHeadDim / 2], Softmax &softmax, bool follows) {
+    const float before = softmax.pivot[i];
+    if (!follows || !(now > before + kLazy)) return; // a NaN in s_aux stays
+    const float alpha = exp2_approx(before - now);
+    softmax.pivot[i] = now;
+    softmax.sum[i] *= alpha;
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 8; n++)
+        for (int x = 0; x < 2; x++) o[4 * n + 2 * i + x] *= alpha;
+}
+
+template <class C>
+__device__ __forceinline__ void follow_maxima(const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
+                                              const Problem &p, const Rows<C> &rows, int math_group, int t) {
+    const float now[2] = {maximum<C>(0, s, p.scale_log2), maximum<C>(1, s, p.scale_log2)};
+#pragma unroll
+    for (int i = 0; i < 2; i++) follow_maximum<C>(i, now[i], o, softmax, begins<C>(i, softmax, p, rows, math_group, t));
+}
+
+// Scores become exp2(s - pivot); total: their sums. Four chains.
+template <class C>
+__device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&total)[2], const Softmax &softmax, float scale_log2) {
+    float sum[4] = {}, from[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) from[r] = softmax.pivot[r] == -INFINITY ? 0.0f : softmax.pivot[r];
+#pragma unroll
+    for (int i = 0; i < C::kTileK / 2; i++) {
+        s[i] = exp2_approx(fmaf(s[i], scale_log2, -from[i / 2 & 1]));
+        sum[i % 4] += s[i];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) total[r] = sum[2 * r] + sum[2 * r + 1];
+}
+
+// Rows whose weights in tile t are too large: their scores once more, by the warp alone, since nobody has kept them; then as if they
+// began. The other rows keep what they have. q and k: the group's first query, and the tile.
+template <class C>
+__device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
+                                        const Problem &p, const Rows<C> &rows, int math_group, int t, uint32_t q, uint32_t k) {
+    const int lane = threadIdx.x % 32;
+    bool large[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) large[i] = __ballot_sync(0xffffffffu, total[i] > kLarge<typename C::Element>) >> (lane / 4 * 4) & 0xf;
+    q += threadIdx.x % 128 / 32 * 16 * kRowBytes;
+#pragma unroll
+    for (int n = 0; n < C::kTileK / 8; n += 2) {
+        float x[2][4] = {};
+#pragma unroll 1
+        for (int step = 0; step < C::kHeadDim / 16; step++) {
+            uint32_t left[4], right[4];
+            ldmatrix_x4(left, q + step / 4 * C::kQueryHalf + chunk_offset<kRowBytes>(lane % 16, 2 * (step % 4) + lane / 16));
+            ldmatrix_x4(right, k + step / 4 * C::kKeyHalf +
+                                   chunk_offset<kRowBytes>(8 * n + lane % 8 + lane / 16 * 8, 2 * (step % 4) + lane / 8 % 2));
+            mma_m16n8k16<typename C::Element>(x[0], left, right[0], right[1]);
+            mma_m16n8k16<typename C::Element>(x[1], left, right[2], right[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (large[i / 2 & 1]) s[4 * n + i] = x[i / 4][i % 4];
+    }
+    __syncwarp(); // the lanes have read the keys
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int token = ThreadRow(p, math_group, r).token, column = t * C::kTileK + 2 * (lane % 4);
+        const int begin = rows.begin[token] - column, end = rows.end[token] - column, sink_end = rows.sink_end[token] - column;
+#pragma unroll
+        for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
+            const int j = 8 * (i / 4) + (i & 1);
+            if (large[r] && (j >= end || (j < begin && j >= sink_end))) s[i] = -INFINITY;
+        }
+        follow_maximum<C>(r, maximum<C>(r, s, p.scale_log2), o, softmax, large[r]);
+        float sum[2] = {};
+#pragma unroll
+        for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
+            if (large[r]) s[i] = exp2_approx(fmaf(s[i], p.scale_log2, -softmax.pivot[r]));
+            sum[i % 2] += s[i];
+        }
+        if (large[r]) total[r] = sum[0] + sum[1];
+    }
+}
+
+// factor: what to multiply O by. Two lanes of four write lse. Under the last product of values.
+template <class C>
+__device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args, const Problem &p,
+                                               const Rows<C> &rows, int math_group) {
+    const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
+    for (int r = 0; r < 2; r++) factor[r] = sum[r] == 0.0f ? 0.0f : reciprocal_approx(sum[r]);
+    const int r = threadIdx.x % 4;
+    const ThreadRow row(p, math_group, r);
+    if (r >= 2 || row.token >= rows.work.tokens.end - rows.work.tokens.begin) return;
+    const float s_aux = rows.s_aux[row.head], log2_pivot = r ? softmax.pivot[1] : softmax.pivot[0], total = r ? sum[1] : sum[0];
+    const float pivot = log2_pivot == s_aux * kLog2e ? s_aux : log2_pivot * kLn2; // without keys: s_aux itself
+    static_cast<float *>(args.lse)[rows.lse + row.head * args.problem.q_len + row.token] = total == 0.0f ? -INFINITY : pivot + logf(total);
+}
+
+} // namespace sa::fwd_sm90

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What launchers of the copy engine's kernels share: descriptions of tensors, by the driver's entry point, found when it is first needed.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/host/backend.h"
+
+namespace sa {
+
+using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+static inline sinkattn_status find_encode(Encode *encode) {
+    static Encode known; // one driver a process
+    *encode = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (*encode) return sa_ok();
+    void *function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    if (error == cudaSuccess && found != cudaDriverEntryPointSuccess)
+        return sa_status(SINKATTN_DEVICE, "the CUDA driver has no cuTensorMapEncodeTiled; it must be that of CUDA 12.0 or later");
+    if (error != cudaSuccess) return sa_cuda_status("cudaGetDriverEntryPointByVersion", error);
+    *encode = reinterpret_cast<Encode>(function);
+    __atomic_store_n(&known, *encode, __ATOMIC_RELAXED);
+    return sa_ok();
+}
+
+// [batch, rows, heads, head_dim], in boxes of `tokens` rows x `heads_a_box` heads x 64.
+static inline sinkattn_status encode_map(Encode encode, CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor,
+                                         int64_t rows, int64_t heads, int tokens, int heads_a_box, const char *name) {
+    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
+                                static_cast<cuuint64_t>(p.packed ? 1 : p.batch)};
+    const int64_t step[] = {tensor.head_stride, tensor.row_stride, p.packed ? tensor.row_stride : tensor.batch_stride};
+    cuuint64_t strides[3];
+    for (int i = 0; i < 3; i++) { // of a size of one any stride is legal, though not to the driver
+        const bool odd = step[i] <= 0 || step[i] % 8;
+        strides[i] = sizes[i + 1] == 1 && odd ? 16 : static_cast<cuuint64_t>(step[i] * 2);
+    }
+    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(heads_a_box), static_cast<cuuint32_t>(tokens), 1}, steps[] = {1, 1, 1, 1};
+    const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return sa_ok();
+    return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
+                     static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
+                     static_cast<long long>(tensor.head_stride));
+}
+
+} // namespace sa

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The instructions of sm_90a that the kernels use, one a function: barriers, the bulk tensor copies, wgmma. Nothing here knows of
+// attention.
+#pragma once
+
+#include <cuda.h>
+#include <stdint.h>
+
+#include "cuda/ptx/sm80.cuh"
+
+namespace sa {
+
+// ---- mbarrier: a phase ends when all arrivals and all announced bytes are in ----
+
+__device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expect(uint64_t *barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Arrives once this thread's copies by cp.async are in.
+__device__ __forceinline__ void barrier_arrive_copied(uint64_t *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Returns when the phase of this parity is over.
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+// Where the n-th use of a ring of kLength places lies, and the parity of that use. Every role counts for itself.
+template <int kLength> struct Ring {
+    uint32_t n = 0; // of 2^32 uses at most
+
+    __device__ __forceinline__ uint32_t place() const { return n % kLength; }
+    __device__ __forceinline__ uint32_t phase() const { return n / kLength & 1; }
+    __device__ __forceinline__ Ring next() const { return {n + 1}; }
+};
+
+// ---- bulk tensor copies; coordinates outside the tensor read zeros and are not written ----
+
+__device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, uint64_t *barrier, int x, int head, int row, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+                     shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(head), "r"(row), "r"(batch)
+                 : "memory");
+}
+
+// Lines read or written by it are the first to leave the L2 cache.
+__device__ __forceinline__ uint64_t evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, uint64_t *barrier, int x, int head, int row, int batch,
+                                            uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, "
+                 "%6}], [%2], %7;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(head), "r"(row), "r"(batch), "l"(policy)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tensor_store(const CUtensorMap *map, const void *from, int x, int head, int row, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(shared_address(from)), "r"(x), "r"(head), "r"(row), "r"(batch)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most kPending groups of stores still read shared memory.
+template <int kPending> __device__ __forceinline__ void store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Until they have all been written.
+__device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Bytes without a description, a multiple of 16 at multiples of 16.
+__device__ __forceinline__ void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void *to, const void *from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void bulk_add(float *to, const float *from, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// ---- flags between blocks ----
+
+__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long *flag) {
+    unsigned long long value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(unsigned long long *flag, unsigned long long value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// Between what threads read and wrote in shared memory and what wgmma and the copy engine do there next.
+__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same in global memory: between a flag that was seen and the copies that follow it.
+__device__ __forceinline__ void async_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+template <int kRegisters> __device__ __forceinline__ void registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters> __device__ __forceinline__ void registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Four 8 x 8 matrices as an accumulator's fragments hold them; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+}
+
+// ---- wgmma: rows of 64 16-bit elements, swizzled by 128 bytes ----
+
+// A tile may start at any row. `half_step` is the distance of the 64-column halves of an operand whose columns are N, in bytes. The address
+// has its own bits, so that adding to it is adding to the whole.
+__device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t half_step) {
+    return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+}
+__device__ __forceinline__ uint64_t operand_at(uint64_t operand, uint32_t bytes) {
+    return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// What is the same in all lanes, in a way that the compiler knows: operands of wgmma are then computed in uniform registers, where wgmma
+// wants them.
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// The same by an instruction whose result is a uniform register, for what the compiler keeps in others: what is carried through a loop.
+__device__ __forceinline__ uint32_t warp_uniform_register(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
+// The compiler moves arithmetic across the waits for wgmma. These values are computed before what follows, and used after what precedes.
+template <int kLength> __device__ __forceinline__ void computed(float (&d)[kLength]) {
+#pragma unroll
+    for (int i = 0; i < kLength; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Accumulators d[i] ... as operands of the assembler, and their numbers in its text.
+#define SA_D8(d, i)                                                                                                                        \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SA_D16(d, i) SA_D8(d, i), SA_D8(d, i + 8)
+#define SA_D32(d, i) SA_D16(d, i), SA_D16(d, i + 16)
+#define SA_D40(d) SA_D32(d, 0), SA_D8(d, 32)
+#define SA_D64(d) SA_D32(d, 0), SA_D32(d, 32)
+#define SA_D72(d) SA_D64(d), SA_D8(d, 64)
+#define SA_N16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SA_N32                                                                                                                             \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "   \
+    "%28, %29, %30, %31"
+#define SA_N40 SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define SA_N64                                                                                                                             \
+    SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "    \
+           "%56, %57, %58, %59, %60, %61, %62, %63"
+#define SA_N72 SA_N64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+
+// d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[N x 16]^T, both from shared memory, K along the rows. N is twice the length of d.
+template <class Element, int kLength>
+__device__ __forceinline__ void wgmma_shared(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
+
+// d[64 x N] = (accumulate ? d : 0) + a[16 x 64]^T b[16 x N], both from shared memory with M and N along their rows.
+template <class Element, int kLength>
+__device__ __forceinline__ void wgmma_shared_transposed(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
+
+// d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], a from registers, b from shared memory with N along its rows.
+template <class Element, int kLength>
+__device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint32_t (&a)[4], uint64_t b, bool accumulate);
+
+// The operands after d have the numbers r0, r1, ...
+#define SA_WGMMA_SHARED(function, transposed, Element, type, length, n, names, r0, r1, r2, ...)                                            \
+    template <> __device__ __forceinline__ void function<Element, length>(float (&d)[length], uint64_t a, uint64_t b, bool accumulate) {   \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type           \
+                     " {" names "}, " r0 ", " r1 ", p, 1, 1, " transposed ";\n}"                                                           \
+                     : __VA_ARGS__                                                                                                         \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                                 \
+    }
+#define SA_WGMMA_REGISTERS(Element, type, length, n, names, r0, r1, r2, r3, r4, r5, ...)                                                   \
+    template <>                                                                                                                            \
+    __device__ __forceinline__ void wgmma_registers<Element, length>(float (&d)[length], const uint32_t (&a)[4], uint64_t b,               \
+                                                                     bool accumulate) {                                                    \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type           \
+                     " {" names "}, {" r0 ", " r1 ", " r2 ", " r3 "}, " r4 ", p, 1, 1, 1;\n}"                                              \
+                     : __VA_ARGS__                                                                                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));                             \
+    }
+#define SA_WGMMA(Element, type)                                                                                                            \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                              \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                              \
+    SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                   \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d))                                 \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                                \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 72, "144", SA_N72, "%72", "%73", "%74", SA_D72(d))                                \
+    SA_WGMMA_REGISTERS(Element, type, 32, "64", SA_N32, "%32", "%33", "%34", "%35", "%36", "%37", SA_D32(d, 0))                            \
+    SA_WGMMA_REGISTERS(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", "%67", "%68", "%69", SA_D64(d))
+SA_WGMMA(Bf16, "bf16")
+SA_WGMMA(Fp16, "f16")
+
+} // namespace sa

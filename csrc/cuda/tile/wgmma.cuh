@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Products of tiles by wgmma, begun and committed. Tiles lie in swizzled rows of 64 elements, those of a longer row kHalf bytes apart.
+#pragma once
+
+#include "cuda/ptx/sm90.cuh"
+
+namespace sa {
+
+constexpr int kRowBytes = 128; // of a row of 64 elements in shared memory, its 16-byte chunk c at c ^ (row % 8)
+
+// d = a b^T over kLength elements of a row.
+template <class Element, int kLength, int kHalfA, int kHalfB, int kSize>
+__device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_t b) {
+    const uint64_t left = operand(a, 0), right = operand(b, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kLength / 16; step++)
+        wgmma_shared<Element>(d, operand_at(left, step / 4 * kHalfA + step % 4 * 32), operand_at(right, step / 4 * kHalfB + step % 4 * 32),
+                              step > 0);
+    wgmma_commit();
+}
+
+// d += p b, p as packed pairs.
+template <class Element, int kHalf, int kSize, int kSteps>
+__device__ __forceinline__ void wgmma_pb(float (&d)[kSize], const uint32_t (&p)[kSteps][4], uint32_t b) {
+    const uint64_t right = operand(b, kHalf);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) wgmma_registers<Element>(d, p[step], operand_at(right, step * 16 * kRowBytes), true);
+    wgmma_commit();
+}
+
+template <class Element, int kSteps> __device__ __forceinline__ void pack(uint32_t (&packed)[kSteps][4], const float (&x)[8 * kSteps]) {
+#pragma unroll
+    for (int i = 0; i < 8 * kSteps; i += 2) packed[i / 8][i / 2 % 4] = pack_halves<Element>(x[i], x[i + 1]);
+}
+
+} // namespace sa
