@@ -182,7 +182,7 @@ test-py: $(call installed,test)
 # Where a CUDA device is; elsewhere these tests skip. Then the kernels for older devices, on this one.
 test-gpu: $(call installed,test)
 	$(MAKE) ext
-	$(PY) -m pytest tests/test_gpu*.py tests/test_cache.py tests/test_models.py tests/test_benchmarks.py tests/test_studies.py
+	$(PY) -m pytest tests/test_gpu*.py tests/test_cache.py tests/test_models.py tests/test_benchmarks.py tests/test_decode_studies.py tests/test_studies.py
 	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest tests/test_gpu.py tests/test_gpu_kernels.py tests/test_gpu_promises.py
 
 # Some of those tests under compute-sanitizer, its four tools side by side; memory of its own for every tensor, so that what is out of bounds
