@@ -15,6 +15,7 @@ verl writes the override into the config.json of its checkpoints, and transforme
 is not registered. `python -m sinkattn.verl_patch FOLDER...` takes it out.
 """
 
+import argparse
 import json
 import logging
 import os
@@ -28,6 +29,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 TESTED_VERL = ("0.9.1",)
+# Where verl keeps a model's config.json below a checkpoint's folder: an SFT step, a PPO step's actor and critic.
+MODEL_FOLDERS = ("huggingface", "actor/huggingface", "critic/huggingface")
 
 _logger = logging.getLogger(__name__)
 _undo: list[Callable[[], None]] = []
@@ -82,7 +85,8 @@ def replace(*names: str) -> None:
     unknown = sorted(set(names) - set(known))
     if unknown or not names:
         raise ValueError(
-            f"sinkattn: SINKATTN_VERL_REPLACE names {unknown or 'nothing'}; transformers knows {', '.join(known)}"
+            f"sinkattn: {unknown or 'nothing'} is to be replaced, which transformers does not know; it knows"
+            f" {', '.join(known)}. Models keep the attention that they ask for"
         )
     # Where a model, before anything else, looks for flash-attention or a hub's kernel of that name.
     method = "_check_and_adjust_attn_implementation"
@@ -211,12 +215,32 @@ def _all_position_ids(position_ids: Tensor, ulysses: Any) -> Tensor:
 
 
 def clean_checkpoint(folder: str | Path) -> bool:
-    """Take attn_implementation "sinkattn" out of the config.json of a folder; whether it was there.
+    """Take attn_implementation "sinkattn" out of each config.json of a checkpoint; whether it was in one.
 
-    Raises OSError when there is no config.json to read and write.
+    folder is a model's own, or verl's global_step_N. Raises OSError when there is no config.json to read and write,
+    ValueError when one is not JSON.
     """
-    path = Path(folder) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    cleaned = [_clean(path) for path in _configs(Path(folder))]
+    return any(cleaned)
+
+
+def _configs(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise NotADirectoryError(f"sinkattn: {folder} is not a folder")
+    found = [path for place in ("", *MODEL_FOLDERS) if (path := folder / place / "config.json").is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"sinkattn: {folder} has no config.json, nor has its {'/, '.join(MODEL_FOLDERS)}/; give a model's folder"
+            " or one of verl's global_step_N"
+        )
+    return found
+
+
+def _clean(path: Path) -> bool:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"sinkattn: {path} is not JSON: {error}") from error
     # A model of several parts has a config for each, one level down.
     named = [
         x for x in (config, *config.values()) if isinstance(x, dict) and x.get("attn_implementation") == "sinkattn"
@@ -228,13 +252,40 @@ def clean_checkpoint(folder: str | Path) -> bool:
     return bool(named)
 
 
-if __name__ == "__main__":
-    for folder in sys.argv[1:] or sys.exit("usage: python -m sinkattn.verl_patch FOLDER..."):
-        print(f"{folder}: {'cleaned' if clean_checkpoint(folder) else 'nothing to clean'}")
-elif "verl" in sys.modules:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m sinkattn.verl_patch",
+        description="Takes sinkattn's name out of the config.json of checkpoints that verl wrote, so that they load"
+        " where sinkattn is not registered. Nothing else in them changes.",
+        epilog=f"In a global_step_N the models of {', '.join(MODEL_FOLDERS)} are cleaned.",
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a model's folder, or one of verl's global_step_N")
+    code = 0
+    for folder in parser.parse_args(arguments).folders:
+        try:
+            for path in _configs(Path(folder)):
+                print(f"{path}: {'cleaned' if _clean(path) else 'nothing to clean'}")
+        except (OSError, ValueError) as error:
+            print(error, file=sys.stderr)
+            code = 1
+    return code
+
+
+def _load() -> None:
+    """What importing this module does beside verl, which drops without a word what a plugin raises."""
     try:
         apply()
-        if names := os.environ.get("SINKATTN_VERL_REPLACE"):
-            replace(*names.split(","))
-    except Exception as error:  # verl drops what a plugin raises without a word
+    except Exception as error:
         _logger.error("sinkattn is not available to verl: %s", error)
+        return
+    if names := os.environ.get("SINKATTN_VERL_REPLACE"):
+        try:
+            replace(*(name.strip() for name in names.split(",")))
+        except Exception as error:
+            _logger.error("SINKATTN_VERL_REPLACE is %s and has no effect: %s", names, error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+elif "verl" in sys.modules:
+    _load()

@@ -100,7 +100,7 @@ def test_replace(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("names", [(), ("flash_attention2",), ("sdpa", "")])
 def test_replace_refuses_unknown_names(names: tuple[str, ...]) -> None:
     check = PreTrainedModel._check_and_adjust_attn_implementation
-    with pytest.raises(ValueError, match=r"SINKATTN_VERL_REPLACE names .*transformers knows .*sdpa"):
+    with pytest.raises(ValueError, match=r"is to be replaced, which transformers does not know; it knows .*sdpa"):
         verl_patch.replace(*names)
     assert PreTrainedModel._check_and_adjust_attn_implementation is check
 
@@ -134,6 +134,27 @@ def test_plugin_loading(tmp_path: Path, version: str) -> None:
     done = run_python("import verl" + SHOW, tmp_path)
     assert done.stdout.strip() == str(version == "0.9.1")
     assert ("verl is 0.0.1" in done.stderr) == (version == "0.0.1")
+
+
+@pytest.mark.usefixtures("verl")
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            "flash_attention2",
+            "SINKATTN_VERL_REPLACE is flash_attention2 and has no effect: sinkattn: ['flash_attention2'] is",
+        ),
+        (" sdpa , flash_attention_2", "models that ask for sdpa or flash_attention_2 get sinkattn"),
+    ],
+)
+def test_a_wrong_name_is_not_a_missing_sinkattn(
+    names: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SINKATTN_VERL_REPLACE", names)
+    verl_patch._load()
+    assert said in caplog.text
+    assert "not available" not in caplog.text
+    assert registered() == [verl_patch.attention_forward, hf.attention_mask]
 
 
 def test_import_without_verl_does_nothing() -> None:
@@ -221,4 +242,4 @@ def test_clean_checkpoint_from_the_command_line(tmp_path: Path) -> None:
     assert "cleaned" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
     left = json.loads((tmp_path / "config.json").read_text())
     assert left == {"attn_implementation": "eager", "text_config": {"n": 1}}
-    assert subprocess.run(command[:-1], capture_output=True, text=True).returncode != 0
+    assert subprocess.run(command[:-1], capture_output=True, text=True).returncode == 2
