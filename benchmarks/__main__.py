@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="study", required=True)
     for name, study in STUDIES.items():
         description = (study.__doc__ or "").partition("\n")[0]
-        study.add_arguments(commands.add_parser(name, help=description, description=description))
+        # argparse formats help, and not a description
+        study.add_arguments(commands.add_parser(name, help=description.replace("%", "%%"), description=description))
     options = parser.parse_args(arguments)
     STUDIES[options.study].run(options)
     return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import cases, harness, peers, report
+from . import cases, gpu, harness, peers, report
 
 SUITE = "cpu"
 COLUMNS = {
@@ -24,7 +24,7 @@ COLUMNS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="the shortest cases, in seconds; kept only with --json")
-    parser.add_argument("--json", type=Path, help="where rows go; default: benchmarks/results/<device>/cpu.json")
+    gpu.add_output(parser, SUITE)
     parser.add_argument(
         "--readme", action="store_true", help="measure nothing: draw README's table from the kept results"
     )
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         return
     torch.set_num_threads(options.threads)
     measured = cases.CPU_QUICK if options.quick else cases.CPU
-    seconds, commit = 1.0 if options.quick else 6.0, harness.commit()
+    seconds, commit = 1.0 if options.quick else 6.0, options.commit or harness.commit()
     rows: list[harness.Row] = []
     for case, direction in harness.walk([(case, d) for case in measured for d in report.DIRECTIONS]):
         rows += harness.measure(SUITE, case, direction, peers.CPU, seconds, commit)

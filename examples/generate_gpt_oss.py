@@ -18,6 +18,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(arguments)
+    if not args.model.is_dir():
+        raise SystemExit(f"There is no model in {args.model}: run `make demo` first, which tunes one, or give --model.")
 
     sinkattn.hf.register()
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16  # the CUDA kernels take no fp32

@@ -20,11 +20,12 @@ _PLANNED = """what is printed:
   workspace_bytes   memory that a call needs beside its tensors
   reason            why this kernel and these parts, and why no better kernel
 
-docs/planner.md derives B*, P and P*."""
+docs/planner.md defines B*, P and P*."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m sinkattn", description="Without a command: version, backends, devices.")
+    parser.add_argument("--version", action="version", version=f"sinkattn {_C.version}")
     command = parser.add_subparsers(dest="command").add_parser(
         "plan",
         help="which kernel serves given sizes, and why",

@@ -165,7 +165,8 @@ def literals(path: Path) -> str:
 def test_messages_are_those_of_the_sources() -> None:
     """The words between two … of a quoted message stand in one source, in that order and near each other."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    sources = [ROOT / "setup.py", *ROOT.glob("sinkattn/**/*.py"), *ROOT.glob("csrc/**/*.c*")]
+    folders = ("sinkattn/**/*.py", "examples/*.py", "csrc/**/*.c*")
+    sources = [ROOT / "setup.py", *(path for folder in folders for path in ROOT.glob(folder))]
     texts = [literals(path) for path in sources]
     quoted = [a or b for a, b in re.findall(r"^\| (?:`` ?(.+?) ?``|`([^`]+)`) \|", page, re.MULTILINE)]
     assert len(quoted) > 100

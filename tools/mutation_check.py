@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plants bugs, one at a time, in a copy of the sources, and sees that the test named beside each one fails.
 
-python tools/mutation_check.py              all of them; minutes, since the extension is compiled again for each
-python tools/mutation_check.py sink window  those with one of these words in their name
+All of them take minutes, since a bug in C or C++ compiles the extension again.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -258,8 +258,13 @@ def passes(scratch: Path, *tests: str) -> bool:
     return done.returncode == 0
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python tools/mutation_check.py", description=__doc__)
+    parser.add_argument("words", nargs="*", help="only bugs with one of these words in their name; default: all")
+    words = parser.parse_args(arguments).words
     chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    if not chosen:
+        parser.error(f"no bug has {' or '.join(words)} in its name")
     missed = []
     for m in chosen:
         if m.old not in (ROOT / m.path).read_text():
@@ -289,4 +294,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
