@@ -130,7 +130,8 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
     return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; compiled: %s", op_names[p->op],
                      sa_dtype_name(p->dtype), p->head_dim,
                      p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
-                     name_arch(device->backend, device->arch).text, used ? compiled : "none, as this build has no CUDA kernels; build sinkattn where nvcc is on PATH or NVCC names it");
+                     name_arch(device->backend, device->arch).text,
+                     used ? compiled : "none, as this build has no CUDA kernels; build sinkattn where nvcc is on PATH or NVCC names it");
 }
 
 /* Query tiles over all sequences and kv heads; the heads of a group share a tile, so a tile's rows are (token, head) pairs. Packed
