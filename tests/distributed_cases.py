@@ -171,6 +171,17 @@ def check_parts_of_the_keys(device: str) -> None:
     assert distance_of_ds_aux(ds_aux, expected, x) <= DS_AUX_TOLERANCE
 
 
+def check_narrow_sinks(group: dist.ProcessGroup) -> None:
+    """ds_aux of bf16 sinks is rounded once: the bits of the same sinks in fp32, rounded at the end."""
+    case = Case("narrow-sinks", "ring", Shards.zigzag(96, 2))
+    x = inputs_of(case, "cpu")
+    narrow = x["s_aux"].bfloat16()
+    got, wide = (together(case, x | {"s_aux": s_aux}, group) for s_aux in (narrow, narrow.float()))
+    assert got["ds_aux"].dtype == torch.bfloat16
+    for name, value in got.items():
+        assert torch.equal(value, wide[name].to(value.dtype)), name
+
+
 def layouts(total: int, lengths: tuple[int, ...]) -> dict[str, Shards]:
     return {"uneven": Shards.contiguous(lengths), "zigzag": Shards.zigzag(total, len(lengths))}
 
@@ -388,6 +399,7 @@ def run(rank: int, world: int, folder: str, backend: str) -> None:
             checks["data-parallel"] = lambda: check_data_parallel(groups[0, 1, 2, 3])
             if rank < 2:
                 checks["overlap"] = lambda: check_overlap(groups[0, 1])
+                checks["narrow-sinks"] = lambda: check_narrow_sinks(groups[0, 1])
         checks |= dtensor_checks(device)
         torch.save({name: outcome(check) for name, check in checks.items()}, Path(folder) / f"{rank}.pt")
 

@@ -45,6 +45,11 @@ def test_messages_travel_while_a_rank_computes(outcomes: list[dict[str, str]]) -
         assert not of_rank["overlap"], of_rank["overlap"]
 
 
+def test_the_ring_rounds_the_gradient_of_narrow_sinks_once(outcomes: list[dict[str, str]]) -> None:
+    for of_rank in outcomes[:2]:
+        assert not of_rank["narrow-sinks"], of_rank["narrow-sinks"]
+
+
 def test_parts_of_the_keys() -> None:
     distributed_cases.check_parts_of_the_keys("cpu")
 

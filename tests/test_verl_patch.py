@@ -13,7 +13,7 @@ import pytest
 import torch
 
 if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
+    pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
 
 from tiny_gpt_oss import tiny_gpt_oss
 from transformers import AttentionInterface, AttentionMaskInterface, GptOssForCausalLM, PreTrainedModel
@@ -163,11 +163,58 @@ def test_import_without_verl_does_nothing() -> None:
     assert done.stderr == ""
 
 
-def ulysses_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def ulysses_of(size: int, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A stand-in for verl's Ulysses group of that size; what it does is tested with verl itself."""
     ulysses = ModuleType("verl.utils.ulysses")
     ulysses.get_ulysses_sequence_parallel_world_size = lambda: size
+    ulysses.get_ulysses_sequence_parallel_group = lambda: "group"
     monkeypatch.setitem(sys.modules, "verl.utils.ulysses", ulysses)
+    return ulysses
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_slice_of_the_sinks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank gives is its heads of the whole, and the gradient of s_aux is zero outside of them."""
+    size, heads, tokens = 2, 8, 10
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, n, tokens, 8, generator=generator) for n in (heads, 4, 4)]
+    s_aux, expected_s_aux = (
+        (4 * torch.randn(heads, generator=generator.manual_seed(1))).requires_grad_() for _ in range(2)
+    )
+    module, positions = torch.nn.Module(), torch.arange(tokens)[None]
+    module.sinks, module.is_causal = torch.nn.Parameter(torch.zeros(heads)), True
+    expected, _ = hf.attention_forward(module, *whole, None, s_aux=expected_s_aux, position_ids=positions)
+    mine = slice(rank * heads // size, (rank + 1) * heads // size)
+    expected[:, :, mine].sum().backward()
+
+    ulysses, exchanged = ulysses_of(size, monkeypatch), iter(whole)
+    ulysses.get_ulysses_sequence_parallel_rank = lambda: rank
+    ulysses.gather_seq_scatter_heads = lambda *_, **__: next(exchanged).chunk(size, 1)[rank].transpose(1, 2)
+    ulysses.gather_heads_scatter_seq = lambda x, **_: x
+    ulysses.all_gather_tensor = lambda _: positions
+    part = slice(rank * tokens // size, (rank + 1) * tokens // size)
+    local = [x[:, :, part] for x in whole]
+    out, _ = verl_patch.attention_forward(module, *local, None, s_aux=s_aux, position_ids=positions[:, part])
+    out.sum().backward()
+    torch.testing.assert_close(out, expected[:, :, mine].detach())
+    torch.testing.assert_close(s_aux.grad, expected_s_aux.grad)
+    assert s_aux.grad is not None
+    assert s_aux.grad[mine].abs().min() > 0
+    assert s_aux.grad.count_nonzero() == heads // size
+
+
+def test_positions_are_gathered_again_once_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = []
+    ulysses = ulysses_of(2, monkeypatch)
+    ulysses.all_gather_tensor = lambda x: gathered.append(x.clone()) or torch.cat([x, x])
+    positions = torch.arange(4)[None]
+    for _ in range(2):
+        assert verl_patch._all_position_ids(positions, ulysses).tolist() == [[0, 1, 2, 3] * 2]
+    assert len(gathered) == 1
+    positions[0, 2:] = torch.arange(2)  # a sequence ends here now
+    for _ in range(2):
+        assert verl_patch._all_position_ids(positions, ulysses).tolist() == [[0, 1, 0, 1] * 2]
+    assert len(gathered) == 2
 
 
 REFUSED = {

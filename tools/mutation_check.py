@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 FWD, BWD, DECODE = (f"csrc/cpu/cpu_{op}.c" for op in ("fwd", "bwd", "decode"))
+VERL = "sinkattn/verl_patch.py"
 ROWS, MASK, NUMERICS, LAYOUT = "csrc/cpu/cpu_rows.h", "csrc/core/mask.h", "csrc/core/numerics.h", "csrc/core/layout.h"
 EDGES, INVARIANCE, HOSTILE = (
     "tests/test_edges.py::test_",
@@ -238,6 +239,34 @@ MUTATIONS = [
         'return (None, s_aux) if return_lse == "raw"',
         'return (s_aux, s_aux) if return_lse == "raw"',
         "tests/test_fwd.py::test_return_lse_raw_is_without_the_sink",
+    ),
+    Mutation(
+        "another rank's sinks",
+        VERL,
+        "s_aux.chunk(size)[ulysses.get_ulysses_sequence_parallel_rank()]",
+        "s_aux.chunk(size)[size - 1 - ulysses.get_ulysses_sequence_parallel_rank()]",
+        "tests/test_verl_patch.py::test_a_rank_takes_its_slice_of_the_sinks",
+    ),
+    Mutation(
+        "the first rank's sinks",
+        VERL,
+        "s_aux.chunk(size)[ulysses.get_ulysses_sequence_parallel_rank()]",
+        "s_aux.chunk(size)[0]",
+        "tests/test_verl_patch.py::test_a_rank_takes_its_slice_of_the_sinks",
+    ),
+    Mutation(
+        "gathered positions kept past a change",
+        VERL,
+        "state = (hf._version(position_ids),",
+        "state = (0,",
+        "tests/test_verl_patch.py::test_positions_are_gathered_again_once_they_change",
+    ),
+    Mutation(
+        "ring sums ds_aux in the sinks' dtype",
+        "sinkattn/distributed/ring.py",
+        "wide_s_aux = s_aux.to(dq.dtype) if",
+        "wide_s_aux = s_aux if",
+        "tests/test_distributed.py::test_the_ring_rounds_the_gradient_of_narrow_sinks_once",
     ),
 ]
 
