@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode on a CUDA device against its bars: gpt-oss's heads, bf16, with a sink; FlashInfer where it is installed.
+"""Decode on a CUDA device against its targets: gpt-oss's heads, bf16, with a sink; FlashInfer where it is installed.
 
 Warm: the time of a node in a captured graph of 50, which is what a generating model sees of the device. Cold: one call
 after a write that leaves nothing of the cache in the L2. Every result is held against fp64 before it is timed.
@@ -40,7 +40,7 @@ class DecodeCase:
     batch: int
     length: int
     window: int
-    bar_us: float | None = None
+    target_us: float | None = None
     goal_us: float | None = None
 
     @property
@@ -75,7 +75,7 @@ class DecodeRow:
     ms: float | None
     ms_cold: float | None
     gbps: float | None
-    bar_ms: float | None
+    target_ms: float | None
     goal_ms: float | None
     note: str
     commit: str
@@ -237,8 +237,8 @@ def measure(case: DecodeCase, peers: dict[str, Callable[[DecodeCase, Cache], Cal
             if impl.startswith("sinkattn"):
                 raise
             note = harness.failure(error)
-        bar, goal = (None if us is None else us / 1e3 for us in (case.bar_us, case.goal_us))
-        measured = (warm, cold, gbps, bar, goal, note)
+        target, goal = (None if us is None else us / 1e3 for us in (case.target_us, case.goal_us))
+        measured = (warm, cold, gbps, target, goal, note)
         rows.append(DecodeRow(SUITE, case.id, "decode", impl, *measured, commit, torch.__version__))
     return rows
 
@@ -246,11 +246,11 @@ def measure(case: DecodeCase, peers: dict[str, Callable[[DecodeCase, Cache], Cal
 def table(rows: list[DecodeRow]) -> Table:
     shown = Table(title="us a call: in a graph, cold L2 (GB/s of seen keys and values)")
     shown.caption = "\n".join(dict.fromkeys(f"{row.case}, {row.impl}: {row.note}" for row in rows if row.note))
-    for name in ("case", "bar", "goal", *dict.fromkeys(row.impl for row in rows)):
+    for name in ("case", "target", "goal", *dict.fromkeys(row.impl for row in rows)):
         shown.add_column(name, no_wrap=True)
     for case in dict.fromkeys(row.case for row in rows):
         found = [row for row in rows if row.case == case]
-        limits = ["-" if ms is None else f"{1e3 * ms:g}" for ms in (found[0].bar_ms, found[0].goal_ms)]
+        limits = ["-" if ms is None else f"{1e3 * ms:g}" for ms in (found[0].target_ms, found[0].goal_ms)]
         cells = [
             "-" if row.ms is None else f"{1e3 * row.ms:.1f}, {1e3 * (row.ms_cold or math.nan):.1f} ({row.gbps:.0f})"
             for row in found

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sinkattn
 
-from .cases import BARS, Case
+from .cases import TARGETS, Case
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Visible = Callable[[Any, Any, Tensor, Tensor], Tensor]
@@ -166,8 +166,8 @@ def flex_with_sink(case: Case) -> Attention:
 
 
 def _flex_with_sink(case: Case, direction: str) -> Attention:
-    if case.id not in BARS or case.length % FLEX_BLOCK:
-        raise Absent("not run: it compiles for seconds a shape, so only where there is a bar")
+    if case.id not in TARGETS or case.length % FLEX_BLOCK:
+        raise Absent("not run: it compiles for seconds a shape, so only where there is a target")
     torch._dynamo.reset()
     functorch_config.donated_buffer = False  # a backward is timed again and again on one forward
     return flex_with_sink(case)

@@ -27,7 +27,7 @@ LINES = {
     "eager": "eager, with sink",
 }
 Row = Any  # harness.Row or gpu.Row
-Bars = Mapping[str, Mapping[str, float]]  # ms by case and direction
+Targets = Mapping[str, Mapping[str, float]]  # ms by case and direction
 
 
 def none_yet(suite: str) -> str:
@@ -58,12 +58,12 @@ def ratio(row: Row | None, ours: Row) -> str:
     return f"{row.ms / ours.ms:.2f}x" if row.ms < 10 * ours.ms else f"{row.ms / ours.ms:.0f}x"
 
 
-def table(rows: Sequence[Row], unit: str = "GFLOP/s", bars: Bars | None = None) -> Table:
+def table(rows: Sequence[Row], unit: str = "GFLOP/s", targets: Targets | None = None) -> Table:
     """For the terminal: every row, with the times of all peers."""
     impls = list(dict.fromkeys(row.impl for row in rows))
     shown = Table(title=f"ms ({unit} of visible pairs); peers: ms (their time / sinkattn's)")
     shown.caption = "\n".join(dict.fromkeys(f"{row.impl}, {row.direction}: {row.note}" for row in rows if row.note))
-    for name in ("case", "direction", *(("bar", "extra MiB") if bars else ()), *impls):
+    for name in ("case", "direction", *(("target", "extra MiB") if targets else ()), *impls):
         shown.add_column(name, no_wrap=True)
     for case, direction in dict.fromkeys((row.case, row.direction) for row in rows):
         found = _by_impl(rows, case, direction)
@@ -77,7 +77,7 @@ def table(rows: Sequence[Row], unit: str = "GFLOP/s", bars: Bars | None = None) 
             beside = ratio(row, ours) if row is not ours else "-" if row.speed is None else f"{row.speed:.0f}"
             return f"{_milliseconds(row.ms)} ({beside})"
 
-        extra = [_bar(bars, case, direction), _shown(ours.extra_mib)] if bars else []
+        extra = [_target(targets, case, direction), _shown(ours.extra_mib)] if targets else []
         shown.add_row(case, direction, *extra, *(cell(found.get(impl)) for impl in impls))
     return shown
 
@@ -91,8 +91,8 @@ def _shown(x: float | None) -> str:
     return "-" if x is None else f"{x:g}"
 
 
-def _bar(bars: Bars, case: str, direction: str) -> str:
-    return _shown(bars.get(case, {}).get(direction))
+def _target(targets: Targets, case: str, direction: str) -> str:
+    return _shown(targets.get(case, {}).get(direction))
 
 
 def markdown(
@@ -101,7 +101,7 @@ def markdown(
     cases: Iterable[Case],
     columns: Mapping[str, Mapping[str, str]],
     unit: str,
-    bars: Bars | None = None,
+    targets: Targets | None = None,
 ) -> str:
     """For the README: one line a case. columns: direction -> heading -> peer; below, why who is not timed."""
     cases, ids = list(cases), {case.id for case in cases}
@@ -119,7 +119,7 @@ def markdown(
                 dashes.setdefault(why, {}).setdefault(heading)
     columns, head = timed, ["case"]
     for direction, peers in columns.items():
-        head += [f"{direction}, ms ({unit})", *(["bar"] if bars else []), *peers]
+        head += [f"{direction}, ms ({unit})", *(["target"] if targets else []), *peers]
     lines = [
         f"{where}, torch {rows[0].torch}, commit {rows[0].commit}.",
         "",
@@ -133,7 +133,7 @@ def markdown(
             ours: Any = found.get(OURS)
             known = ours is not None and ours.ms is not None
             cells.append(f"{_milliseconds(ours.ms)} ({ours.speed:.0f})" if known else "-")
-            cells += [_bar(bars, case.id, direction)] if bars else []
+            cells += [_target(targets, case.id, direction)] if targets else []
             cells += [ratio(found.get(peer), ours) if known else "-" for peer in peers.values()]
         lines.append("| " + " | ".join(cells) + " |")
     for words, who_of in (("Dashes", dashes), ("Not in the table", absent)):

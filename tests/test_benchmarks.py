@@ -116,7 +116,7 @@ def test_absent_peers_of_a_gpu_say_why() -> None:
     """Those that can be asked without one."""
     absent = {
         ("cudnn", "w128-16384", "forward"): "not supported: SDPA's cuDNN has neither windows nor packed sequences",
-        ("flex", "w128-512", "forward"): "not run: it compiles for seconds a shape, so only where there is a bar",
+        ("flex", "w128-512", "forward"): "not run: it compiles for seconds a shape, so only where there is a target",
         ("eager", "w128-16384", "forward"): "not run: its N x N tensors, above N = 4096",
         ("fa4-deterministic", "w128-512", "forward"): "not run: the forward is the same",
     }
@@ -159,8 +159,8 @@ def test_ids_are_unique() -> None:
         assert len({case.id for case in table}) == len(table)
 
 
-def test_every_bar_has_its_case() -> None:
-    assert {case.id for case in [*cases.PREFILL_QUICK, cases.HOST]} == set(cases.BARS)
+def test_every_target_has_its_case() -> None:
+    assert {case.id for case in [*cases.PREFILL_QUICK, cases.HOST]} == set(cases.TARGETS)
     sizes = {c.id: (c.length, c.head_dim, c.window, c.num_q_heads, c.num_kv_heads) for c in cases.PREFILL_QUICK}
     assert sizes["w128-65536"] == sizes["w128-packed"] == (65536, 64, 128, 64, 8)
     assert sizes["w4096-d128"] == (16384, 128, 4096, 32, 8)
@@ -234,11 +234,12 @@ def test_gpu_rows_are_drawn_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
     assert harness.load(path, gpu.Row) == (H200, GPU_ROWS)
     marks = "<!-- benchmarks prefill: begin -->", "<!-- benchmarks prefill: end -->"
     text = prefill.readme(f"{marks[0]}\nold\n{marks[1]}\n", tmp_path)
-    # The peers come in COLUMNS' order; 0.16 and 0.45 are the bars.
+    # The peers come in COLUMNS' order; 0.16 and 0.45 are the targets.
     line = r"\| w128-16384 \| 0.200 \(500\) \| 0.16 \| 2.50x \| - \| 0.45 \| - \|"
     assert re.search(line, text), text
     assert "\n\nDashes: FA2: not supported: packed.\n\n" in text
-    assert "Not in the table: cuDNN: not supported: windows; flex + sink, FA4 + sink, cuDNN: not measured." in text
+    assert "Not in the table: cuDNN: not supported: windows; " in text
+    assert "; flex + sink, FA4 + sink, cuDNN, FA4 + sink (deterministic): not measured." in text
     assert "NVIDIA H200, CUDA 13.0" in text
     assert "us: a forward without gradients: sinkattn, with sink 21; FA2, no sink 30." in text
     assert main(["plot", "--results", str(tmp_path), "--output", str(tmp_path)]) == 0
@@ -250,10 +251,10 @@ def test_gpu_rows_are_drawn_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
     assert [plot.read_bytes() for plot in plots] == drawn
 
 
-def test_the_table_of_a_gpu_has_bars_ratios_and_reasons() -> None:
-    table = report.table(GPU_ROWS, "TFLOP/s", cases.BARS)
+def test_the_table_of_a_gpu_has_targets_ratios_and_reasons() -> None:
+    table = report.table(GPU_ROWS, "TFLOP/s", cases.TARGETS)
     cells = {str(column.header): list(column.cells) for column in table.columns}
-    assert cells["bar"][:2] == ["0.16", "0.45"]
+    assert cells["target"][:2] == ["0.16", "0.45"]
     assert cells["sinkattn"][:2] == ["0.200 (500)", "not compiled"]
     assert cells["fa2"][:2] == ["0.500 (2.50x)", "1.50 (-)"]
     assert cells["cudnn"][:2] == ["not supported", "-"]

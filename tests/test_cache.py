@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
+    pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
 
 import transformers
 from gpus import needs_gpus

@@ -56,7 +56,7 @@ def test_python_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in blocks(ROOT / name):
         if block.language == "python" and not block.not_run:
             if "transformers" in block.text and importlib.util.find_spec("transformers") is None:
-                pytest.skip("transformers is not installed: pip install sinkattn[hf]")
+                pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'")
             code = compile("\n" * (block.line - 1) + block.text, ROOT / name, "exec")
             with contextlib.redirect_stdout(io.StringIO()) as caught:
                 exec(code, names)

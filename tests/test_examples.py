@@ -16,7 +16,7 @@ STEPS = 8
 
 for name in ("transformers", "matplotlib", "rich", "tqdm"):
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install sinkattn[demo]", allow_module_level=True)
+        pytest.skip(f"{name} is not installed: pip install --no-build-isolation '.[demo]'", allow_module_level=True)
 
 
 def run(script: str, *arguments: str, **environment: str) -> str:

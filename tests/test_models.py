@@ -9,7 +9,7 @@ import pytest
 import torch
 
 if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
+    pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
 
 import transformers
 from gpus import needs_gpus

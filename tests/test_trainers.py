@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install sinkattn[test]")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install sinkattn[hf]")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install --no-build-isolation '.[test]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install --no-build-isolation '.[hf]'")
 
 from test_hf import Calls
 from tiny_gpt_oss import tiny_gpt_oss
@@ -105,7 +105,7 @@ def with_trainer(model: torch.nn.Module, folder: Path, unpacked: bool, **others:
 
 
 def with_trl(model: torch.nn.Module, folder: Path, unpacked: bool, **others: Any) -> Trainer:
-    trl = pytest.importorskip("trl", reason="trl is not installed: pip install sinkattn[trl]")
+    trl = pytest.importorskip("trl", reason="trl is not installed: pip install --no-build-isolation '.[trl]'")
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -159,7 +159,7 @@ def test_packed_training_follows_eager_fp32(setup: Setup, others: dict[str, Any]
 @pytest.mark.parametrize("trained", [False, True])
 def test_lora(setup: Setup, trained: bool, tmp_path: Path) -> None:
     """PEFT freezes sinks and has no way to name them, so who wants them trained says so after get_peft_model."""
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install sinkattn[test]")
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install --no-build-isolation '.[test]'")
     losses, models = [], []
     for base in (model_with("sinkattn"), model_with("eager")):
         before = sinks(base)

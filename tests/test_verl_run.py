@@ -13,7 +13,9 @@ import pytest
 import torch
 
 if importlib.util.find_spec("verl") is None:
-    pytest.skip("verl is not installed: pip install sinkattn[verl], see docs/verl.md", allow_module_level=True)
+    pytest.skip(
+        "verl is not installed: pip install --no-build-isolation '.[verl]', see docs/verl.md", allow_module_level=True
+    )
 
 from tiny_gpt_oss import tiny_gpt_oss
 
