@@ -7,7 +7,8 @@ Row i of a sequence stands at p = i + k_len - q_len and sees key j when
 
     (right < 0 or j <= p + right) and (left < 0 or j >= p - left or j < num_sink_tokens)
 
-with (left, right) = window_size, both counting from the row itself; -1 or None is unbounded, causal is right = 0. So
+with (left, right) = window_size, both counting from the row itself; -1 or None is unbounded. causal=True is right = 0,
+whatever window_size says of the right side, as in flash-attention: callers pass (w, w) with causal=True. So
 transformers' sliding_window=128, which counts the row as well, is window_size=(127, 0).
 
 bf16, fp16, fp32 or fp64, on CUDA bf16 or fp16: one dtype for q, k, v and caches, on one device. Any strides; rows of
@@ -26,10 +27,14 @@ ValueError says which argument breaks which rule; NotImplementedError names what
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import _C  # noqa: F401  registers torch.ops.sinkattn
+from .calls import call, shown
 from .reference import Result, ReturnLse, Window
 
 _fwd = torch.ops.sinkattn.flash_attn_fwd.default
@@ -57,16 +62,66 @@ def _refuse(**arguments: object) -> None:
             raise NotImplementedError(
                 f"sinkattn: {name} is a tensor of shape {list(value.shape)}; {_UNSUPPORTED[name]}"
             )
-        if value:
-            raise NotImplementedError(f"sinkattn: {name} is {value!r}; {_UNSUPPORTED[name]}")
+        try:
+            given = bool(value)
+        except ValueError:  # an array
+            given = True
+        if given:
+            raise NotImplementedError(f"sinkattn: {name} is {shown(value)}; {_UNSUPPORTED[name]}")
 
 
 def _one_s_aux(s_aux: Tensor | None, learnable_sink: Tensor | None, sinks: Tensor | None) -> Tensor | None:
+    if learnable_sink is None and sinks is None:
+        return s_aux
     names = {"s_aux": s_aux, "learnable_sink": learnable_sink, "sinks": sinks}
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise TypeError(f"sinkattn: {' and '.join(given)} were given, they are names of one argument")
-    return names[given[0]] if given else None
+    found = names[given[0]]
+    if not isinstance(found, Tensor):
+        raise TypeError(f"sinkattn: {given[0]} is {shown(found)}; it must be a torch.Tensor or None")
+    return found
+
+
+def _given(value: object, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"sinkattn: {name} is {shown(value)}; it must be a torch.Tensor")
+
+
+def _check_partials(first_name: str, /, **tensors: Tensor) -> None:
+    """What ATen, which merging is made of, would take, or refuse in words of its own."""
+    device = None
+    for name, value in tensors.items():
+        _given(value, name)
+        if value.layout != torch.strided:
+            raise NotImplementedError(
+                f"sinkattn: {name} is a tensor of another kind, {value.layout}; it must be strided"
+            )
+        if not value.is_floating_point() or value.itemsize < 2:
+            raise ValueError(f"sinkattn: {name} is {value.dtype}; bfloat16, float16, float32 and float64 are served")
+        device = device or value.device
+        if value.device != device:
+            raise ValueError(f"sinkattn: {name} is on {value.device}, {first_name} is on {device}")
+
+
+def _integer(value: Any, name: str, rule: str) -> int:
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]  # a symbolic one stays symbolic
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"sinkattn: {name} is {shown(value)}; {rule}") from None
+
+
+def _flag(value: object, name: str) -> bool:
+    """True or False from what stands for one: 0, 1, numpy's or a symbolic one."""
+    if value is True or value is False:
+        return value
+    if type(value).__name__ in ("bool", "bool_", "SymBool") or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"sinkattn: {name} is {shown(value)}; it must be True or False")
 
 
 def _window(window_size: Window, causal: bool) -> tuple[int, int]:
@@ -75,9 +130,21 @@ def _window(window_size: Window, causal: bool) -> tuple[int, int]:
             f"sinkattn: window_size is {window_size!r}; it must be (left, right), each without the row itself"
         )
     left, right = (-1 if side is None else side for side in window_size)
+    if type(left) is not int or type(right) is not int:
+        rule = f"each side of {window_size!r} must be an integer or None"
+        left, right = (_integer(side, "window_size", rule) for side in (left, right))
     if right < -1:
         raise ValueError(f"sinkattn: window_size_right is {right}; it must be -1 (unbounded) or at least 0")
-    return left, 0 if causal else right
+    return left, 0 if _flag(causal, "causal") else right
+
+
+def _lengths(number: Any, q: Tensor) -> Tensor:
+    """One number of keys as int32 [batch]."""
+    rule = "it must be an integer, or an int32 tensor: torch.tensor(cache_seqlens, dtype=torch.int32, device=q.device)"
+    number = _integer(number, "cache_seqlens", rule)
+    if abs(number) >= 2**31:  # the kernels look at what fits int32
+        raise ValueError(f"sinkattn: cache_seqlens is {number}; it must be from 0 to the capacity")
+    return torch.full(q.shape[:1], number, dtype=torch.int32, device=q.device)
 
 
 def _with_lse(out: Tensor, lse: Tensor, raw_s_aux: Tensor | None, return_lse: ReturnLse) -> Result:
@@ -89,8 +156,8 @@ def _with_lse(out: Tensor, lse: Tensor, raw_s_aux: Tensor | None, return_lse: Re
 
 def _split_s_aux(s_aux: Tensor | None, return_lse: ReturnLse) -> tuple[Tensor | None, Tensor | None]:
     """(for the kernel, for afterwards)"""
-    if return_lse not in (True, False, "raw"):
-        raise ValueError(f'sinkattn: return_lse is {return_lse!r}; it must be True, False or "raw"')
+    if return_lse is not True and return_lse is not False and (not isinstance(return_lse, str) or return_lse != "raw"):
+        raise ValueError(f'sinkattn: return_lse is {shown(return_lse)}; it must be True, False or "raw"')
     return (None, s_aux) if return_lse == "raw" else (s_aux, None)
 
 
@@ -116,13 +183,13 @@ def flash_attn_func(
     """Attention over a batch of sequences of one length; differentiable in q, k, v, s_aux, also through the LSE.
 
     q [batch, q_len, num_q_heads, head_dim], k and v [batch, k_len, num_kv_heads, head_dim], s_aux [num_q_heads].
-    Returns out, shaped as q, or (out, lse) with lse [batch, num_q_heads, q_len]. Other arguments, dtypes and errors:
-    help(sinkattn.ops).
+    causal=True makes window_size's right side 0, whatever it is. Returns out, shaped as q, or (out, lse) with lse
+    [batch, num_q_heads, q_len]. Other arguments, dtypes and errors: help(sinkattn.ops).
     """
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
     left, right = _window(window_size, causal)
-    out, lse = _fwd(q, k, v, s_aux, None, None, None, None, softmax_scale, left, right, num_sink_tokens)
+    out, lse = call(_fwd, q, k, v, s_aux, None, None, None, None, softmax_scale, left, right, num_sink_tokens)
     return _with_lse(out, lse, raw_s_aux, return_lse)
 
 
@@ -154,14 +221,19 @@ def flash_attn_varlen_func(
 
     Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and keys likewise; both are int32 [batch + 1] on
     q's device. Rows past the last offset get out = 0, LSE = -inf and zero gradients. max_seqlen_q and max_seqlen_k,
-    the longest sequences, are hints. The LSE is [num_q_heads, total_q]. On the CPU, offsets that do not start at 0,
-    decrease, or end past the tensor raise ValueError.
+    the longest sequences, are hints. causal=True makes window_size's right side 0, whatever it is. The LSE is
+    [num_q_heads, total_q]. On the CPU, offsets that do not start at 0, decrease, or end past the tensor raise
+    ValueError.
     """
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     _refuse(block_table=block_table)
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is None:
+            raise ValueError(f"sinkattn: {name} is None; it must be int32 offsets [batch + 1], or use flash_attn_func")
     s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
     left, right = _window(window_size, causal)
-    out, lse = _fwd(
+    out, lse = call(
+        _fwd,
         q,
         k,
         v,
@@ -212,13 +284,13 @@ def flash_attn_with_kvcache(
 
     k_cache, v_cache are [batch, capacity, num_kv_heads, head_dim] or, with block_table int32 [batch, max_pages], pages
     [num_pages, page_size, num_kv_heads, head_dim]. cache_seqlens (int32 [batch], or one number) are the keys in use,
-    the whole capacity if left out; the rows of q stand at their end, and more than one row needs causal=True. k and v
-    [batch, new, num_kv_heads, head_dim] are first written into the cache, in place, behind the keys in use, and count
-    as in use in this call; cache_seqlens stays as it is, for the caller to count on. num_splits is the parts that a
-    sequence's keys are cut into, 0 the planner's choice; -N are N parts that CUDA merges by a second kernel, for study,
-    with the bits of N. invariant=True gives the bits of flash_attn_func's row, whatever the batch, on CUDA up to
-    head_dim 256 and in some multiple of the time; there num_splits other than 0 gives bits that do not depend on the
-    batch either.
+    the whole capacity if left out; the rows of q stand at their end. More than one row needs causal=True, which makes
+    window_size's right side 0, whatever it is. k and v [batch, new, num_kv_heads, head_dim] are first written into the
+    cache, in place, behind the keys in use, and count as in use in this call; cache_seqlens stays as it is, for the
+    caller to count on. num_splits is the parts that a sequence's keys are cut into, 0 the planner's choice; -N are N
+    parts that CUDA merges by a second kernel, for study, with the bits of N. invariant=True gives the bits of
+    flash_attn_func's row, whatever the batch, on CUDA up to head_dim 256 and in some multiple of the time; there
+    num_splits other than 0 gives bits that do not depend on the batch either.
     k_cache_host, v_cache_host are more pages of a paged cache, in pinned memory, which a GPU reads where they lie:
     block_table names them from num_pages on, and new keys never go there. A captured graph reads them again: keep them.
     head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
@@ -230,25 +302,27 @@ def flash_attn_with_kvcache(
     """
     _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
-    return_lse = return_lse or return_softmax_lse
+    invariant = _flag(invariant, "invariant")
+    return_softmax_lse = _flag(return_softmax_lse, "return_softmax_lse")
+    return_lse = return_softmax_lse if return_lse is False else return_lse
     s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
     left, right = _window(window_size, causal)
+    _given(q, "q")
     if right != 0 and q.ndim == 4 and q.shape[1] > 1:  # another rank is refused below
         raise NotImplementedError(
             f"sinkattn: {q.shape[1]} rows with causal=False; rows of one call are causal among themselves, give"
             " causal=True, or use flash_attn_func"
         )
-    if isinstance(cache_seqlens, int):
-        if abs(cache_seqlens) >= 2**31:  # the kernels look at what fits int32
-            raise ValueError(f"sinkattn: cache_seqlens is {cache_seqlens}; it must be from 0 to the capacity")
-        cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = _lengths(cache_seqlens, q)
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("sinkattn: k and v are given without cache_seqlens, which says where they go")
-        cache_seqlens = _append(k_cache, v_cache, k, v, cache_seqlens, block_table)
+        cache_seqlens = call(_append, k_cache, v_cache, k, v, cache_seqlens, block_table)
     elif k is not None or v is not None:
         raise ValueError(f"sinkattn: {'k' if v is None else 'v'} is given without the other; k and v go together")
-    out, lse = _decode(
+    out, lse = call(
+        _decode,
         q,
         k_cache,
         v_cache,
@@ -273,7 +347,8 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     [total_q, num_q_heads, head_dim] with [num_q_heads, total_q]. Differentiable. Raises ValueError when shapes or
     dtypes disagree.
     """
-    out, lse = _merge_attn_states(out_a, lse_a, out_b, lse_b)
+    _check_partials("out_a", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    out, lse = call(_merge_attn_states, out_a, lse_a, out_b, lse_b)
     return out, lse
 
 
@@ -282,5 +357,6 @@ def apply_sink(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]
 
     Shapes as in merge_attn_states. Differentiable. Raises ValueError when shapes disagree.
     """
-    out, lse = _apply_sink(out, lse, s_aux)
+    _check_partials("out", out=out, lse=lse, s_aux=s_aux)
+    out, lse = call(_apply_sink, out, lse, s_aux)
     return out, lse

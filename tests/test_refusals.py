@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from arguments import FORWARDS, backward_args, cache, decode_args, dense, ops, out_args, packed, partials, put_at
 from torch import Tensor
 
 import sinkattn
+from sinkattn import reference
 
 
 def test_names_of_the_sink() -> None:
@@ -90,6 +92,65 @@ def test_a_cache_and_one_number() -> None:
         sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=9, causal=True)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    q, k, v, s_aux, _ = cache()
+    want = sinkattn.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=5, causal=True, window_size=(3, 0), s_aux=s_aux, num_sink_tokens=1, softmax_scale=0.5
+    )
+    for integer in (np.int32, np.int64, np.uint8, np.array):
+        got = sinkattn.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=integer(5), causal=np.True_, window_size=(integer(3), integer(0)), s_aux=s_aux,
+            num_sink_tokens=np.int64(1), softmax_scale=np.float32(0.5),
+        )  # fmt: skip
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("right", [None, -1, 0, 1, 4, 100])
+def test_causal_makes_the_right_side_0(right: int | None) -> None:
+    """As in flash-attention, whose callers, transformers among them, pass (w - 1, w - 1) with causal=True."""
+    q, k, v, s_aux, cu_q, cu_k = packed()
+    results = [
+        sinkattn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, causal=causal, window_size=(2, side), s_aux=s_aux)
+        for causal, side in ((True, right), (False, 0), (False, 4))
+    ]
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+    q, k, v, s_aux = dense()
+    for function in (sinkattn.flash_attn_func, reference.flash_attn_func):
+        got, want = (
+            function(q, k, v, causal=causal, window_size=(2, side), s_aux=s_aux)
+            for causal, side in ((True, right), (False, 0))
+        )
+        assert torch.equal(got, want)
+    q, k, v, s_aux, lens = cache()
+    decoded = [
+        sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, causal=causal, window_size=(2, side), s_aux=s_aux)
+        for causal, side in ((True, right), (False, 0))
+    ]
+    assert torch.equal(*decoded)
+
+
+@pytest.mark.parametrize("lse", [True, False, "raw"])
+def test_what_return_lse_returns(lse: bool | str) -> None:
+    """out first, then the LSE; one tensor without it, by flash-attention's name as well."""
+    q, k, v, s_aux, _ = cache()
+    calls = [
+        sinkattn.flash_attn_func(q, k, v, causal=True, s_aux=s_aux, return_lse=lse),
+        sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=8, causal=True, s_aux=s_aux, return_lse=lse),
+        sinkattn.flash_attn_with_kvcache(
+            q, k, v, causal=True, s_aux=s_aux, return_lse=lse, return_softmax_lse=bool(lse)
+        ),
+    ]
+    want = reference.flash_attn_func(q, k, v, causal=True, s_aux=s_aux, return_lse=lse)
+    for got in calls:
+        assert type(got) is type(want)
+        torch.testing.assert_close(got, want)
+    by_the_other_name = sinkattn.flash_attn_with_kvcache(
+        q, k, v, causal=True, s_aux=s_aux, return_softmax_lse=lse is not False
+    )
+    assert isinstance(by_the_other_name, tuple) == (lse is not False)
+
+
 def attend(edit: Callable[[list[Any]], None], make: Callable[[], list[Tensor]] = dense, **options: Any) -> object:
     tensors: list[Any] = make()
     edit(tensors)
@@ -131,7 +192,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "v shape": (
         lambda: attend(put(2, lambda x: x[:, :3])),
         ValueError,
-        r"v has shape \[2, 3, 2, 8\], it must be \[2, 7",
+        r"k has shape \[2, 7, 2, 8\], v has shape \[2, 3, 2, 8\]; both must have one shape",
     ),
     "s_aux shape": (lambda: attend(put(3, lambda x: x[:3])), ValueError, r"s_aux has shape \[3\], it must be \[4\]"),
     "s_aux rank": (
@@ -139,8 +200,17 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"s_aux has shape \[1, 4\], it must be \[4\]",
     ),
-    "s_aux dtype": (lambda: attend(put(3, lambda x: x.long())), ValueError, "s_aux is Long"),
-    "s_aux fp64": (lambda: attend(put(3, lambda x: x.double())), ValueError, "s_aux_dtype is fp64"),
+    "s_aux dtype": (lambda: attend(put(3, lambda x: x.long())), ValueError, "s_aux is Long; it must be BFloat16, Half"),
+    "s_aux fp64": (
+        lambda: attend(put(3, lambda x: x.double())),
+        ValueError,
+        r"s_aux is Double; it must be BFloat16, Half or Float when q is Float: s_aux.float\(\)",
+    ),
+    "k shape": (
+        lambda: attend(put(1, lambda x: x[:, :3])),
+        ValueError,
+        r"k has shape \[2, 3, 2, 8\], v has shape \[2, 7, 2, 8\]; both must have one shape",
+    ),
     "scale 0": (lambda: attend(keep, softmax_scale=0.0), ValueError, "softmax_scale is 0; leave it out"),
     "scale nan": (lambda: attend(keep, softmax_scale=math.nan), ValueError, "softmax_scale is nan"),
     "left": (lambda: attend(keep, window_size=(-2, 0)), ValueError, "window_size_left is -2"),
@@ -154,7 +224,11 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"cu_seqlens_q is Long, it must be Int \(torch.int32\)",
     ),
-    "cu shape": (lambda: attend(put(5, lambda x: x[:3]), packed), ValueError, r"cu_seqlens_k has shape \[3\], it must"),
+    "cu shape": (
+        lambda: attend(put(5, lambda x: x[:3]), packed),
+        ValueError,
+        r"cu_seqlens_q has shape \[4\], cu_seqlens_k has shape \[3\]; both must have one shape",
+    ),
     "cu empty": (lambda: attend(put(4, lambda x: x[:0]), packed), ValueError, "cu_seqlens_q is empty"),
     "cu start": (lambda: attend(put(4, lambda x: x + 1), packed), ValueError, r"cu_seqlens_q\[0\] is 1"),
     "cu order": (

@@ -102,8 +102,10 @@ void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const a
 at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
                      const Maybe &block_table) {
     check_append_ranks(k_cache, v_cache, k, v);
+    dtype_of(k_cache, "k_cache");
     check_like(v_cache, "v_cache", k_cache, k_cache.scalar_type(), "k_cache");
-    check_shape(v_cache, "v_cache", k_cache.sizes());
+    check_pair(k_cache, "k_cache", v_cache, "v_cache");
+    check_pair(k, "k", v, "v");
     for (const auto &[tensor, name] : {std::pair(&k, "k"), std::pair(&v, "v")}) {
         check_like(*tensor, name, k_cache, k_cache.scalar_type(), "k_cache");
         check_shape(*tensor, name, {k.size(0), k.size(1), k_cache.size(2), k_cache.size(3)});

@@ -31,6 +31,15 @@ sinkattn_dtype dtype_of(const at::Tensor &tensor, const char *name) {
     }
 }
 
+sinkattn_dtype s_aux_dtype_of(const at::Tensor &s_aux, const at::Tensor &q) {
+    const at::ScalarType dtype = s_aux.scalar_type();
+    const bool wide = q.scalar_type() == at::kDouble;
+    TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat || (wide && dtype == at::kDouble),
+                      "sinkattn: s_aux is ", dtype, "; it must be BFloat16, Half", wide ? ", Float or Double" : " or Float", " when q is ",
+                      q.scalar_type(), ": s_aux.float()");
+    return dtype_of(s_aux, "s_aux");
+}
+
 at::ScalarType lse_dtype(const at::Tensor &q) { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
@@ -81,6 +90,11 @@ void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q,
 
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape) {
     TORCH_CHECK_VALUE(tensor.sizes() == shape, "sinkattn: ", name, " has shape ", tensor.sizes(), ", it must be ", shape);
+}
+
+void check_pair(const at::Tensor &a, const char *a_name, const at::Tensor &b, const char *b_name) {
+    TORCH_CHECK_VALUE(a.sizes() == b.sizes(), "sinkattn: ", a_name, " has shape ", a.sizes(), ", ", b_name, " has shape ", b.sizes(),
+                      "; both must have one shape");
 }
 
 at::Tensor indices(const at::Tensor &tensor, const char *name, at::IntArrayRef shape, const at::Tensor &q, const char *q_name) {

@@ -18,6 +18,7 @@ using Maybe = std::optional<at::Tensor>;
 void raise_on(const sinkattn_status &status);
 
 sinkattn_dtype dtype_of(const at::Tensor &tensor, const char *name);
+sinkattn_dtype s_aux_dtype_of(const at::Tensor &s_aux, const at::Tensor &q);
 at::ScalarType lse_dtype(const at::Tensor &q);
 sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens);
 
@@ -30,6 +31,8 @@ void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, co
 void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q, const char *q_name = "q");
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name = "q");
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape);
+// Two of one shape, of which either may be the odd one, so both are named.
+void check_pair(const at::Tensor &a, const char *a_name, const at::Tensor &b, const char *b_name);
 
 // int32 lengths or a table of pages, their last dimension contiguous; a slice of a table is read where it is.
 at::Tensor indices(const at::Tensor &tensor, const char *name, at::IntArrayRef shape, const at::Tensor &q, const char *q_name = "q");

@@ -56,7 +56,7 @@ Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, c
     check_like(k, k_name, q, q.scalar_type());
     check_like(v, v_name, q, q.scalar_type());
     TORCH_CHECK_VALUE(k.size(-1) == q.size(-1), "sinkattn: ", k_name, " has head_dim ", k.size(-1), ", q has ", q.size(-1));
-    check_shape(v, v_name, k.sizes());
+    check_pair(k, k_name, v, v_name);
     problem.q_len = q.size(-3);
     problem.k_len = k.size(-3);
     problem.num_q_heads = q.size(-2);
@@ -68,7 +68,7 @@ Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, c
     if (s_aux) {
         check_device(*s_aux, "s_aux", q);
         check_shape(*s_aux, "s_aux", {problem.num_q_heads});
-        problem.s_aux_dtype = dtype_of(*s_aux, "s_aux");
+        problem.s_aux_dtype = s_aux_dtype_of(*s_aux, q);
         in.s_aux = s_aux->contiguous();
         in.args.s_aux = in.s_aux.const_data_ptr();
     }
@@ -92,6 +92,7 @@ Inputs prefill_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, 
         TORCH_CHECK_VALUE(cu_seqlens_q->numel() > 0, "sinkattn: cu_seqlens_q is empty, it must hold batch + 1 offsets");
         problem.batch = cu_seqlens_q->numel() - 1;
         in.lengths_q = indices(*cu_seqlens_q, "cu_seqlens_q", {problem.batch + 1}, q);
+        check_pair(*cu_seqlens_q, "cu_seqlens_q", *cu_seqlens_k, "cu_seqlens_k");
         in.lengths_k = indices(*cu_seqlens_k, "cu_seqlens_k", {problem.batch + 1}, q);
         in.args.cu_seqlens_q = in.lengths_q.const_data_ptr<int32_t>();
         in.args.cu_seqlens_k = in.lengths_k.const_data_ptr<int32_t>();
