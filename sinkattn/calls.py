@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import transforms
+
 RULES = {
     "Tensor": "a torch.Tensor",
     "Optional[Tensor]": "a torch.Tensor or None",
@@ -46,10 +48,12 @@ def _explained(error: RuntimeError, named: dict[str, Any]) -> Exception:
 
 
 def call(op: Any, *arguments: Any, **options: Any) -> Any:
-    """op(*arguments, **options), and TypeError for values that no schema takes."""
+    """op(*arguments, **options), under torch.func as well, and TypeError for values that no schema takes."""
     try:
         return op(*arguments, **options)
     except RuntimeError as error:
+        if transforms.serves(op, error):
+            return transforms.Forward.apply(*arguments)  # type: ignore[no-untyped-call]
         names = (x.name for x in op._schema.arguments)
         found = _explained(error, dict(zip(names, arguments, strict=False)) | options)
         if found is error:

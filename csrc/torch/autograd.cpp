@@ -3,6 +3,7 @@
 // Derivatives. The forward saves q, k, v, out, lse, s_aux and the offsets of packed rows, nothing else, and the backward recomputes the
 // scores. A sink that needs no gradient is left out of the backward altogether: lse carries it already.
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/zeros_like.h>
@@ -42,6 +43,18 @@ template <class... Args> bool wants_grad(const Args &...args) {
     return (static_cast<int>(requires_grad(args)) + ...) != 0 && c10::GradMode::is_enabled();
 }
 
+// torch's transforms take no autograd function of C++. sinkattn/calls.py knows this sentence, and calls one of Python.
+void refuse_transforms() {
+    const auto &transforms = at::functorch::functorchTLSAccessor();
+    if (!transforms) return;
+    try {
+        transforms->checkSupportsCppAutogradFunction();
+    } catch (const c10::Error &) {
+        C10_THROW_ERROR(NotImplementedError,
+                        "sinkattn: a torch.func transform meets an operator; call flash_attn_func or flash_attn_varlen_func under it");
+    }
+}
+
 template <class Signature> c10::TypedOperatorHandle<Signature> find(const char *name) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
@@ -58,6 +71,7 @@ template <class Function, class Result, class... Args> struct Differentiable<Fun
 
     static Result kernel(Args... args) {
         if (!wants_grad(args...)) return below(args...);
+        refuse_transforms();
         const variable_list results = Function::apply(args...);
         if constexpr (std::is_same_v<Result, Tensors2>)
             return {results[0], results[1]};
