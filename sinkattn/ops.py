@@ -28,7 +28,7 @@ ValueError says which argument breaks which rule; NotImplementedError names what
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -161,6 +161,29 @@ def _split_s_aux(s_aux: Tensor | None, return_lse: ReturnLse) -> tuple[Tensor | 
     return (None, s_aux) if return_lse == "raw" else (s_aux, None)
 
 
+# fmt: off
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., *, s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
+    sinks: Tensor | None = ..., num_sink_tokens: int = ..., return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., *, s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
+    sinks: Tensor | None = ..., num_sink_tokens: int = ..., return_lse: Literal[True, "raw"],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., *, s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
+    sinks: Tensor | None = ..., num_sink_tokens: int = ..., return_lse: ReturnLse,
+) -> Result: ...
+# fmt: on
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -193,6 +216,34 @@ def flash_attn_func(
     return _with_lse(out, lse, raw_s_aux, return_lse)
 
 
+# fmt: off
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ..., sinks: Tensor | None = ..., num_sink_tokens: int = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ..., sinks: Tensor | None = ..., num_sink_tokens: int = ...,
+    return_lse: Literal[True, "raw"],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ..., dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
+    return_attn_probs: bool = ..., block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    learnable_sink: Tensor | None = ..., sinks: Tensor | None = ..., num_sink_tokens: int = ..., return_lse: ReturnLse,
+) -> Result: ...
+# fmt: on
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -250,6 +301,52 @@ def flash_attn_varlen_func(
     return _with_lse(out, lse, raw_s_aux, return_lse)
 
 
+# fmt: off
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ...,
+    return_softmax_lse: Literal[False] = ..., *, s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
+    sinks: Tensor | None = ..., num_sink_tokens: int = ..., invariant: bool = ..., return_lse: Literal[False] = ...,
+    k_cache_host: Tensor | None = ..., v_cache_host: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ...,
+    return_softmax_lse: bool = ..., *, s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
+    sinks: Tensor | None = ..., num_sink_tokens: int = ..., invariant: bool = ..., return_lse: Literal[True, "raw"],
+    k_cache_host: Tensor | None = ..., v_cache_host: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ..., *,
+    return_softmax_lse: Literal[True], s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
+    sinks: Tensor | None = ..., num_sink_tokens: int = ..., invariant: bool = ..., return_lse: ReturnLse = ...,
+    k_cache_host: Tensor | None = ..., v_cache_host: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., block_table: Tensor | None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    rotary_interleaved: bool = ..., alibi_slopes: Tensor | None = ..., num_splits: int = ...,
+    return_softmax_lse: bool = ..., *, s_aux: Tensor | None = ..., learnable_sink: Tensor | None = ...,
+    sinks: Tensor | None = ..., num_sink_tokens: int = ..., invariant: bool = ..., return_lse: ReturnLse = ...,
+    k_cache_host: Tensor | None = ..., v_cache_host: Tensor | None = ...,
+) -> Result: ...
+# fmt: on
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
