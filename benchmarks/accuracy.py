@@ -186,4 +186,4 @@ def run(options: argparse.Namespace) -> None:
         if path:
             harness.save(path, rows, studies.machine())
     studies.show(markdown(studies.machine(), rows))
-    studies.keep(path, rows, plot)
+    studies.keep(path, rows)

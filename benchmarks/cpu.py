@@ -57,5 +57,4 @@ def run(options: argparse.Namespace) -> None:
     path = options.json or (None if options.quick else kept)
     if path:
         harness.save(path, rows, machine)
-        report.plot(path.with_suffix(".png"), rows, measured)
-        print(f"wrote {path} and {path.with_suffix('.png').name}")
+        print(f"wrote {path}")

@@ -256,4 +256,4 @@ def run(options: argparse.Namespace) -> None:
         for contest in harness.progress(contests, lambda contest: f"{contest[2]} against {contest[3]}, {contest[1]}"):
             bisect(*contest)
     studies.show(markdown(studies.machine(), rows))
-    studies.keep(path, rows, plot)
+    studies.keep(path, rows)

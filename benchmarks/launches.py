@@ -245,4 +245,4 @@ def run(options: argparse.Namespace) -> None:
     for step in CASES:
         rows += measure(step.id, calls_of(step), commit)
     studies.show(markdown(studies.machine(), rows))
-    studies.keep(studies.place(SUITE, options), rows, plot)
+    studies.keep(studies.place(SUITE, options), rows)

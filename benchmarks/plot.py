@@ -68,10 +68,8 @@ def run(options: argparse.Namespace) -> None:
                 report.plot_sweeps(drawn[-1], rows, direction)
     for study, kind in PICTURES.items():
         for path in sorted(options.results.glob(f"*/{study.SUITE}.json")):
-            beside = [path.with_suffix(".png")] if study in ON_PAGE else []
-            for picture in (options.output / f"{study.SUITE}-{path.parent.name}.svg", *beside):
-                drawn.append(picture)
-                study.plot(picture, *harness.load(path, kind))
+            drawn.append(options.output / f"{study.SUITE}-{path.parent.name}.svg")
+            study.plot(drawn[-1], *harness.load(path, kind))
     if not drawn:
         raise SystemExit(f"{options.results} holds nothing to draw; `python -m benchmarks prefill` keeps some.")
     if options.results == harness.RESULTS:

@@ -182,32 +182,3 @@ def plot_sweeps(path: Path, rows: Sequence[Row], direction: str) -> None:
             axes[1][column].set_xlabel("tokens")
         axes[0][0].legend()
         figure.suptitle(f"{direction}, bf16, cold L2: 64 query heads of 64 or 32 of 128, 8 kv heads")
-
-
-def plot(path: Path, rows: Sequence[Row], cases: Sequence[Case]) -> None:
-    """Time against length, one panel for each dtype, mask and direction, at the head_dim with the most lengths."""
-    head_dims = [case.head_dim for case in cases]
-    head_dim = max(set(head_dims), key=head_dims.count)
-    kept = [case for case in cases if case.head_dim == head_dim]
-    dtypes, windows = list(dict.fromkeys(c.dtype for c in kept)), list(dict.fromkeys(c.window for c in kept))
-    columns = [(window, direction) for window in windows for direction in DIRECTIONS]
-    size = (4.0 * len(columns), 3.4 * len(dtypes))
-    impls = list(dict.fromkeys(row.impl for row in rows))
-    with studies.picture(path, len(dtypes), len(columns), size) as (figure, axes):
-        for i, dtype in enumerate(dtypes):
-            for j, (window, direction) in enumerate(columns):
-                panel = axes[i][j]
-                lengths = sorted(case.length for case in kept if (case.dtype, case.window) == (dtype, window))
-                for impl in impls:
-                    found = [_by_impl(rows, Case(n, head_dim, dtype, window).id, direction).get(impl) for n in lengths]
-                    points = [(n, row.ms) for n, row in zip(lengths, found, strict=True) if row and row.ms is not None]
-                    panel.plot(*zip(*points, strict=True) if points else ([], []), marker="o", label=impl)
-                mask = f"window {window}" if window else "full causal"
-                panel.set(
-                    title=f"{dtype}, {mask}, {direction}", xscale="log", yscale="log", xlabel="length", ylabel="ms"
-                )
-                panel.set_xticks(lengths, [str(n) for n in lengths], minor=False)
-                panel.minorticks_off()
-                panel.grid(alpha=0.3)
-        axes[0][0].legend()
-        figure.suptitle(f"8 query heads, 2 kv heads, head_dim {head_dim}: less is faster")

@@ -213,4 +213,4 @@ def run(options: argparse.Namespace) -> None:
             if path:  # after each: a run may be cut short
                 harness.save(path, rows, studies.machine())
     studies.show(markdown(studies.machine(), rows))
-    studies.keep(path, rows, plot)
+    studies.keep(path, rows)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from . import gpu, harness
+from . import gpu, harness, svg
 from .cases import Case
 from .harness import Call, Name
 from .peers import Peer
@@ -107,24 +108,22 @@ def show(shown: Sequence[str]) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown("\n\n".join(shown)))
 
 
-Plot = Callable[[Path, dict[str, object], Sequence[Any]], None]
-
-
-def keep(path: Path | None, rows: Sequence[Any], plot: Plot) -> None:
-    """The rows as JSON, and beside it the picture, where there is a place for them."""
+def keep(path: Path | None, rows: Sequence[Any]) -> None:
+    """The rows as JSON, where there is a place for them."""
     if path:
         harness.save(path, rows, machine())
-        plot(path.with_suffix(".png"), machine(), rows)
-        print(f"wrote {path} and {path.with_suffix('.png').name}")
+        print(f"wrote {path}; python -m benchmarks plot draws what benchmarks/results keeps")
 
 
 @contextmanager
 def picture(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
-    """A figure and its panels [rows, columns], written in the end: the same bytes for the same rows."""
+    """A figure and its panels [rows, columns], written in the end as SVG: the same bytes for the same rows."""
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"svg.hashsalt": path.stem}):
+    with pyplot.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}):
         figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         yield figure, axes
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None})
+        path.write_text(svg.compact(written.getvalue()))
         pyplot.close(figure)

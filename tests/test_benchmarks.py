@@ -188,7 +188,7 @@ def test_cases_are_chosen_by_name() -> None:
 # ---- files, tables, plots ----
 
 
-def test_rows_survive_the_file_and_are_drawn(tmp_path: Path) -> None:
+def test_rows_survive_the_file_and_are_shown(tmp_path: Path) -> None:
     rows = [row for d in report.DIRECTIONS for row in harness.measure("cpu", CASE, d, PEERS, 0, "none")]
     path = tmp_path / "machine" / "cpu.json"
     harness.save(path, rows, harness.machine())
@@ -201,8 +201,6 @@ def test_rows_survive_the_file_and_are_drawn(tmp_path: Path) -> None:
     line = rf"\| w8-96-d16-fp32 \| {number} \| {times} \| {times} \| {number} \| {times} \|"
     assert re.fullmatch(line, drawn[-3]), drawn
     assert drawn[-1] == "Not in the table: flex: not measured."
-    report.plot(path.with_suffix(".png"), rows, [CASE])
-    assert path.with_suffix(".png").stat().st_size > 10_000
 
 
 def gpu_row(case: str, impl: str, ms: float | None, direction: str = "forward", note: str = "") -> gpu.Row:

@@ -79,12 +79,11 @@ def test_rows_of_a_tree_without_git_name_no_commit(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_cpu_s_rows_name_the_commit_that_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from benchmarks import cases, cpu, peers
+    from benchmarks import cases, peers
     from benchmarks.__main__ import main
 
     monkeypatch.setattr(cases, "CPU_QUICK", [cases.Case(32, 16, "fp32")])
     monkeypatch.setattr(peers, "CPU", [peers.OURS])
-    monkeypatch.setattr(cpu.report, "plot", lambda *_: None)
     path = tmp_path / "rows.json"
     assert main(["cpu", "--quick", "--commit", "abc", "--json", str(path)]) == 0
     assert {row.commit for row in harness.load(path, harness.Row)[1]} == {"abc"}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ def kept_by(study: str, path: Path) -> list[Any]:
     assert main([study, "--quick", "--json", str(path), "--commit", "none"]) == 0
     module = next(module for module in plot.ON_PAGE if study == module.SUITE)
     machine, rows = harness.load(path, plot.PICTURES[module])
-    assert path.with_suffix(".png").stat().st_size > 10_000
+    module.plot(path.with_suffix(".svg"), machine, rows)
+    assert b"</svg>" in path.with_suffix(".svg").read_bytes()
     assert len(module.markdown(machine, rows)) > 1
     return rows
 
@@ -228,3 +230,26 @@ def test_the_naive_kernel_is_right() -> None:
     for case in packed.cases([(2, 60), (3, 129), (1, 1024)]):
         calls, notes = harness.ready(case, "forward", packed.PEERS)
         assert (len(calls), notes) == (len(packed.PEERS), {}), case.name
+
+
+def test_a_picture_is_small_and_whole(tmp_path: Path) -> None:
+    """Text is text, a line is one path, and so are its points."""
+    path = tmp_path / "picture.svg"
+    with studies.picture(path, 1, 2, (8, 4)) as (figure, axes):
+        for panel, marker in zip(axes[0], ("o", "x"), strict=True):
+            panel.plot([1, 10, 100], [1, 2, 4], marker=marker, label="a & b < c")
+            panel.set(xscale="log", title="ten to the n")
+        axes[0][0].legend()
+        figure.suptitle("above")
+    text = path.read_text()
+    assert len(text) < 12_000
+    root = ElementTree.fromstring(text)
+    words = {"".join("".join(x.itertext()).split()) for x in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"a&b<c", "above", "tentothen", "102"} <= words  # the last is ten squared
+    assert "<use" not in text
+    paths = [element.attrib["d"] for element in root.iter("{http://www.w3.org/2000/svg}path")]
+    assert sorted(d.count("h0") for d in paths if "h0" in d) == [1, 3]  # the legend's point and the line's
+    line = next(d for d in paths if d.count("h0") == 3)
+    xs = [float(x) for x in re.findall(r"M([\d.]+) [\d.]+h0", line)]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    assert any(re.fullmatch(rf"M{xs[0]:g} [\d.]+L{xs[1]:g} [\d.]+L{xs[2]:g} [\d.]+", d) for d in paths), paths
