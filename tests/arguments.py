@@ -96,7 +96,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Calls(TorchDispatchMode):
-    """The arguments of every sinkattn operator that reaches a kernel."""
+    """The arguments of every sinkattn operator that reaches a kernel, with trailing defaults, which torch leaves out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,5 +104,6 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None) -> Any:
         if func.namespace == "sinkattn":
-            self.seen.setdefault(func._opname, []).append(args)
+            left_out = [x.default_value for x in func._schema.arguments[len(args) :]]
+            self.seen.setdefault(func._opname, []).append((*args, *left_out))
         return func(*args, **(kwargs or {}))

@@ -342,6 +342,22 @@ def check_dtensor(
         assert found <= TOLERANCE[case.dtype], f"{name} is off by {found:.3g}"
 
 
+def check_dtensor_defaults(mesh: DeviceMesh) -> None:
+    """Full attention without sinks: torch hands on no argument that has its default."""
+    dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    q, k, v = (torch.randn(2, 9, 8, 64, device=mesh.device_type, dtype=dtype) for _ in range(3))
+    for x in (q, k, v):
+        dist.broadcast(x, 0)
+    single = [x.clone().requires_grad_() for x in (q, k, v)]
+    spread = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in (q, k, v)]
+    outs = [sinkattn.flash_attn_func(*x) for x in (single, spread)]
+    for out in outs:
+        out.square().sum().backward()
+    for x, y in zip((outs[0], *(x.grad for x in single)), (outs[1], *(x.grad for x in spread)), strict=True):
+        found = distance(y.full_tensor(), x)
+        assert found <= TOLERANCE[dtype], f"off by {found:.3g}"
+
+
 def dtensor_checks(device: str) -> dict[str, Callable[[], None]]:
     line = DeviceMesh(device, list(range(dist.get_world_size())))
     square = DeviceMesh(device, [[0, 1], [2, 3]] if dist.get_world_size() == 4 else [[0, 1]])
@@ -356,12 +372,14 @@ def dtensor_checks(device: str) -> dict[str, Callable[[], None]]:
         partial(check_dtensor, square, (*both, both[0])),
         # kv heads that do not divide are put together
         partial(check_dtensor, line, (*heads, [copy]), heads=(2 * ranks, ranks // 2)),
+        partial(check_dtensor_defaults, line),
     )
     return dict(zip(DTENSORS, checks, strict=True))
 
 
 DTENSORS = (
-    "dtensor-heads", "dtensor-heads-packed", "dtensor-batch", "dtensor-batch-and-heads", "dtensor-too-few-heads"
+    "dtensor-heads", "dtensor-heads-packed", "dtensor-batch", "dtensor-batch-and-heads", "dtensor-too-few-heads",
+    "dtensor-defaults",
 )  # fmt: skip
 
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,27 @@ def test_fake_outputs_are_as_real_ones(name: str) -> None:
     real, fake = ((x,) if isinstance(x, Tensor) else x or () for x in (real, fake))
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def test_the_page_of_operators_has_their_schemas() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "operators.md").read_text()
+    shown = {
+        " ".join(block.split()) for block in re.findall(r"^```text\n(\w+\(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    }
+    names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("sinkattn::")}
+    schemas = {str(getattr(ops, name).default._schema).partition("::")[2] for name in names}
+    assert shown == schemas
+
+
+def test_what_is_optional_may_be_left_out() -> None:
+    q, k, v, _ = dense()
+    out, lse = ops.flash_attn_fwd(q, k, v)
+    assert all(map(torch.equal, (out, lse), ops.flash_attn_fwd(q, k, v, *(None,) * 6, -1, -1, 0)))
+    grads = ops.flash_attn_bwd(out, None, q, k, v, out, lse)
+    assert all(map(torch.equal, grads, ops.flash_attn_bwd(out, None, q, k, v, out, lse, *(None,) * 6, -1, -1, 0)))
+    q, k, v, *_ = cache()
+    decoded = ops.flash_decode(q, k, v)
+    assert all(map(torch.equal, decoded, ops.flash_decode(q, k, v, *(None,) * 4, -1, 0, 0, False)))
 
 
 def test_outputs_are_contiguous_whatever_the_strides() -> None:

@@ -32,7 +32,7 @@ def _rest(arguments: tuple[Any, ...]) -> Placements:
     return [None if x is None or isinstance(x, (int, float)) else Replicate() for x in arguments]
 
 
-def _fwd_shardings(q: Any, k: Any, v: Any, s_aux: Any, *rest: Any) -> list[tuple[Placements, Placements]]:
+def _fwd_shardings(q: Any, k: Any, v: Any, s_aux: Any = None, *rest: Any) -> list[tuple[Placements, Placements]]:
     return [
         ([rows, lse], [rows, rows, rows, None if s_aux is None else sink, *_rest(rest)])
         for rows, lse, sink in _shardings(q, k)
@@ -40,7 +40,7 @@ def _fwd_shardings(q: Any, k: Any, v: Any, s_aux: Any, *rest: Any) -> list[tuple
 
 
 def _bwd_shardings(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, s_aux: Any, *rest: Any
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, s_aux: Any = None, *rest: Any
 ) -> list[tuple[Placements, Placements]]:
     found = []
     for rows, stats, sink in _shardings(q, k):
