@@ -8,6 +8,13 @@
 
 #include "numerics.h"
 
+/* A length or page as it is now. On the host another thread may write it meanwhile: one load, so that what is checked is what is used. */
+#ifdef __CUDACC__
+#define SA_READ_ONCE(length) (length)
+#else
+#define SA_READ_ONCE(length) __atomic_load_n(&(length), __ATOMIC_RELAXED)
+#endif
+
 /* Where one sequence lies. Dense: row_begin 0 and batch selects; packed: batch 0 and row_begin selects. */
 typedef struct sa_sequence {
     int64_t batch;
@@ -59,7 +66,7 @@ SA_HD sa_range sa_new_slots(const sinkattn_append_args *args, int64_t b) {
     const sinkattn_problem *problem = &args->cache.fwd.problem;
     const int64_t room = sa_min(problem->k_len, INT32_MAX);
     sa_range slots;
-    slots.begin = (sa_position_t)sa_clamp(args->cache.cache_seqlens[b], 0, room);
+    slots.begin = (sa_position_t)sa_clamp(SA_READ_ONCE(args->cache.cache_seqlens[b]), 0, room);
     slots.end = (sa_position_t)sa_min(slots.begin + problem->q_len, room);
     return slots;
 }
@@ -76,7 +83,7 @@ SA_HD int64_t sa_num_pages(const sinkattn_decode_args *args) { return args->fwd.
 SA_HD int64_t sa_cache_offset(const sinkattn_decode_args *args, const sinkattn_tensor *cache, int64_t b, int64_t key, int64_t head) {
     if (!args->block_table) return sa_offset(cache, b, key, head);
     const sinkattn_problem *problem = &args->fwd.problem;
-    const int64_t page = args->block_table[b * args->block_table_stride + key / problem->page_size];
+    const int64_t page = SA_READ_ONCE(args->block_table[b * args->block_table_stride + key / problem->page_size]);
     if (page < 0 || page >= sa_num_pages(args)) return -1;
     const int64_t offset = sa_offset(cache, page, key % problem->page_size, head);
     if (page < problem->num_pages) return offset;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Lengths and pages that lie in host memory, whole: the CPU backend reads them before it starts, and raises where a GPU kernel clamps.
+ * Lengths are the run's own copy by then, pages are looked up again where they are used.
  */
 #include <inttypes.h>
 
@@ -30,7 +31,7 @@ static sinkattn_status check_pages_mapped(const sinkattn_decode_args *args, int6
     const sinkattn_problem *p = &args->fwd.problem;
     if (keys.begin >= keys.end) return sa_ok();
     for (int64_t i = keys.begin / p->page_size; i < sa_ceil_div(keys.end, p->page_size); i++) {
-        const int32_t page = args->block_table[b * args->block_table_stride + i];
+        const int32_t page = SA_READ_ONCE(args->block_table[b * args->block_table_stride + i]);
         if (page < 0 || page >= sa_num_pages(args))
             return sa_status(SINKATTN_INVALID, "block_table[%" PRId64 "][%" PRId64 "] is %" PRId32 "; it must be a page from 0 to %" PRId64,
                              b, i, page, sa_num_pages(args) - 1);
@@ -59,7 +60,7 @@ sinkattn_status sa_validate_cache(const sinkattn_decode_args *args) {
 sinkattn_status sa_validate_room(const sinkattn_append_args *args) {
     const sinkattn_problem *p = &args->cache.fwd.problem;
     for (int64_t b = 0; b < p->batch; b++) {
-        const int32_t used = args->cache.cache_seqlens[b];
+        const int32_t used = SA_READ_ONCE(args->cache.cache_seqlens[b]);
         const sa_range slots = sa_new_slots(args, b);
         if (slots.begin != used || slots.end - used != p->q_len)
             return sa_status(SINKATTN_INVALID,

@@ -130,5 +130,6 @@ int64_t sa_cpu_workspace(const sinkattn_problem *problem, const sinkattn_plan *p
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 int64_t sa_cpu_bwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 int64_t sa_cpu_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
+int64_t sa_cpu_oracle_workspace(const sinkattn_problem *problem);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * New keys and values, copied row by row behind those in use. Lengths and pages are all checked before anything is written.
+ * New keys and values, copied row by row behind those in use. Lengths and pages are all checked before anything is written. They are read
+ * again for each sequence and row: one that has changed since is clamped, and a row whose page is unmapped by then is left out.
  */
 #include <string.h>
 
@@ -12,9 +13,12 @@ static void copy_row(const sinkattn_append_args *args, const sinkattn_tensor *fr
                      int64_t slot) {
     const sinkattn_problem *problem = &args->cache.fwd.problem;
     const int64_t bytes = sa_dtype_bytes(problem->dtype);
-    for (int64_t head = 0; head < problem->num_kv_heads; head++)
-        memcpy((char *)cache->data + sa_cache_offset(&args->cache, cache, b, slot, head) * bytes,
-               (const char *)from->data + sa_offset(from, b, i, head) * bytes, (size_t)(problem->head_dim * bytes));
+    for (int64_t head = 0; head < problem->num_kv_heads; head++) {
+        const int64_t to = sa_cache_offset(&args->cache, cache, b, slot, head);
+        if (to == -1) continue;
+        memcpy((char *)cache->data + to * bytes, (const char *)from->data + sa_offset(from, b, i, head) * bytes,
+               (size_t)(problem->head_dim * bytes));
+    }
 }
 
 sinkattn_status sa_append_cpu(const sinkattn_append_args *args) {

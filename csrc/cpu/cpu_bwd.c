@@ -100,6 +100,8 @@ static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack
 
 int64_t sa_cpu_bwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     sa_scratch scratch = {NULL, 0};
+    sinkattn_fwd_args args = {.problem = *problem};
+    sa_take_cu_seqlens(&scratch, &args);
     take_job(&scratch, NULL, 2, problem, plan);
     return scratch.used + 64;
 }
@@ -338,7 +340,8 @@ static void store_key(const bwd_job *job, const sa_stream *stream, const bwd_slo
         const float *part = slot_sums + row * job->padded;
         for (int64_t x = 0; x < problem->head_dim; x++) sum[x] += part[x];
     }
-    job->ops->store_row(sum, factor, sa_key_row(stream, tensor, key), problem->dtype, problem->head_dim);
+    char *gradient = sa_element(tensor, problem->dtype, sa_key_offset(stream, tensor, key));
+    job->ops->store_row(sum, factor, gradient, problem->dtype, problem->head_dim);
 }
 
 static void keys_item(void *arg, int64_t item, int32_t worker) {
@@ -380,20 +383,20 @@ static void bwd_tail(const sinkattn_bwd_args *args) {
 }
 
 static sinkattn_status bwd_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
-    const sinkattn_bwd_args *args = arguments;
-    const sinkattn_problem *problem = &args->fwd.problem;
-    const sinkattn_status lengths = sa_validate_cu_seqlens(&args->fwd);
-    if (lengths.code) return lengths;
+    sinkattn_bwd_args args = *(const sinkattn_bwd_args *)arguments;
+    const sinkattn_problem *problem = &args.fwd.problem;
     sa_scratch scratch = sa_scratch_of(context);
+    sa_take_cu_seqlens(&scratch, &args.fwd);
+    SA_TRY(sa_validate_cu_seqlens(&args.fwd));
     bwd_job job = take_job(&scratch, ops, ops->pack, problem, plan);
-    job.args = args;
-    if (!args->ds_aux) job.terms = NULL;
+    job.args = &args;
+    if (!args.ds_aux) job.terms = NULL;
     plan_slots(&job);
     const int64_t num_items = problem->batch * MAX_SEGMENTS * problem->num_kv_heads;
     sa_parallel_for(context, plan->workers, num_items, segment_item, &job);
     sa_parallel_for(context, plan->workers, num_items, keys_item, &job);
     if (job.terms) sa_parallel_for(context, plan->workers, problem->num_q_heads, sink_item, &job);
-    bwd_tail(args);
+    bwd_tail(&args);
     return sa_ok();
 }
 

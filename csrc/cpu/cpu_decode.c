@@ -42,6 +42,8 @@ static decode_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, const sin
 
 int64_t sa_cpu_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     sa_scratch scratch = {NULL, 0};
+    sinkattn_decode_args args = {.fwd.problem = *problem};
+    sa_take_cache_seqlens(&scratch, &args);
     take_job(&scratch, NULL, problem, plan);
     return scratch.used + 64;
 }
@@ -103,17 +105,17 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
 
 static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan,
                                   const sinkattn_context *context) {
-    const sinkattn_decode_args *args = arguments;
-    const sinkattn_status lengths = sa_validate_cache(args);
-    if (lengths.code) return lengths;
-    const sinkattn_problem *problem = &args->fwd.problem;
+    sinkattn_decode_args args = *(const sinkattn_decode_args *)arguments;
     sa_scratch scratch = sa_scratch_of(context);
+    sa_take_cache_seqlens(&scratch, &args);
+    SA_TRY(sa_validate_cache(&args));
+    const sinkattn_problem *problem = &args.fwd.problem;
     decode_job job = take_job(&scratch, ops, problem, plan);
-    job.args = args;
+    job.args = &args;
     const int64_t num_tiles = problem->batch * problem->num_kv_heads * job.num_row_tiles;
     sa_parallel_for(context, plan->workers, num_tiles * job.num_splits, decode_item, &job);
     if (job.parts) sa_parallel_for(context, plan->workers, num_tiles, merge_item, &job);
-    sa_pack_nvfp4(args, plan, context);
+    sa_pack_nvfp4(&args, plan, context);
     return sa_ok();
 }
 

@@ -222,6 +222,8 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
 
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     sa_scratch scratch = {NULL, 0};
+    sinkattn_fwd_args args = {.problem = *problem};
+    sa_take_cu_seqlens(&scratch, &args);
     sa_take_workers(&scratch, NULL, problem, plan, tiles_an_item(plan));
     return scratch.used + 64;
 }
@@ -236,16 +238,16 @@ static void fwd_tail(const sinkattn_fwd_args *args) {
 }
 
 static sinkattn_status fwd_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
-    const sinkattn_fwd_args *args = arguments;
-    const sinkattn_status lengths = sa_validate_cu_seqlens(args);
-    if (lengths.code) return lengths;
-    const sinkattn_problem *problem = &args->problem;
-    const int64_t item_rows = tiles_an_item(plan) * sinkattn_variant(plan->variant)->tile_q;
+    sinkattn_fwd_args args = *(const sinkattn_fwd_args *)arguments;
     sa_scratch scratch = sa_scratch_of(context);
-    fwd_job job = {args, sa_take_workers(&scratch, ops, problem, plan, tiles_an_item(plan)), item_rows,
+    sa_take_cu_seqlens(&scratch, &args);
+    SA_TRY(sa_validate_cu_seqlens(&args));
+    const sinkattn_problem *problem = &args.problem;
+    const int64_t item_rows = tiles_an_item(plan) * sinkattn_variant(plan->variant)->tile_q;
+    fwd_job job = {&args, sa_take_workers(&scratch, ops, problem, plan, tiles_an_item(plan)), item_rows,
                    sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, item_rows)};
     sa_parallel_for(context, plan->workers, job.num_items * problem->num_kv_heads, fwd_item, &job);
-    fwd_tail(args);
+    fwd_tail(&args);
     return sa_ok();
 }
 

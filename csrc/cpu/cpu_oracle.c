@@ -37,6 +37,7 @@ static int64_t q_offset(const head *h, const sinkattn_tensor *tensor, int64_t i)
     return sa_offset(tensor, h->sequence.batch, h->sequence.q_begin + i, h->q_head);
 }
 
+/* -1 where a cache's page is unmapped: it was mapped when the run began. It reads as zeros. */
 static int64_t k_offset(const head *h, const sinkattn_tensor *tensor, int64_t j) {
     if (h->cache) return sa_cache_offset(h->cache, tensor, h->sequence.batch, j, h->kv_head);
     return sa_offset(tensor, h->sequence.batch, h->sequence.k_begin + j, h->kv_head);
@@ -57,12 +58,12 @@ static void store_row(const head *h, const sinkattn_tensor *tensor, int64_t offs
 /* a . b, of [head_dim] values and a row of a tensor */
 static double dot(const head *h, const double *a, const sinkattn_tensor *b, int64_t offset) {
     double sum = 0.0;
-    for (int64_t x = 0; x < h->head_dim; x++) sum += a[x] * sa_load(b->data, h->args->problem.dtype, offset + x);
+    for (int64_t x = 0; x < h->head_dim && offset != -1; x++) sum += a[x] * sa_load(b->data, h->args->problem.dtype, offset + x);
     return sum;
 }
 
 static void add_row(const head *h, double weight, const sinkattn_tensor *tensor, int64_t offset, double *sum) {
-    for (int64_t x = 0; x < h->head_dim; x++) sum[x] += weight * sa_load(tensor->data, h->args->problem.dtype, offset + x);
+    for (int64_t x = 0; x < h->head_dim && offset != -1; x++) sum[x] += weight * sa_load(tensor->data, h->args->problem.dtype, offset + x);
 }
 
 static double score(const head *h, const double *q, int64_t j) { return h->scale * dot(h, q, &h->args->k, k_offset(h, &h->args->k, j)); }
@@ -202,31 +203,45 @@ static void backward_tail(const sinkattn_bwd_args *args) {
     sa_zero_rows(&args->dv, p->dtype, tail_k, p->num_kv_heads, p->head_dim);
 }
 
-sinkattn_status sa_fwd_cpu_oracle(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
-    run r = {.fwd = args};
-    const sinkattn_status status = sa_validate_cu_seqlens(r.fwd);
-    if (status.code != SINKATTN_OK) return status;
+/* The workspace holds the call's lengths. */
+int64_t sa_cpu_oracle_workspace(const sinkattn_problem *problem) {
+    sa_scratch scratch = {NULL, 0};
+    sinkattn_decode_args args = {.fwd.problem = *problem};
+    sa_take_cu_seqlens(&scratch, &args.fwd);
+    if (problem->op == SINKATTN_DECODE) sa_take_cache_seqlens(&scratch, &args);
+    return scratch.used ? scratch.used + 64 : 0;
+}
+
+sinkattn_status sa_fwd_cpu_oracle(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    sinkattn_fwd_args args = *(const sinkattn_fwd_args *)arguments;
+    sa_scratch scratch = sa_scratch_of(context);
+    sa_take_cu_seqlens(&scratch, &args);
+    SA_TRY(sa_validate_cu_seqlens(&args));
+    run r = {.fwd = &args};
     forward_tail(r.fwd);
     sa_parallel_for(context, plan->workers, r.fwd->problem.batch * r.fwd->problem.num_q_heads, forward_item, &r);
     return sa_ok();
 }
 
-sinkattn_status sa_bwd_cpu_oracle(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
-    run r = {.bwd = args};
-    const sinkattn_problem *p = &r.bwd->fwd.problem;
-    const sinkattn_status status = sa_validate_cu_seqlens(&r.bwd->fwd);
-    if (status.code != SINKATTN_OK) return status;
+sinkattn_status sa_bwd_cpu_oracle(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    sinkattn_bwd_args args = *(const sinkattn_bwd_args *)arguments;
+    sa_scratch scratch = sa_scratch_of(context);
+    sa_take_cu_seqlens(&scratch, &args.fwd);
+    SA_TRY(sa_validate_cu_seqlens(&args.fwd));
+    run r = {.bwd = &args};
+    const sinkattn_problem *p = &args.fwd.problem;
     backward_tail(r.bwd);
     sa_parallel_for(context, plan->workers, p->num_q_heads, backward_rows_item, &r);
     sa_parallel_for(context, plan->workers, p->batch * p->num_kv_heads, backward_keys_item, &r);
     return sa_ok();
 }
 
-sinkattn_status sa_decode_cpu_oracle(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
-    run r = {.decode = args};
-    r.fwd = &r.decode->fwd;
-    const sinkattn_status status = sa_validate_cache(r.decode);
-    if (status.code != SINKATTN_OK) return status;
+sinkattn_status sa_decode_cpu_oracle(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    sinkattn_decode_args args = *(const sinkattn_decode_args *)arguments;
+    sa_scratch scratch = sa_scratch_of(context);
+    sa_take_cache_seqlens(&scratch, &args);
+    SA_TRY(sa_validate_cache(&args));
+    run r = {.fwd = &args.fwd, .decode = &args};
     sa_parallel_for(context, plan->workers, r.fwd->problem.batch * r.fwd->problem.num_q_heads, forward_item, &r);
     sa_pack_nvfp4(r.decode, plan, context);
     return sa_ok();

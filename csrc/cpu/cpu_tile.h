@@ -26,6 +26,24 @@ static inline sa_scratch sa_scratch_of(const sinkattn_context *context) {
     return scratch;
 }
 
+/* Lengths of a call, copied before they are validated: then they are one thing throughout, whatever another thread writes. */
+static inline const int32_t *sa_take_lengths(sa_scratch *scratch, const int32_t *lengths, int64_t count) {
+    int32_t *copy = sa_take(scratch, count * (int64_t)sizeof *copy);
+    for (int64_t i = 0; copy && i < count; i++) copy[i] = SA_READ_ONCE(lengths[i]);
+    return copy;
+}
+
+static inline void sa_take_cu_seqlens(sa_scratch *scratch, sinkattn_fwd_args *args) {
+    if (!args->problem.packed) return;
+    args->cu_seqlens_q = sa_take_lengths(scratch, args->cu_seqlens_q, args->problem.batch + 1);
+    args->cu_seqlens_k = sa_take_lengths(scratch, args->cu_seqlens_k, args->problem.batch + 1);
+}
+
+static inline void sa_take_cache_seqlens(sa_scratch *scratch, sinkattn_decode_args *args) {
+    const bool given = !scratch->base || args->cache_seqlens;
+    if (given) args->cache_seqlens = sa_take_lengths(scratch, args->cache_seqlens, args->fwd.problem.batch);
+}
+
 /* One sequence and kv head. */
 typedef struct sa_stream {
     const sinkattn_fwd_args *args;
@@ -78,12 +96,11 @@ static inline char *sa_query_row(const sa_stream *stream, const sinkattn_tensor 
     return sa_element(tensor, stream->args->problem.dtype, offset);
 }
 
-/* Key j of a tensor shaped as k. */
-static inline char *sa_key_row(const sa_stream *stream, const sinkattn_tensor *tensor, int64_t j) {
+/* Key j of a tensor shaped as k; -1 where its page is unmapped. */
+static inline int64_t sa_key_offset(const sa_stream *stream, const sinkattn_tensor *tensor, int64_t j) {
     const sa_sequence *at = &stream->sequence;
-    const int64_t offset = stream->cache ? sa_cache_offset(stream->cache, tensor, at->batch, j, stream->kv_head)
-                                         : sa_offset(tensor, at->batch, at->k_begin + j, stream->kv_head);
-    return sa_element(tensor, stream->args->problem.dtype, offset);
+    return stream->cache ? sa_cache_offset(stream->cache, tensor, at->batch, j, stream->kv_head)
+                         : sa_offset(tensor, at->batch, at->k_begin + j, stream->kv_head);
 }
 
 static inline int64_t sa_stat_index(const sa_stream *stream, sa_row row) {
@@ -199,13 +216,12 @@ static inline sa_operand sa_take_operand(sa_scratch *scratch, const sinkattn_pro
     return operand;
 }
 
-/* An unmapped page among a tile's keys is one that no row sees: the run has made sure of it. */
+/* An unmapped page among a tile's keys is one that no row sees, or one that was taken away after the run had made sure of it. */
 static inline void sa_operand_keys(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor, sa_range keys) {
     static const uint64_t zeros[256]; /* head_dim 512 in fp32 */
-    const bool paged = stream->cache && stream->cache->block_table;
     for (int64_t j = keys.begin; j < keys.end; j++) {
-        const bool mapped = !paged || sa_cache_offset(stream->cache, tensor, stream->sequence.batch, j, stream->kv_head) != -1;
-        operand->rows[j - keys.begin] = mapped ? sa_key_row(stream, tensor, j) : (const char *)zeros;
+        const int64_t offset = sa_key_offset(stream, tensor, j);
+        operand->rows[j - keys.begin] = offset == -1 ? (const char *)zeros : sa_element(tensor, stream->args->problem.dtype, offset);
     }
 }
 

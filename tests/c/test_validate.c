@@ -299,7 +299,8 @@ static sinkattn_status run_call(kind k, call *c, const sinkattn_problem *planned
     sinkattn_plan plan;
     const sinkattn_status status = sinkattn_make_plan(planned, &device, &plan);
     if (status.code != SINKATTN_OK) return status;
-    const sinkattn_context context = {0};
+    _Alignas(16) unsigned char workspace[512];
+    const sinkattn_context context = {.workspace = workspace, .workspace_bytes = sizeof workspace};
     c->decode.fwd = c->bwd.fwd;
     if (k == BWD) return sinkattn_bwd(&c->bwd, &plan, &context);
     return k == DECODE || k == PAGED ? sinkattn_decode(&c->decode, &plan, &context) : sinkattn_fwd(&c->bwd.fwd, &plan, &context);
