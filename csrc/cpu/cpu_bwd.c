@@ -271,7 +271,7 @@ static void add_query_gradients(const bwd_job *job, bwd_worker *worker, const sa
 
 static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot,
                      sa_range keys) {
-    const sa_lane_mask seen = sa_mask_keys(&worker->mask, stream, rows, keys);
+    const sa_lane_mask seen = sa_mask_keys(&worker->mask, stream, rows, keys, true);
     score_tile(job, worker, stream, rows, keys);
     const sa_gradient_tile gradient = {.scores = worker->scores,
                                        .dp = worker->dp,
@@ -288,7 +288,7 @@ static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *st
                                        .ds_keys = worker->ds_keys};
     job->ops->gradient(&gradient);
     add_key_gradients(job, worker, stream, rows, slot, keys);
-    add_query_gradients(job, worker, stream, rows, keys, seen.begin != NULL);
+    add_query_gradients(job, worker, stream, rows, keys, !sa_all_visible(&stream->band, rows->tokens, keys));
 }
 
 static void store_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows) {

@@ -87,7 +87,7 @@ static void attend_state(sa_attend *attend, sa_row_state *state, const sa_stream
                                   .row_stride = lanes,
                                   .lanes = lanes,
                                   .keys = n,
-                                  .mask = sa_mask_keys(&state->mask, stream, &state->rows, keys),
+                                  .mask = sa_mask_keys(&state->mask, stream, &state->rows, keys, false),
                                   .scale = (float)sa_softmax_scale(problem),
                                   .pivot = state->pivot,
                                   .sum = state->sum,

@@ -175,9 +175,11 @@ static inline void sa_mask_rows(const sa_tile_mask *mask, const sa_stream *strea
     for (; lane < rows->lanes; lane++) mask->begin[lane] = mask->end[lane] = mask->sink_end[lane] = 0;
 }
 
-static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
+/* lanes_meet: sums run over the lanes, so those past the last row must see nothing: a key's NaN or infinity would make theirs NaN. */
+static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
+                                        bool lanes_meet) {
     sa_lane_mask seen = {NULL, NULL, NULL, false};
-    if (sa_all_visible(&stream->band, rows->tokens, keys)) return seen;
+    if (sa_all_visible(&stream->band, rows->tokens, keys) && (!lanes_meet || rows->n == rows->lanes)) return seen;
     const int64_t n = keys.end - keys.begin;
     for (int64_t lane = 0; lane < rows->lanes; lane++) {
         const int64_t begin = sa_clamp(mask->begin[lane] - keys.begin, 0, n);

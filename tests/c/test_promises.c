@@ -243,6 +243,34 @@ static void check_visible_nan(const sinkattn_device *device, sinkattn_dtype dtyp
     sample_free(&wide);
 }
 
+/* A key that no row gives any weight: its element of -inf makes scores of -inf. However many rows share a tile, its dk and dv are 0; where
+ * the element is NaN, or its value has an infinity, which 0 times is NaN, NaN stands where the oracle has it. */
+static void check_key_without_weight(const sinkattn_device *device, sinkattn_dtype dtype) {
+    static const int64_t row_counts[] = {1, 15, 16, 17, 31, 64, 65};
+    enum { NO_WEIGHT, NAN_KEY, INFINITE_VALUE, NUM_CASES };
+    const sinkattn_device oracle = oracle_device();
+    for (size_t i = 0; i < NUM_CASES * sizeof row_counts / sizeof *row_counts; i++) {
+        const size_t which = i % NUM_CASES;
+        sinkattn_problem problem = problem_of(SINKATTN_BWD, dtype, 1, row_counts[i / NUM_CASES], 150);
+        problem.num_q_heads = problem.num_kv_heads = 2;
+        problem.mask = (sinkattn_mask){.has_right = one_in(2)};
+        sample s = sample_new(&problem, true);
+        for (int64_t row = 0; row < problem.q_len; row++)
+            for (int64_t head = 0; head < 2; head++) array_set(&s.q, 0, row, head, 7, 1.0);
+        array_set(&s.k, 0, 3, 1, 7, which == NAN_KEY ? (double)NAN : -(double)INFINITY);
+        if (which == INFINITE_VALUE) array_set(&s.v, 0, 3, 1, 5, (double)INFINITY);
+        sample wide = sample_widened(&s);
+        char what[640];
+        snprintf(what, sizeof what, "case %zu, level %d, %s", which, device->arch, problem_text(&problem));
+        if (run(&wide, &oracle) && run(&s, device)) sample_check(&s, &wide, what);
+        for (int64_t x = 0; x < problem.head_dim && which == NO_WEIGHT; x++)
+            CHECK(array_get(&s.dk, 0, 3, 1, x) == 0.0 && array_get(&s.dv, 0, 3, 1, x) == 0.0, "%s", what);
+        sample_free(&s);
+        sample_free(&wide);
+    }
+}
+
+static void test_key_without_weight(void) { at_each_level(check_key_without_weight); }
 static void test_decode_is_prefill(void) { at_each_level(check_decode_is_prefill); }
 static void test_chunked_prefill(void) { at_each_level(check_chunked_prefill); }
 static void test_paged_is_contiguous(void) { at_each_level(check_paged_is_contiguous); }
@@ -261,4 +289,5 @@ const test promise_tests[] = {{"invariant decode is prefill, bit for bit", test_
                               {"no sink is a sink of -inf, bit for bit", test_no_sink_is_minus_infinity},
                               {"a frozen sink changes no other gradient", test_frozen_sink},
                               {"visible NaN is where the oracle has it", test_visible_nan},
+                              {"a key without weight has no gradient", test_key_without_weight},
                               {0}};
