@@ -26,6 +26,13 @@ def test_names_of_the_sink() -> None:
         sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, sinks=s_aux)
 
 
+def decode_into(position: int, other: int) -> None:
+    """flash_decode_out with an output that begins where another argument does."""
+    arguments = out_args(decode_args(), 64)
+    memory = arguments[other].view(arguments[position].dtype).flatten()
+    ops.flash_decode_out(*put_at(arguments, position, lambda x: memory[: x.numel()].view(x.shape)))
+
+
 SLOPES = torch.ones(4)
 UNSUPPORTED = {
     "dropout_p": (0.1, "dropout_p is 0.1; it must be 0.0: set"),
@@ -320,6 +327,25 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 12, lambda x: x.mT.contiguous().mT)),
         ValueError,
         "lse must be contiguous",
+    ),
+    "out is q": (
+        lambda: decode_into(11, 0),
+        ValueError,
+        "q and out overlap; out is written, so it must have memory of its own",
+    ),
+    "out within k_cache": (lambda: decode_into(11, 1), ValueError, "k_cache and out overlap; out is written"),
+    "lse within out": (lambda: decode_into(12, 11), ValueError, "out and lse overlap; lse is written"),
+    "scratch within v_cache": (
+        lambda: decode_into(13, 2),
+        ValueError,
+        "v_cache and scratch overlap; scratch is written",
+    ),
+    "pages without rows": (
+        lambda: ops.flash_decode(
+            *put_at(put_at(decode_args(paged=True), 1, lambda x: x[:, :0]), 2, lambda x: x[:, :0])
+        ),
+        ValueError,
+        "page_size is 0, num_pages is 4; pages must have 1 row or more",
     ),
     "scratch dtype": (
         lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 13, lambda x: x.float())),

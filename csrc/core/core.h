@@ -12,6 +12,7 @@
 sinkattn_status sa_ok(void);
 sinkattn_status sa_status(sinkattn_code code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *sa_dtype_name(sinkattn_dtype dtype);
+const char *sa_op_name(sinkattn_op op);
 
 /* Returns what a call says, unless it is SINKATTN_OK. */
 #define SA_TRY(call)                                                                                                                       \
@@ -22,7 +23,7 @@ const char *sa_dtype_name(sinkattn_dtype dtype);
 
 #define SA_MAX_LEN (INT64_C(1) << 36) /* of one sequence: tiles of its keys are numbered in int32 */
 
-/* validate.c: null, dtype, shape, stride, alignment, range, in this order. */
+/* validate.c: null, dtype, shape, stride, alignment, overlap, range, in this order. */
 sinkattn_status sa_validate_problem(const sinkattn_problem *problem);
 sinkattn_status sa_validate_mask(const sinkattn_mask *mask);
 sinkattn_status sa_validate_fwd(const sinkattn_fwd_args *args);

@@ -20,8 +20,6 @@
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
-static const char *const op_names[] = {"fwd", "bwd", "decode"};
-
 const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)p;
     (void)info;
@@ -127,7 +125,7 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
         if (used < sizeof compiled)
             used += (size_t)snprintf(compiled + used, sizeof compiled - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
     }
-    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; compiled: %s", op_names[p->op],
+    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; compiled: %s", sa_op_name(p->op),
                      sa_dtype_name(p->dtype), p->head_dim,
                      p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
                      name_arch(device->backend, device->arch).text,
@@ -264,7 +262,7 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
     const char *why = refusal(row, problem);
     if (why)
         return sa_status(SINKATTN_INVALID, "plan.variant is %s; it must serve %s of %s with head_dim %" PRId64 ", but %s", row->info.name,
-                         op_names[problem->op], sa_dtype_name(problem->dtype), problem->head_dim, why);
+                         sa_op_name(problem->op), sa_dtype_name(problem->dtype), problem->head_dim, why);
     if (row->info.backend == SINKATTN_CPU && row->info.arch > sa_cpu_level())
         return sa_status(SINKATTN_UNSUPPORTED, "plan.variant is %s; this CPU must have level %s, it has %s", row->info.name,
                          sa_cpu_level_name(row->info.arch), sa_cpu_level_name(sa_cpu_level()));

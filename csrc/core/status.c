@@ -31,3 +31,12 @@ const char *sa_dtype_name(sinkattn_dtype dtype) {
     }
     return "unknown";
 }
+
+const char *sa_op_name(sinkattn_op op) {
+    switch (op) {
+    case SINKATTN_FWD: return "fwd";
+    case SINKATTN_BWD: return "bwd";
+    case SINKATTN_DECODE: return "decode";
+    }
+    return "unknown";
+}

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Every rule of the interface, once, in the order null, dtype, shape, stride, alignment, range. Tensors are checked as a list of
- * operands, so that a rule is written once for all of them. Products of sizes are never formed unchecked.
+ * Every rule of the interface, once, in the order null, dtype, shape, stride, alignment, overlap, range; where tensors lie is checked in
+ * validate_layout.c. Products of sizes are never formed unchecked.
  */
 #include <float.h>
 #include <inttypes.h>
@@ -11,47 +11,28 @@
 #include "layout.h"
 #include "numerics.h"
 #include "nvfp4.h"
+#include "validate.h"
 
 /* No size reaches a tensor of more elements, which leaves room to count bytes, splits and statistics in int64. */
 #define SA_MAX_ELEMENTS (INT64_C(1) << 48)
-#define SA_ROW_ALIGNMENT 16
-#define SA_MAX_STRIDE (INT64_MAX / 16)
 
-typedef struct operand {
-    const char *name;
-    const sinkattn_tensor *tensor;
-    int64_t batch, rows, heads;
-    bool written;
-} operand;
-
-typedef struct operands {
-    const sinkattn_problem *problem;
-    operand list[8];
-    int count;
-} operands;
-
-static bool has_elements(const operands *all, int i) {
-    const operand *o = &all->list[i];
-    return o->batch != 0 && o->rows != 0 && o->heads != 0 && all->problem->head_dim != 0;
+static void add_rows_of_q(sa_checked *all, const char *name, const sinkattn_tensor *tensor, bool written) {
+    const sinkattn_problem *p = all->problem;
+    all->tensors[all->num_tensors++] = (sa_checked_tensor){name, tensor, p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, written};
 }
 
-static void add_rows_of_q(operands *all, const char *name, const sinkattn_tensor *tensor, bool written) {
+static void add_rows_of_k(sa_checked *all, const char *name, const sinkattn_tensor *tensor, bool written) {
     const sinkattn_problem *p = all->problem;
-    all->list[all->count++] = (operand){name, tensor, p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, written};
-}
-
-static void add_rows_of_k(operands *all, const char *name, const sinkattn_tensor *tensor, bool written) {
-    const sinkattn_problem *p = all->problem;
-    operand o = {name, tensor, p->packed ? 1 : p->batch, p->k_len, p->num_kv_heads, written};
+    sa_checked_tensor o = {name, tensor, p->packed ? 1 : p->batch, p->k_len, p->num_kv_heads, written};
     if (p->page_size != 0) {
         o.batch = p->num_pages;
         o.rows = p->page_size;
     }
-    all->list[all->count++] = o;
+    all->tensors[all->num_tensors++] = o;
 }
 
-static operands fwd_operands(const sinkattn_fwd_args *args, bool out_written) {
-    operands all = {.problem = &args->problem};
+static sa_checked fwd_tensors(const sinkattn_fwd_args *args, bool out_written) {
+    sa_checked all = {.problem = &args->problem};
     add_rows_of_q(&all, "q", &args->q, false);
     add_rows_of_k(&all, "k", &args->k, false);
     add_rows_of_k(&all, "v", &args->v, false);
@@ -59,8 +40,8 @@ static operands fwd_operands(const sinkattn_fwd_args *args, bool out_written) {
     return all;
 }
 
-static operands bwd_operands(const sinkattn_bwd_args *args) {
-    operands all = fwd_operands(&args->fwd, false);
+static sa_checked bwd_tensors(const sinkattn_bwd_args *args) {
+    sa_checked all = fwd_tensors(&args->fwd, false);
     add_rows_of_q(&all, "dout", &args->dout, false);
     add_rows_of_q(&all, "dq", &args->dq, true);
     add_rows_of_k(&all, "dk", &args->dk, true);
@@ -78,9 +59,11 @@ static sinkattn_status surplus_error(const char *name, const char *rule) {
     return sa_status(SINKATTN_INVALID, "%s is given; it must be NULL %s", name, rule);
 }
 
-static sinkattn_status check_operands_null(const operands *all) {
-    for (int i = 0; i < all->count; i++)
-        if (has_elements(all, i) && !all->list[i].tensor->data) return null_error(all->list[i].name, "where the tensor has elements");
+static sinkattn_status check_tensors_null(const sa_checked *all) {
+    for (int i = 0; i < all->num_tensors; i++) {
+        const sa_checked_tensor *t = &all->tensors[i];
+        if (sa_has_elements(t, all->problem) && !t->tensor->data) return null_error(t->name, "where the tensor has elements");
+    }
     return sa_ok();
 }
 
@@ -106,7 +89,7 @@ static sinkattn_status check_dtype(const sinkattn_problem *p) {
     if (p->s_aux_dtype < SINKATTN_NO_DTYPE || p->s_aux_dtype > SINKATTN_FP64)
         return sa_status(SINKATTN_INVALID, "s_aux_dtype is %d; it must be bf16, fp16, fp32 or none", (int)p->s_aux_dtype);
     if (p->s_aux_dtype == SINKATTN_FP64 && p->dtype != SINKATTN_FP64)
-        return sa_status(SINKATTN_INVALID, "s_aux_dtype is fp64; it must be bf16, fp16 or fp32 when dtype is %s", sa_dtype_name(p->dtype));
+        return sa_status(SINKATTN_INVALID, "s_aux is fp64; it must be bf16, fp16 or fp32 where q, k and v are %s", sa_dtype_name(p->dtype));
     return sa_ok();
 }
 
@@ -165,7 +148,9 @@ static sinkattn_status check_pages(const sinkattn_problem *p) {
     if (p->op != SINKATTN_DECODE)
         return sa_status(SINKATTN_INVALID, "page_size is %" PRId64 "; it must be 0: only decode reads a paged cache", p->page_size);
     if (p->page_size == 0)
-        return sa_status(SINKATTN_INVALID, "num_pages is %" PRId64 "; it must be 0 when page_size is 0 (contiguous cache)", p->num_pages);
+        return sa_status(SINKATTN_INVALID,
+                         "page_size is 0, num_pages is %" PRId64 "; pages must have 1 row or more, and a contiguous cache has no pages",
+                         p->num_pages);
     if (p->k_len % p->page_size != 0)
         return sa_status(SINKATTN_INVALID, "k_len is %" PRId64 "; it must be a multiple of page_size, %" PRId64, p->k_len, p->page_size);
     return sa_ok();
@@ -188,88 +173,30 @@ static sinkattn_status check_shape(const sinkattn_problem *p) {
     return check_sizes_fit(p);
 }
 
-/* ---- stride and alignment ---- */
+/* ---- arrays: where they lie, and their alignment ---- */
 
-typedef struct axis {
-    const char *name;
-    int64_t size, stride;
-} axis;
-
-/* The bytes an operand spans stay countable, whatever its strides. */
-static bool extent_fits(const axis *axes, int64_t head_dim, int64_t bytes) {
-    int64_t extent = head_dim;
-    for (int i = 0; i < 3; i++) {
-        int64_t reach;
-        if (__builtin_mul_overflow(axes[i].size - 1, axes[i].stride, &reach) || __builtin_add_overflow(extent, reach, &extent))
-            return false;
-    }
-    return !__builtin_mul_overflow(extent, bytes, &extent);
-}
-
-/* A written tensor is free of overlap when each axis, taken by rising stride, steps over all that the smaller ones span. */
-static bool is_disjoint(const axis *axes, int64_t head_dim) {
-    int order[3] = {0, 1, 2};
-    for (int i = 0; i < 3; i++)
-        for (int j = i + 1; j < 3; j++)
-            if (axes[order[j]].stride < axes[order[i]].stride) {
-                const int swapped = order[i];
-                order[i] = order[j];
-                order[j] = swapped;
-            }
-    int64_t span = head_dim;
-    for (int i = 0; i < 3; i++) {
-        const axis *a = &axes[order[i]];
-        if (a->size > 1 && a->stride < span) return false;
-        if (a->size > 1) span += (a->size - 1) * a->stride;
-    }
-    return true;
-}
-
-static sinkattn_status check_stride(const operand *o, const sinkattn_problem *p) {
-    const int64_t bytes = sa_dtype_bytes(p->dtype), step = SA_ROW_ALIGNMENT / bytes;
-    axis axes[3] = {{"batch_stride", o->batch, o->tensor->batch_stride},
-                    {"row_stride", o->rows, o->tensor->row_stride},
-                    {"head_stride", o->heads, o->tensor->head_stride}};
-    for (int i = 0; i < 3; i++) {
-        if (axes[i].stride > SA_MAX_STRIDE || axes[i].stride < -SA_MAX_STRIDE)
-            return sa_status(SINKATTN_INVALID, "%s.%s is %" PRId64 "; its bytes must be countable in int64", o->name, axes[i].name,
-                             axes[i].stride);
-        if (axes[i].size == 1) axes[i].stride = 0; /* never stepped, so any value that can be multiplied will do */
-        if (axes[i].stride < 0 || axes[i].stride % step != 0)
-            return sa_status(SINKATTN_INVALID,
-                             "%s.%s is %" PRId64 "; it must be a multiple of %" PRId64 " elements (16 bytes), not negative", o->name,
-                             axes[i].name, axes[i].stride, step);
-    }
-    if (!extent_fits(axes, p->head_dim, bytes))
-        return sa_status(SINKATTN_INVALID, "%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; its bytes must be countable in int64",
-                         o->name, axes[0].stride, axes[1].stride, axes[2].stride);
-    if (o->written && !is_disjoint(axes, p->head_dim))
-        return sa_status(SINKATTN_INVALID,
-                         "%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; it is written, so its rows must not overlap", o->name,
-                         axes[0].stride, axes[1].stride, axes[2].stride);
-    return sa_ok();
-}
-
-static sinkattn_status check_aligned(const char *name, const void *data, int64_t bytes) {
-    if ((uintptr_t)data % (uintptr_t)bytes == 0) return sa_ok();
-    return sa_status(SINKATTN_INVALID, "%s is at %p; it must be aligned to %" PRId64 " bytes", name, data, bytes);
-}
-
-static sinkattn_status check_layout(const operands *all) {
-    for (int i = 0; i < all->count; i++)
-        if (has_elements(all, i)) SA_TRY(check_stride(&all->list[i], all->problem));
-    for (int i = 0; i < all->count; i++)
-        if (has_elements(all, i)) SA_TRY(check_aligned(all->list[i].name, all->list[i].tensor->data, SA_ROW_ALIGNMENT));
-    return sa_ok();
+static void add_array(sa_checked *all, const char *name, const void *data, int64_t bytes, bool written) {
+    all->arrays[all->num_arrays++] = (sa_checked_array){name, data, bytes, written};
 }
 
 static int64_t lse_bytes(const sinkattn_problem *p) { return p->dtype == SINKATTN_FP64 ? 8 : 4; }
 
+/* As lse. */
+static void add_stats(sa_checked *all, const char *name, const void *data, bool written) {
+    const sinkattn_problem *p = all->problem;
+    add_array(all, name, data, (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len * lse_bytes(p), written);
+}
+
+/* As s_aux. */
+static void add_logits(sa_checked *all, const char *name, const void *data, bool written) {
+    add_array(all, name, data, all->problem->num_q_heads * sa_dtype_bytes(all->problem->s_aux_dtype), written);
+}
+
 static sinkattn_status check_fwd_alignment(const sinkattn_fwd_args *args) {
-    SA_TRY(check_aligned("lse", args->lse, lse_bytes(&args->problem)));
-    if (args->s_aux) SA_TRY(check_aligned("s_aux", args->s_aux, sa_dtype_bytes(args->problem.s_aux_dtype)));
-    SA_TRY(check_aligned("cu_seqlens_q", args->cu_seqlens_q, sizeof(int32_t)));
-    return check_aligned("cu_seqlens_k", args->cu_seqlens_k, sizeof(int32_t));
+    SA_TRY(sa_check_aligned("lse", args->lse, lse_bytes(&args->problem)));
+    if (args->s_aux) SA_TRY(sa_check_aligned("s_aux", args->s_aux, sa_dtype_bytes(args->problem.s_aux_dtype)));
+    SA_TRY(sa_check_aligned("cu_seqlens_q", args->cu_seqlens_q, sizeof(int32_t)));
+    return sa_check_aligned("cu_seqlens_k", args->cu_seqlens_k, sizeof(int32_t));
 }
 
 /* ---- range ---- */
@@ -317,19 +244,23 @@ sinkattn_status sa_validate_problem(const sinkattn_problem *problem) {
 }
 
 static sinkattn_status check_op(const sinkattn_problem *p, sinkattn_op op) {
-    if (p->op != op) return sa_status(SINKATTN_INVALID, "problem.op is %d; it must be %d for this call", (int)p->op, (int)op);
-    return sa_ok();
+    if (p->op == op) return sa_ok();
+    if (p->op < SINKATTN_FWD || p->op > SINKATTN_DECODE)
+        return sa_status(SINKATTN_INVALID, "problem.op is %d; it must be %s for this call", (int)p->op, sa_op_name(op));
+    return sa_status(SINKATTN_INVALID, "problem.op is %s; it must be %s for this call", sa_op_name(p->op), sa_op_name(op));
 }
 
 sinkattn_status sa_validate_fwd(const sinkattn_fwd_args *args) {
     if (!args) return null_error("args", "always");
-    const operands all = fwd_operands(args, true);
-    SA_TRY(check_operands_null(&all));
+    sa_checked all = fwd_tensors(args, true);
+    SA_TRY(check_tensors_null(&all));
     SA_TRY(check_fwd_null(args));
     SA_TRY(check_op(&args->problem, SINKATTN_FWD));
     SA_TRY(check_dtype(&args->problem));
     SA_TRY(check_shape(&args->problem));
-    SA_TRY(check_layout(&all));
+    add_stats(&all, "lse", args->lse, true);
+    add_logits(&all, "s_aux", args->s_aux, false);
+    SA_TRY(sa_check_layout(&all));
     SA_TRY(check_fwd_alignment(args));
     return check_range(&args->problem);
 }
@@ -337,18 +268,22 @@ sinkattn_status sa_validate_fwd(const sinkattn_fwd_args *args) {
 sinkattn_status sa_validate_bwd(const sinkattn_bwd_args *args) {
     if (!args) return null_error("args", "always");
     const sinkattn_fwd_args *fwd = &args->fwd;
-    const operands all = bwd_operands(args);
-    SA_TRY(check_operands_null(&all));
+    sa_checked all = bwd_tensors(args);
+    SA_TRY(check_tensors_null(&all));
     SA_TRY(check_fwd_null(fwd));
     if (fwd->s_aux && !args->ds_aux) return null_error("ds_aux", "with s_aux; a frozen s_aux is passed as NULL");
     if (!fwd->s_aux && args->ds_aux) return surplus_error("ds_aux", "without s_aux");
     SA_TRY(check_op(&fwd->problem, SINKATTN_BWD));
     SA_TRY(check_dtype(&fwd->problem));
     SA_TRY(check_shape(&fwd->problem));
-    SA_TRY(check_layout(&all));
+    add_stats(&all, "lse", fwd->lse, false);
+    add_stats(&all, "dlse", args->dlse, false);
+    add_logits(&all, "s_aux", fwd->s_aux, false);
+    add_logits(&all, "ds_aux", args->ds_aux, true);
+    SA_TRY(sa_check_layout(&all));
     SA_TRY(check_fwd_alignment(fwd));
-    SA_TRY(check_aligned("dlse", args->dlse, lse_bytes(&fwd->problem)));
-    if (args->ds_aux) SA_TRY(check_aligned("ds_aux", args->ds_aux, sa_dtype_bytes(fwd->problem.s_aux_dtype)));
+    SA_TRY(sa_check_aligned("dlse", args->dlse, lse_bytes(&fwd->problem)));
+    if (args->ds_aux) SA_TRY(sa_check_aligned("ds_aux", args->ds_aux, sa_dtype_bytes(fwd->problem.s_aux_dtype)));
     return check_range(&fwd->problem);
 }
 
@@ -391,7 +326,7 @@ static sinkattn_status check_nvfp4(const sinkattn_decode_args *args) {
     if (head_dim % SA_NVFP4_BLOCK != 0)
         return sa_status(SINKATTN_INVALID, "head_dim is %" PRId64 "; it must be a multiple of %d for NVFP4", head_dim, SA_NVFP4_BLOCK);
     if (!nvfp4->scales) return null_error("nvfp4.scales", "with nvfp4.values");
-    SA_TRY(check_aligned("nvfp4.values", nvfp4->values, sizeof(uint16_t)));
+    SA_TRY(sa_check_aligned("nvfp4.values", nvfp4->values, sizeof(uint16_t)));
     if (nvfp4->global_scale != 0.0 && !(nvfp4->global_scale >= (double)FLT_MIN && nvfp4->global_scale <= (double)FLT_MAX))
         return sa_status(SINKATTN_INVALID, "nvfp4.global_scale is %g; it must be positive and neither too large nor too small for fp32",
                          nvfp4->global_scale);
@@ -413,24 +348,30 @@ static sinkattn_status check_block_table(const sinkattn_decode_args *args) {
 sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     if (!args) return null_error("args", "always");
     const sinkattn_problem *p = &args->fwd.problem;
-    operands all = fwd_operands(&args->fwd, true);
+    sa_checked all = fwd_tensors(&args->fwd, true);
     SA_TRY(check_at_least("host.num_pages", args->host.num_pages, 0));
-    all.list[all.count++] = (operand){"host.k", &args->host.k, args->host.num_pages, p->page_size, p->num_kv_heads, false};
-    all.list[all.count++] = (operand){"host.v", &args->host.v, args->host.num_pages, p->page_size, p->num_kv_heads, false};
-    SA_TRY(check_operands_null(&all));
+    all.tensors[all.num_tensors++] =
+        (sa_checked_tensor){"host.k", &args->host.k, args->host.num_pages, p->page_size, p->num_kv_heads, false};
+    all.tensors[all.num_tensors++] =
+        (sa_checked_tensor){"host.v", &args->host.v, args->host.num_pages, p->page_size, p->num_kv_heads, false};
+    SA_TRY(check_tensors_null(&all));
     SA_TRY(check_fwd_null(&args->fwd));
     SA_TRY(check_table_null(args));
     SA_TRY(check_host_null(args));
     SA_TRY(check_op(p, SINKATTN_DECODE));
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));
-    SA_TRY(check_layout(&all));
+    add_stats(&all, "lse", args->fwd.lse, true);
+    add_logits(&all, "s_aux", args->fwd.s_aux, false);
+    add_array(&all, "nvfp4.values", args->nvfp4.values, p->batch * p->q_len * p->num_q_heads * p->head_dim / 2, true);
+    add_array(&all, "nvfp4.scales", args->nvfp4.scales, p->batch * p->q_len * p->num_q_heads * p->head_dim / SA_NVFP4_BLOCK, true);
+    SA_TRY(sa_check_layout(&all));
     SA_TRY(check_block_table(args));
     SA_TRY(check_host_strides(args));
     SA_TRY(check_nvfp4(args));
     SA_TRY(check_fwd_alignment(&args->fwd));
-    SA_TRY(check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
-    SA_TRY(check_aligned("block_table", args->block_table, sizeof(int32_t)));
+    SA_TRY(sa_check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
+    SA_TRY(sa_check_aligned("block_table", args->block_table, sizeof(int32_t)));
     return check_range(p);
 }
 
@@ -438,17 +379,14 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     if (!args) return null_error("args", "always");
     const sinkattn_decode_args *cache = &args->cache;
     const sinkattn_problem *p = &cache->fwd.problem;
-    operands all = {.problem = p};
+    sa_checked all = {.problem = p};
     add_rows_of_k(&all, "k_cache", &cache->fwd.k, true);
     add_rows_of_k(&all, "v_cache", &cache->fwd.v, true);
-    all.list[all.count++] = (operand){"k", &args->k, p->batch, p->q_len, p->num_kv_heads, false};
-    all.list[all.count++] = (operand){"v", &args->v, p->batch, p->q_len, p->num_kv_heads, false};
-    SA_TRY(check_operands_null(&all));
+    all.tensors[all.num_tensors++] = (sa_checked_tensor){"k", &args->k, p->batch, p->q_len, p->num_kv_heads, false};
+    all.tensors[all.num_tensors++] = (sa_checked_tensor){"v", &args->v, p->batch, p->q_len, p->num_kv_heads, false};
+    SA_TRY(check_tensors_null(&all));
     if (p->batch != 0 && !cache->cache_seqlens) return null_error("cache.cache_seqlens", "to say where new keys go");
     if (p->batch != 0 && !args->cache_seqlens) return null_error("cache_seqlens", "for the keys in use afterwards");
-    if (p->batch != 0 && args->cache_seqlens == cache->cache_seqlens)
-        return sa_status(SINKATTN_INVALID,
-                         "cache_seqlens is cache.cache_seqlens; it must be another array, which is read while this is written");
     SA_TRY(check_table_null(cache));
     if (cache->host.num_pages != 0)
         return sa_status(SINKATTN_INVALID, "cache.host.num_pages is %" PRId64 "; it must be 0: new keys go to pages of the cache",
@@ -456,10 +394,12 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     SA_TRY(check_op(p, SINKATTN_DECODE));
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));
-    SA_TRY(check_layout(&all));
+    add_array(&all, "cache.cache_seqlens", cache->cache_seqlens, p->batch * (int64_t)sizeof(int32_t), false);
+    add_array(&all, "cache_seqlens", args->cache_seqlens, p->batch * (int64_t)sizeof(int32_t), true);
+    SA_TRY(sa_check_layout(&all));
     SA_TRY(check_block_table(cache));
-    SA_TRY(check_aligned("cache.cache_seqlens", cache->cache_seqlens, sizeof(int32_t)));
-    SA_TRY(check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
-    SA_TRY(check_aligned("block_table", cache->block_table, sizeof(int32_t)));
+    SA_TRY(sa_check_aligned("cache.cache_seqlens", cache->cache_seqlens, sizeof(int32_t)));
+    SA_TRY(sa_check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
+    SA_TRY(sa_check_aligned("block_table", cache->block_table, sizeof(int32_t)));
     return check_range(p);
 }

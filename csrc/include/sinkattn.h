@@ -200,7 +200,14 @@ typedef struct sinkattn_context {
     void *stream;               /* CUDA */
 } sinkattn_context;
 
-/* Each validates everything, then writes every element of its outputs. Same input, same bits, for any number of workers. */
+/* Each validates everything, then writes every element of its outputs. Same input, same bits, for any number of workers.
+ *
+ * No element that is written (out, lse, dq, dk, dv, ds_aux, NVFP4, the workspace; an append's cache and lengths) may be another argument's
+ * element too, read or written. Rows of two tensors may alternate in one buffer. An overlap that is certain, of first elements or of
+ * tensors without gaps, is refused; any other is the caller's to avoid.
+ *
+ * On the CPU lengths are used as they were when they were validated: another thread that writes cu_seqlens, cache_seqlens or block_table
+ * meanwhile may change results, but nothing outside the caller's tensors is read or written. */
 sinkattn_status sinkattn_fwd(const sinkattn_fwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
 sinkattn_status sinkattn_bwd(const sinkattn_bwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
 sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn_plan *plan, const sinkattn_context *context);

@@ -265,11 +265,12 @@ static void test_append(void) {
         else
             CHECK(written == -1 && strstr(status.message, table[i].fragment), "call %zu wrote %d rows: %s", i, written, status.message);
     }
-    static float row[8];
+    static _Alignas(16) float rows[4][8];
     int32_t lengths[1] = {0};
-    const sinkattn_tensor one = {row, 8, 8, 8};
-    sinkattn_append_args shared = {
-        .cache = {.fwd = {.k = one, .v = one}, .cache_seqlens = lengths}, .k = one, .v = one, .cache_seqlens = lengths};
+    sinkattn_append_args shared = {.cache = {.fwd = {.k = {rows[0], 8, 8, 8}, .v = {rows[1], 8, 8, 8}}, .cache_seqlens = lengths},
+                                   .k = {rows[2], 8, 8, 8},
+                                   .v = {rows[3], 8, 8, 8},
+                                   .cache_seqlens = lengths};
     shared.cache.fwd.problem = (sinkattn_problem){.op = SINKATTN_DECODE,
                                                   .dtype = SINKATTN_FP32,
                                                   .batch = 1,
@@ -279,7 +280,8 @@ static void test_append(void) {
                                                   .q_len = 1,
                                                   .k_len = 1};
     const sinkattn_status refused = sinkattn_append(&shared, SINKATTN_CPU, &(sinkattn_context){0});
-    CHECK(refused.code == SINKATTN_INVALID && strstr(refused.message, "another array"), "%s", refused.message);
+    CHECK(refused.code == SINKATTN_INVALID && strstr(refused.message, "cache.cache_seqlens and cache_seqlens overlap"), "%s",
+          refused.message);
     const sinkattn_append_args nothing = {
         .cache.fwd.problem = {.op = SINKATTN_DECODE, .dtype = SINKATTN_BF16, .num_q_heads = 1, .num_kv_heads = 1, .head_dim = 8}};
     const sinkattn_context context = {0};

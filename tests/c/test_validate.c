@@ -59,7 +59,7 @@ CHANGE(host_of_other_pages, c->decode.host = ((sinkattn_tier){f->k, f->v, 2}); c
 CHANGE(host_off_by_4, c->decode.host = ((sinkattn_tier){f->k, f->v, 2}); c->decode.host.k.data = (char *)f->k.data + 4)
 CHANGE(page_past_the_host, c->decode.host = ((sinkattn_tier){f->k, f->v, 2}); c->block_table[5] = 8)
 CHANGE(scales_alone, c->decode.nvfp4.scales = (uint8_t *)c)
-CHANGE(narrow_nvfp4, c->decode.nvfp4.scales = c->decode.nvfp4.values = (uint8_t *)c)
+CHANGE(narrow_nvfp4, c->decode.nvfp4.scales = (uint8_t *)c; c->decode.nvfp4.values = (uint8_t *)(c + 1))
 
 CHANGE(wrong_op, p->op = SINKATTN_BWD)
 CHANGE(unknown_op, p->op = (sinkattn_op)9)
@@ -111,6 +111,13 @@ CHANGE(dq_on_itself, c->bwd.dq.row_stride = 4)
 CHANGE(negative_table_stride, c->decode.block_table_stride = -4)
 CHANGE(endless_table_stride, c->decode.block_table_stride = INT64_MAX)
 
+CHANGE(out_is_q, f->out = f->q)
+CHANGE(out_within_k, f->out.data = (char *)f->k.data + 64)
+CHANGE(lse_in_out, f->lse = (char *)f->out.data + 32)
+CHANGE(lse_is_s_aux, f->lse = (void *)(uintptr_t)f->s_aux)
+CHANGE(dq_is_dout, c->bwd.dq = c->bwd.dout)
+CHANGE(dv_is_dk, c->bwd.dv = c->bwd.dk)
+CHANGE(ds_aux_in_dlse, c->bwd.ds_aux = (char *)(uintptr_t)c->bwd.dlse + 4)
 CHANGE(q_off_by_an_element, f->q.data = (char *)f->q.data + 4)
 CHANGE(v_off_by_a_byte, f->v.data = (char *)f->v.data + 1)
 CHANGE(out_off_by_8, f->out.data = (char *)f->out.data + 8)
@@ -168,12 +175,12 @@ static const malformed table[] = {
     {BWD, ds_aux_when_frozen, SINKATTN_INVALID, "ds_aux is given"},
     {PAGED, no_block_table, SINKATTN_INVALID, "block_table is NULL"},
     {DECODE, block_table_when_contiguous, SINKATTN_INVALID, "block_table is given"},
-    {FWD, wrong_op, SINKATTN_INVALID, "problem.op is 1"},
-    {BWD, unknown_op, SINKATTN_INVALID, "problem.op is 9"},
+    {FWD, wrong_op, SINKATTN_INVALID, "problem.op is bwd; it must be fwd for this call"},
+    {BWD, unknown_op, SINKATTN_INVALID, "problem.op is 9; it must be bwd for this call"},
     {FWD, unknown_dtype, SINKATTN_INVALID, "dtype is unknown"},
     {DECODE, missing_dtype, SINKATTN_INVALID, "dtype is none"},
     {FWD, unknown_s_aux_dtype, SINKATTN_INVALID, "s_aux_dtype is 9"},
-    {FWD, fp64_s_aux, SINKATTN_INVALID, "s_aux_dtype is fp64"},
+    {FWD, fp64_s_aux, SINKATTN_INVALID, "s_aux is fp64; it must be bf16, fp16 or fp32 where q, k and v are fp32"},
     {FWD, negative_batch, SINKATTN_INVALID, "batch is -1; it must be at least 0"},
     {FWD, negative_q_len, SINKATTN_INVALID, "q_len is -1"},
     {DECODE, negative_k_len, SINKATTN_INVALID, "k_len is -3"},
@@ -196,7 +203,7 @@ static const malformed table[] = {
     {PACKED, long_packed_k, SINKATTN_INVALID, "k has 2147483648 packed rows"},
     {DECODE, packed_decode, SINKATTN_INVALID, "packed is true"},
     {FWD, pages_in_prefill, SINKATTN_INVALID, "page_size is 4"},
-    {DECODE, pages_without_size, SINKATTN_INVALID, "num_pages is 4"},
+    {DECODE, pages_without_size, SINKATTN_INVALID, "page_size is 0, num_pages is 4; pages must have 1 row or more"},
     {PAGED, negative_page_size, SINKATTN_INVALID, "page_size is -4"},
     {PAGED, negative_num_pages, SINKATTN_INVALID, "num_pages is -1"},
     {PAGED, uneven_pages, SINKATTN_INVALID, "k_len is 15; it must be a multiple of page_size, 4"},
@@ -215,6 +222,13 @@ static const malformed table[] = {
     {BWD, dq_on_itself, SINKATTN_INVALID, "dq has strides"},
     {PAGED, negative_table_stride, SINKATTN_INVALID, "block_table_stride is -4"},
     {PAGED, endless_table_stride, SINKATTN_INVALID, "block_table_stride is 9"},
+    {FWD, out_is_q, SINKATTN_INVALID, "q and out overlap; out is written, so it must have memory of its own"},
+    {DECODE, out_within_k, SINKATTN_INVALID, "k and out overlap; out is written"},
+    {PACKED, lse_in_out, SINKATTN_INVALID, "out and lse overlap; lse is written"},
+    {FWD, lse_is_s_aux, SINKATTN_INVALID, "lse and s_aux overlap; lse is written"},
+    {BWD, dq_is_dout, SINKATTN_INVALID, "dout and dq overlap; dq is written"},
+    {BWD, dv_is_dk, SINKATTN_INVALID, "dk and dv overlap; dv is written"},
+    {BWD, ds_aux_in_dlse, SINKATTN_INVALID, "dlse and ds_aux overlap; ds_aux is written"},
     {FWD, q_off_by_an_element, SINKATTN_INVALID, "q is at"},
     {FWD, v_off_by_a_byte, SINKATTN_INVALID, "v is at"},
     {DECODE, out_off_by_8, SINKATTN_INVALID, "out is at"},
@@ -357,21 +371,39 @@ static void test_empty_tensors_need_nothing(void) {
     sample_free(&s);
 }
 
+/* Rows of one tensor may lie between those of another: out beside q, head by head, in one buffer. */
+static void test_interleaved_tensors(void) {
+    sinkattn_problem problem = base_problem(FWD);
+    sample s = sample_new(&problem, true);
+    sinkattn_fwd_args args = sample_fwd_args(&s);
+    const int64_t row = problem.num_q_heads * problem.head_dim, elements = problem.batch * problem.q_len * row;
+    float *both = aligned_alloc(16, (size_t)(2 * elements) * sizeof *both);
+    if (!both) abort();
+    args.q = (sinkattn_tensor){both, 2 * problem.q_len * row, 2 * row, 2 * problem.head_dim};
+    args.out = args.q;
+    args.out.data = both + problem.head_dim;
+    CHECK(sa_validate_fwd(&args).code == SINKATTN_OK, "%s", sa_validate_fwd(&args).message);
+    args.out.data = both;
+    CHECK(sa_validate_fwd(&args).code == SINKATTN_INVALID, "out is q");
+    free(both);
+    sample_free(&s);
+}
+
 static void test_nvfp4_arguments(void) {
     sinkattn_problem problem = base_problem(DECODE);
     problem.head_dim = 16;
     sample s = sample_new(&problem, true);
-    _Alignas(2) uint8_t memory[8];
+    _Alignas(2) uint8_t memory[192], other[24]; /* 24 rows of 16 columns */
     const struct {
         sinkattn_nvfp4 nvfp4;
         const char *fragment;
     } rows[] = {{{memory, NULL, 0.0}, "nvfp4.scales is NULL; it must be given with nvfp4.values"},
-                {{memory + 1, memory, 1.0}, "nvfp4.values is at"},
-                {{memory, memory, -1.0}, "nvfp4.global_scale is -1; it must be positive"},
-                {{memory, memory, (double)NAN}, "nvfp4.global_scale is nan"},
-                {{memory, memory, 1e39}, "nvfp4.global_scale is 1e+39"}};
+                {{memory + 1, other, 1.0}, "nvfp4.values is at"},
+                {{memory, other, -1.0}, "nvfp4.global_scale is -1; it must be positive"},
+                {{memory, other, (double)NAN}, "nvfp4.global_scale is nan"},
+                {{memory, other, 1e39}, "nvfp4.global_scale is 1e+39"}};
     sinkattn_decode_args args = sample_decode_args(&s);
-    args.nvfp4 = (sinkattn_nvfp4){memory, memory + 1, 2.0};
+    args.nvfp4 = (sinkattn_nvfp4){memory, other, 2.0};
     CHECK(sa_validate_decode(&args).code == SINKATTN_OK, "%s", sa_validate_decode(&args).message);
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         args.nvfp4 = rows[i].nvfp4;
@@ -403,4 +435,5 @@ const test validate_tests[] = {{"malformed calls", test_malformed_calls},
                                {"empty tensors need nothing", test_empty_tensors_need_nothing},
                                {"only needed pages must be mapped", test_only_needed_pages_must_be_mapped},
                                {"NVFP4 arguments", test_nvfp4_arguments},
+                               {"interleaved tensors", test_interleaved_tensors},
                                {0}};
