@@ -3,13 +3,16 @@
 // The operators on real tensors: arguments to C structs, a plan, a workspace, a run. Nothing here knows which device it serves, so
 // one set of functions is registered for CPU and CUDA.
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <array>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "convert.h"
@@ -341,6 +344,18 @@ Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, cons
     return {std::move(out), std::move(lse), std::move(values), std::move(scales)};
 }
 
+using Named = std::pair<const at::Tensor *, const char *>;
+
+Named named(const Maybe &tensor, const char *name) { return {tensor ? &*tensor : nullptr, name}; }
+
+// Views of one storage, of which one is written; C refuses what overlaps otherwise, under its own names.
+void check_overlap(const Named &written, const Named &other) {
+    if (!other.first) return;
+    const at::MemOverlapStatus status = at::get_overlap_status(*written.first, *other.first);
+    TORCH_CHECK_VALUE(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, "sinkattn: ", other.second, " and ",
+                      written.second, " overlap; ", written.second, " is written, so it must have memory of its own");
+}
+
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
                       const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
                       int64_t num_sink_tokens, int64_t num_splits, bool invariant, at::Tensor &out, at::Tensor &lse, at::Tensor &scratch,
@@ -352,6 +367,19 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     check_like(lse, "lse", q, lse_dtype(q));
     check_shape(lse, "lse", {q.size(0), q.size(2), q.size(1)});
     TORCH_CHECK_VALUE(lse.is_contiguous(), "sinkattn: lse must be contiguous, its strides are ", lse.strides());
+    const std::array<Named, 11> all{{{&q, "q"},
+                                     {&k_cache, "k_cache"},
+                                     {&v_cache, "v_cache"},
+                                     named(s_aux, "s_aux"),
+                                     named(cache_seqlens, "cache_seqlens"),
+                                     named(block_table, "block_table"),
+                                     named(k_cache_host, "k_cache_host"),
+                                     named(v_cache_host, "v_cache_host"),
+                                     {&out, "out"},
+                                     {&lse, "lse"},
+                                     {&scratch, "scratch"}}};
+    for (size_t written = 8; written < all.size(); ++written)
+        for (size_t other = 0; other < written; ++other) check_overlap(all[written], all[other]);
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
            out, lse, scratch, {k_cache_host, v_cache_host, {}});
 }
