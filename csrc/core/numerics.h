@@ -2,9 +2,10 @@
  *
  * Number formats, and the identities of the softmax with a sink. Host and device.
  *
- * LSE = log(sum_j exp(S_ij) + exp(s)) in natural-log units, sink included. The online softmax of a row is a pivot m, the sum l of
- * exp(S - m), and o = sum exp(S - m) v; it starts from the sink alone, (m, l, o) = (s, 1, 0), so nothing is added at the end and
- * s = -inf is bit for bit no sink: (-inf, 0, 0). A NaN in s enters l and stays.
+ * LSE = log(sum_j exp(S_ij) + exp(s)) in natural-log units, sink included; the raw LSE is that of the keys alone. The online softmax of
+ * a row is a pivot m, the sum l of exp(S - m), and o = sum exp(S - m) v over its keys, from (-inf, 0, 0) on. The sink joins once, at the
+ * row's end, as the partial (s, 1, 0): sa_end_row. So s = -inf is bit for bit no sink, and no sink, however large, costs the keys' sum
+ * its precision.
  */
 #ifndef SA_NUMERICS_H
 #define SA_NUMERICS_H
@@ -88,7 +89,7 @@ SA_HD double sa_softmax_scale(const sinkattn_problem *problem) {
     return problem->softmax_scale != 0.0 ? problem->softmax_scale : 1.0 / sqrt((double)problem->head_dim);
 }
 
-/* l of a softmax that has seen the sink and no key. */
+/* l of the sink as a partial. */
 SA_HD double sa_sink_sum(double s) { return s == -(double)INFINITY ? 0.0 : s == s ? 1.0 : s; }
 
 /* exp(x - pivot) where both may be the same infinity: 0 for a missing term (-inf), 1 for the pivot itself. */
@@ -98,5 +99,22 @@ SA_HD double sa_exp_minus(double x, double pivot) {
 }
 
 SA_HD double sa_lse(double pivot, double sum) { return sum == 0.0 ? -(double)INFINITY : pivot + log(sum); }
+
+/* The end of a row. */
+typedef struct sa_row_end {
+    double factor; /* out = factor * o */
+    double lse, lse_raw;
+} sa_row_end;
+
+/* From pivot and sum over the keys. A NaN in s stays. */
+SA_HD sa_row_end sa_end_row(double pivot, double sum, double s) {
+    const double top = pivot > s ? pivot : s, kept = sa_exp_minus(pivot, top);
+    const double total = sum * kept + sa_sink_sum(s) * sa_exp_minus(s, top);
+    sa_row_end end;
+    end.factor = total == 0.0 ? 0.0 : kept / total;
+    end.lse = sa_lse(top, total);
+    end.lse_raw = sa_lse(pivot, sum);
+    return end;
+}
 
 #endif

@@ -194,6 +194,7 @@ static void add_logits(sa_checked *all, const char *name, const void *data, bool
 
 static sinkattn_status check_fwd_alignment(const sinkattn_fwd_args *args) {
     SA_TRY(sa_check_aligned("lse", args->lse, lse_bytes(&args->problem)));
+    SA_TRY(sa_check_aligned("lse_raw", args->lse_raw, lse_bytes(&args->problem)));
     if (args->s_aux) SA_TRY(sa_check_aligned("s_aux", args->s_aux, sa_dtype_bytes(args->problem.s_aux_dtype)));
     SA_TRY(sa_check_aligned("cu_seqlens_q", args->cu_seqlens_q, sizeof(int32_t)));
     return sa_check_aligned("cu_seqlens_k", args->cu_seqlens_k, sizeof(int32_t));
@@ -259,6 +260,7 @@ sinkattn_status sa_validate_fwd(const sinkattn_fwd_args *args) {
     SA_TRY(check_dtype(&args->problem));
     SA_TRY(check_shape(&args->problem));
     add_stats(&all, "lse", args->lse, true);
+    add_stats(&all, "lse_raw", args->lse_raw, true);
     add_logits(&all, "s_aux", args->s_aux, false);
     SA_TRY(sa_check_layout(&all));
     SA_TRY(check_fwd_alignment(args));
@@ -273,6 +275,7 @@ sinkattn_status sa_validate_bwd(const sinkattn_bwd_args *args) {
     SA_TRY(check_fwd_null(fwd));
     if (fwd->s_aux && !args->ds_aux) return null_error("ds_aux", "with s_aux; a frozen s_aux is passed as NULL");
     if (!fwd->s_aux && args->ds_aux) return surplus_error("ds_aux", "without s_aux");
+    if (fwd->lse_raw) return surplus_error("lse_raw", "in a backward");
     SA_TRY(check_op(&fwd->problem, SINKATTN_BWD));
     SA_TRY(check_dtype(&fwd->problem));
     SA_TRY(check_shape(&fwd->problem));
@@ -362,6 +365,7 @@ sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));
     add_stats(&all, "lse", args->fwd.lse, true);
+    add_stats(&all, "lse_raw", args->fwd.lse_raw, true);
     add_logits(&all, "s_aux", args->fwd.s_aux, false);
     add_array(&all, "nvfp4.values", args->nvfp4.values, p->batch * p->q_len * p->num_q_heads * p->head_dim / 2, true);
     add_array(&all, "nvfp4.scales", args->nvfp4.scales, p->batch * p->q_len * p->num_q_heads * p->head_dim / SA_NVFP4_BLOCK, true);

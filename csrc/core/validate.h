@@ -26,7 +26,7 @@ typedef struct sa_checked_array {
 typedef struct sa_checked {
     const sinkattn_problem *problem;
     sa_checked_tensor tensors[8];
-    sa_checked_array arrays[4];
+    sa_checked_array arrays[5];
     int num_tensors, num_arrays;
 } sa_checked;
 

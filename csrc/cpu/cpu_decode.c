@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Decode: the forward's row tiles over a cache, dense or paged, its key tiles cut into parts so that few sequences still use every
- * worker. A part leaves (pivot, sum, out) without the sink; the merge adds them in ascending order to the sink, the virtual part
- * (s, 1, 0). With one part a row is the prefill's row, bit for bit.
+ * worker. A part leaves (pivot, sum, out); the merge adds them in ascending order, and a row ends as the forward's does. With one part it
+ * is the prefill's row, bit for bit.
  */
 #include "cpu/cpu_fwd.h"
 
@@ -62,7 +62,7 @@ static void decode_item(void *arg, int64_t item, int32_t worker) {
     sa_stream stream;
     const sa_row_tile rows = decode_rows(job, item / job->num_splits, &stream);
     sa_enter(attend->ops);
-    sa_attend_rows(attend, &stream, &rows, item % job->num_splits, job->num_splits, !job->parts);
+    sa_attend_rows(attend, &stream, &rows, item % job->num_splits, job->num_splits);
     sa_leave(attend->ops);
     if (!job->parts) {
         sa_attend_store(attend, &stream, &rows);
@@ -85,7 +85,7 @@ static void merge_item(void *arg, int64_t item, int32_t worker) {
     state->rows = rows;
     memset(state->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *state->out);
     for (int64_t lane = 0; lane < rows.n; lane++) {
-        double pivot = sa_s_aux(args, sa_row_at(&stream, rows.begin + lane).head), sum = sa_sink_sum(pivot);
+        double pivot = -(double)INFINITY, sum = 0.0;
         for (int64_t p = 0; p < job->num_splits; p++) {
             const decode_part *part = &job->parts[item * job->num_splits + p];
             const double top = part->pivot[lane] > pivot ? part->pivot[lane] : pivot;

@@ -136,28 +136,26 @@ static void attend_tile(sa_attend *attend, const sa_stream *stream, const sa_row
     }
 }
 
-static void begin_state(sa_attend *attend, sa_row_state *state, const sa_stream *stream, bool with_sink) {
+static void begin_state(sa_attend *attend, sa_row_state *state, const sa_stream *stream) {
     const sinkattn_fwd_args *args = stream->args;
     const sinkattn_problem *problem = &args->problem;
     const sa_row_tile *rows = &state->rows;
     sa_mask_rows(&state->mask, stream, rows);
     sa_operand_queries(&attend->queries, stream, &args->q, rows);
     attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, state->q_lanes, rows->lanes);
-    sa_row row = sa_row_at(stream, rows->begin);
-    for (int64_t lane = 0; lane < rows->lanes; lane++, row = sa_row_after(stream, row)) {
-        const double s = with_sink && lane < rows->n ? sa_s_aux(args, row.head) : -(double)INFINITY;
-        state->pivot[lane] = (float)s;
-        state->sum[lane] = (float)sa_sink_sum(s);
+    for (int64_t lane = 0; lane < rows->lanes; lane++) {
+        state->pivot[lane] = -INFINITY;
+        state->sum[lane] = 0.0f;
     }
     state->fresh = true;
 }
 
-void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink) {
+void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts) {
     for (int64_t done = 0; done < rows->n; done += attend->tile_q) {
         const int64_t begin = rows->begin + done, end = rows->begin + sa_min(done + attend->tile_q, rows->n);
         sa_row_state *state = &attend->states[done / attend->tile_q];
         state->rows = sa_row_tile_of(stream, begin, end, attend->ops, attend->tile_k);
-        begin_state(attend, state, stream, with_sink);
+        begin_state(attend, state, stream);
     }
     int64_t num_tiles = 0, ordinal = 0;
     SA_FOR_EACH_TILE(t, rows) num_tiles++;
@@ -175,12 +173,13 @@ void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_til
 static void store_state(sa_attend *attend, sa_row_state *state, const sa_stream *stream) {
     const sinkattn_fwd_args *args = stream->args;
     const sa_row_tile *rows = &state->rows;
-    float *lse = args->lse;
+    float *lse = args->lse, *lse_raw = args->lse_raw;
     sa_row row = sa_row_at(stream, rows->begin);
     for (int64_t lane = 0; lane < rows->n; lane++, row = sa_row_after(stream, row)) {
-        const double sum = state->sum[lane];
-        lse[sa_stat_index(stream, row)] = (float)sa_lse(state->pivot[lane], sum);
-        attend->alpha[lane] = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
+        const sa_row_end end = sa_end_row(state->pivot[lane], state->sum[lane], sa_s_aux(args, row.head));
+        lse[sa_stat_index(stream, row)] = (float)end.lse;
+        if (lse_raw) lse_raw[sa_stat_index(stream, row)] = (float)end.lse_raw;
+        attend->alpha[lane] = (float)end.factor;
         attend->out_rows[lane] = sa_query_row(stream, &args->out, row);
     }
     attend->ops->lanes_to_rows(state->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
@@ -215,7 +214,7 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     sa_attend *attend = &job->workers[worker];
     const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, attend->ops, attend->tile_k);
     sa_enter(attend->ops);
-    sa_attend_rows(attend, &stream, &rows, 0, 1, true);
+    sa_attend_rows(attend, &stream, &rows, 0, 1);
     sa_leave(attend->ops);
     sa_attend_store(attend, &stream, &rows);
 }
@@ -234,7 +233,10 @@ static void fwd_tail(const sinkattn_fwd_args *args) {
     const sa_range tail = sa_packed_tail(args->cu_seqlens_q, problem->batch, problem->q_len);
     sa_zero_rows(&args->out, problem->dtype, tail, problem->num_q_heads, problem->head_dim);
     for (int64_t head = 0; head < problem->num_q_heads; head++)
-        for (int64_t row = tail.begin; row < tail.end; row++) ((float *)args->lse)[head * problem->q_len + row] = -INFINITY;
+        for (int64_t row = tail.begin; row < tail.end; row++) {
+            ((float *)args->lse)[head * problem->q_len + row] = -INFINITY;
+            if (args->lse_raw) ((float *)args->lse_raw)[head * problem->q_len + row] = -INFINITY;
+        }
 }
 
 static sinkattn_status fwd_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {

@@ -32,8 +32,8 @@ typedef struct sa_attend {
 sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan,
                            int64_t num_tiles);
 
-/* (pivot, sum, out) of the rows over part `part` of `num_parts` of their key tiles. with_sink starts from the sink, else from nothing. */
-void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts, bool with_sink);
+/* (pivot, sum, out) of the rows over part `part` of `num_parts` of their key tiles, without the sink. */
+void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts);
 
 /* Writes out and lse of the rows. */
 void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows);

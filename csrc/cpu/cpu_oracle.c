@@ -75,13 +75,13 @@ static void forward_row(const head *h, int64_t i) {
     double q[MAX_HEAD_DIM], out[MAX_HEAD_DIM] = {0};
     load_row(h, &h->args->q, q_offset(h, &h->args->q, i), q);
 
-    /* 1: the joint pivot of keys and sink */
-    double pivot = h->s;
+    /* 1: the pivot */
+    double pivot = -(double)INFINITY;
     for (int64_t j = 0; j < h->sequence.k_len; j++)
         if (sa_visible(&h->band, i, j)) pivot = fmax(pivot, score(h, q, j));
 
-    /* 2: sum and output, sink first */
-    double sum = sa_exp_minus(h->s, pivot);
+    /* 2: sum and output over the keys */
+    double sum = 0.0;
     for (int64_t j = 0; j < h->sequence.k_len; j++) {
         if (!sa_visible(&h->band, i, j)) continue;
         const double p = weight(score(h, q, j), pivot);
@@ -89,10 +89,11 @@ static void forward_row(const head *h, int64_t i) {
         add_row(h, p, &h->args->v, k_offset(h, &h->args->v, j), out);
     }
 
-    /* 3: normalise */
-    for (int64_t x = 0; x < h->head_dim; x++) out[x] = sum == 0.0 ? 0.0 : out[x] / sum;
-    store_row(h, &h->args->out, q_offset(h, &h->args->out, i), out, 1.0);
-    sa_store(h->args->lse, lse_dtype(&h->args->problem), row_index(h, i), sa_lse(pivot, sum));
+    /* 3: the sink, and normalise */
+    const sa_row_end end = sa_end_row(pivot, sum, h->s);
+    store_row(h, &h->args->out, q_offset(h, &h->args->out, i), out, end.factor);
+    sa_store(h->args->lse, lse_dtype(&h->args->problem), row_index(h, i), end.lse);
+    if (h->args->lse_raw) sa_store(h->args->lse_raw, lse_dtype(&h->args->problem), row_index(h, i), end.lse_raw);
 }
 
 typedef struct run {
@@ -191,7 +192,10 @@ static void forward_tail(const sinkattn_fwd_args *args) {
     const sa_range tail = sa_packed_tail(args->cu_seqlens_q, p->batch, p->q_len);
     sa_zero_rows(&args->out, p->dtype, tail, p->num_q_heads, p->head_dim);
     for (int64_t q_head = 0; q_head < p->num_q_heads; q_head++)
-        for (int64_t row = tail.begin; row < tail.end; row++) sa_store(args->lse, lse_dtype(p), q_head * p->q_len + row, -(double)INFINITY);
+        for (int64_t row = tail.begin; row < tail.end; row++) {
+            sa_store(args->lse, lse_dtype(p), q_head * p->q_len + row, -(double)INFINITY);
+            if (args->lse_raw) sa_store(args->lse_raw, lse_dtype(p), q_head * p->q_len + row, -(double)INFINITY);
+        }
 }
 
 static void backward_tail(const sinkattn_bwd_args *args) {

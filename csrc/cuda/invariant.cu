@@ -21,7 +21,7 @@ constexpr int kThreads = 128, kGatherBlocks = 256, kAlignment = 128;
 
 struct Memory {
     int32_t *cu_seqlens_q, *cu_seqlens_k; // [2 * batch + 1]
-    float *lse;                           // [num_q_heads, batch * q_len]
+    float *lse, *lse_raw;                 // [num_q_heads, batch * q_len]
     char *k, *v;                          // paged: [batch, k_len, num_kv_heads, head_dim]
     void *forward;
     int64_t bytes;
@@ -43,6 +43,7 @@ Memory lay_out(const sinkattn_problem &problem, void *workspace) {
     memory.cu_seqlens_q = reinterpret_cast<int32_t *>(take(lengths));
     memory.cu_seqlens_k = reinterpret_cast<int32_t *>(take(lengths));
     memory.lse = reinterpret_cast<float *>(take(rows));
+    memory.lse_raw = reinterpret_cast<float *>(take(rows));
     memory.k = take(keys);
     memory.v = take(keys);
     memory.forward = take(kCounterBytes);
@@ -159,6 +160,7 @@ sinkattn_fwd_args forward_of(const sinkattn_decode_args &args, const Memory &mem
         fwd.v = packed(args.fwd.v, problem.k_len == 1 && problem.batch > 1 ? args.fwd.v.batch_stride : args.fwd.v.row_stride);
     }
     fwd.lse = memory.lse;
+    if (fwd.lse_raw) fwd.lse_raw = memory.lse_raw;
     fwd.cu_seqlens_q = memory.cu_seqlens_q;
     fwd.cu_seqlens_k = memory.cu_seqlens_k;
     return fwd;
@@ -198,8 +200,11 @@ sinkattn_status run(const sinkattn_decode_args &args, const sinkattn_context &co
     status = sinkattn_fwd(&fwd, &plan, &inner);
     if (status.code) return status;
     const int64_t rows = problem.batch * problem.num_q_heads * problem.q_len;
-    order_lse<<<blocks(rows), kThreads, 0, stream>>>(memory.lse, static_cast<float *>(args.fwd.lse), problem.batch, problem.num_q_heads,
-                                                     problem.q_len);
+    const auto order = [&](const float *from, void *to) {
+        order_lse<<<blocks(rows), kThreads, 0, stream>>>(from, static_cast<float *>(to), problem.batch, problem.num_q_heads, problem.q_len);
+    };
+    order(memory.lse, args.fwd.lse);
+    if (args.fwd.lse_raw) order(memory.lse_raw, args.fwd.lse_raw);
     return sa_cuda_status("sa_decode_cuda_sm80_prefill", cudaGetLastError());
 }
 

@@ -142,6 +142,7 @@ typedef struct sinkattn_fwd_args {
     sinkattn_tensor q, k, v; /* read */
     sinkattn_tensor out;     /* forward and decode write it, backward reads it */
     void *lse;               /* contiguous [batch, num_q_heads, q_len], packed [num_q_heads, total_q]; fp32, fp64 when dtype is; as out */
+    void *lse_raw;           /* as lse, written by forward and decode: the LSE over the keys alone; NULL: not wanted */
     const void *s_aux;       /* [num_q_heads] logits in natural-log units, never scaled; NULL with s_aux_dtype 0 */
     const int32_t *cu_seqlens_q, *cu_seqlens_k; /* packed: [batch + 1] row offsets, from 0, not decreasing */
 } sinkattn_fwd_args;

@@ -194,7 +194,10 @@ static void allocate_sample(sample *s, bool plain) {
     s->num_stats = batch * p->num_q_heads * p->q_len;
     s->lse = allocate(stat_bytes(s));
     if (p->s_aux_dtype) s->s_aux = allocate(s_aux_bytes(s));
-    if (!backward) return;
+    if (!backward) {
+        s->lse_raw = allocate(stat_bytes(s));
+        return;
+    }
     s->dout = array_new(p->dtype, batch, p->q_len, p->num_q_heads, p->head_dim, READ_SHARED, plain);
     s->dq = array_new(p->dtype, batch, p->q_len, p->num_q_heads, p->head_dim, WRITTEN, plain);
     s->dk = array_new(p->dtype, batch, p->k_len, p->num_kv_heads, p->head_dim, WRITTEN, plain);
@@ -275,11 +278,10 @@ sample sample_widened(const sample *s) {
 
 void sample_free(sample *s) {
     array *const arrays[] = {&s->q, &s->k, &s->v, &s->out, &s->dout, &s->dq, &s->dk, &s->dv};
-    void *const rest[] = {s->lse, s->dlse, s->s_aux, s->ds_aux, s->cu_seqlens_q, s->cu_seqlens_k, s->cache_seqlens, s->block_table};
-    for (int i = 0; i < 8; i++) {
-        free(arrays[i]->block);
-        free(rest[i]);
-    }
+    void *const rest[] = {s->lse,          s->lse_raw,      s->dlse,          s->s_aux,      s->ds_aux,
+                          s->cu_seqlens_q, s->cu_seqlens_k, s->cache_seqlens, s->block_table};
+    for (int i = 0; i < 8; i++) free(arrays[i]->block);
+    for (int i = 0; i < 9; i++) free(rest[i]);
     *s = (sample){0};
 }
 
@@ -290,6 +292,7 @@ sinkattn_fwd_args sample_fwd_args(const sample *s) {
                                .v = s->v.at,
                                .out = s->out.at,
                                .lse = s->lse,
+                               .lse_raw = s->lse_raw,
                                .s_aux = s->s_aux,
                                .cu_seqlens_q = s->cu_seqlens_q,
                                .cu_seqlens_k = s->cu_seqlens_k};
@@ -361,6 +364,7 @@ void sample_reset(sample *s) {
     for (int i = 0; i < count; i++)
         if (list[i]->block) memset(list[i]->block, 0xff, list[i]->bytes);
     if (s->problem.op != SINKATTN_BWD) memset(s->lse, 0xff, stat_bytes(s));
+    if (s->lse_raw) memset(s->lse_raw, 0xff, stat_bytes(s));
     if (s->ds_aux) memset(s->ds_aux, 0xff, s_aux_bytes(s));
 }
 
@@ -376,6 +380,7 @@ uint64_t sample_hash(const sample *s) {
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     for (int i = 0; i < count; i++) hash = hash_bytes(hash, list[i]->block, list[i]->block ? list[i]->bytes : 0);
     if (s->problem.op != SINKATTN_BWD) hash = hash_bytes(hash, s->lse, stat_bytes(s));
+    if (s->lse_raw) hash = hash_bytes(hash, s->lse_raw, stat_bytes(s));
     return s->ds_aux ? hash_bytes(hash, s->ds_aux, s_aux_bytes(s)) : hash;
 }
 
@@ -413,9 +418,9 @@ static void check_array(const char *name, const array *a, const array *reference
     CHECK(guards_hold(a), "%s: bytes around its rows were written: %s", name, what);
 }
 
-static void check_lse(const sample *s, const sample *reference, const char *what) {
+static void check_lse(const sample *s, const void *lse, const void *expected, const char *what) {
     for (int64_t i = 0; i < s->num_stats; i++) {
-        const double value = sa_load(s->lse, sample_lse_dtype(&s->problem), i), ref = sa_load(reference->lse, SINKATTN_FP64, i);
+        const double value = sa_load(lse, sample_lse_dtype(&s->problem), i), ref = sa_load(expected, SINKATTN_FP64, i);
         const double tolerance = s->problem.dtype == SINKATTN_FP64 ? 1e-12 * fmax(1.0, fabs(ref)) : fmax(1e-5, 2e-7 * fabs(ref));
         if (!CHECK(agree(value, ref, tolerance), "lse[%" PRId64 "] is %.9g, the oracle says %.9g: %s", i, value, ref, what)) return;
     }
@@ -470,6 +475,9 @@ void sample_check(const sample *s, const sample *reference, const char *what) {
     outputs(reference, expected);
     for (int i = 0; i < count; i++)
         check_array(count == 1 ? "out" : gradient_names[i], list[i], expected[i], tolerance_of(&s->problem), what);
-    if (count == 1) check_lse(s, reference, what);
+    if (count == 1) {
+        check_lse(s, s->lse, reference->lse, what);
+        check_lse(s, s->lse_raw, reference->lse_raw, what);
+    }
     if (s->ds_aux) check_ds_aux(s, reference, what);
 }

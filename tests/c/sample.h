@@ -30,7 +30,7 @@ typedef struct sample {
     array q, k, v, out;
     array dout, dq, dk, dv; /* backward */
     int64_t num_stats;      /* elements of lse */
-    void *lse, *dlse, *s_aux, *ds_aux;
+    void *lse, *lse_raw, *dlse, *s_aux, *ds_aux;
     int32_t *cu_seqlens_q, *cu_seqlens_k, *cache_seqlens, *block_table;
 } sample;
 

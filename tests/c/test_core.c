@@ -460,6 +460,15 @@ static void test_softmax_identities(void) {
     CHECK(sa_exp_minus(-inf, -inf) == 0.0 && sa_exp_minus(inf, inf) == 1.0 && sa_exp_minus(2.0, inf) == 0.0, "sa_exp_minus at infinity");
     CHECK(sa_exp_minus(1.0, 2.0) == exp(-1.0) && isnan(sa_exp_minus((double)NAN, 0.0)), "sa_exp_minus");
     CHECK(sa_lse(-inf, 0.0) == -inf && sa_lse(inf, 1.0) == inf && sa_lse(1e4, 1.0) == 1e4 && isnan(sa_lse(0.0, (double)NAN)), "sa_lse");
+    sa_row_end end = sa_end_row(2.0, 3.0, -inf);
+    CHECK(end.factor == 1.0 / 3.0 && end.lse == 2.0 + log(3.0) && end.lse_raw == end.lse, "a sink of -inf is none");
+    end = sa_end_row(-inf, 0.0, 0.75);
+    CHECK(end.factor == 0.0 && end.lse == 0.75 && end.lse_raw == -inf, "a sink without keys");
+    end = sa_end_row(2.0, 3.0, 1e4);
+    CHECK(end.factor == 0.0 && end.lse == 1e4 && end.lse_raw == 2.0 + log(3.0), "a sink far above the keys");
+    end = sa_end_row(2.0, 3.0, 2.0);
+    CHECK(end.factor == 0.25 && end.lse == 2.0 + log(4.0), "a sink among the keys");
+    CHECK(isnan(sa_end_row(2.0, 3.0, (double)NAN).factor) && sa_end_row(2.0, 3.0, inf).lse == inf, "NaN and inf");
     CHECK(sa_softmax_scale(&(sinkattn_problem){.head_dim = 64}) == 0.125, "the default scale");
     CHECK(sa_softmax_scale(&(sinkattn_problem){.head_dim = 64, .softmax_scale = -2.0}) == -2.0, "a given scale");
 }

@@ -205,6 +205,7 @@ static call call_of(const header *h, stream s, const sinkattn_problem *p) {
     fwd.v = tensor_of(&c, h, &s, p, true, false);
     fwd.out = tensor_of(&c, h, &s, p, false, !backward);
     fwd.lse = stats_of(&c, h, p, !backward);
+    if (!backward && h->missing & 16) fwd.lse_raw = stats_of(&c, h, p, true);
     if (p->s_aux_dtype) {
         void *s_aux = allocate(&c, p->num_q_heads * sa_dtype_bytes(p->s_aux_dtype));
         for (int64_t i = 0; i < p->num_q_heads; i++) sa_store(s_aux, p->s_aux_dtype, i, value_at(h, 20, i));
@@ -344,6 +345,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         const sinkattn_dtype lse_dtype = p.dtype == SINKATTN_FP64 ? SINKATTN_FP64 : SINKATTN_FP32;
         compare("out", &p, &fwd->out, &theirs.bwd.fwd.out, false, tolerance);
         compare_stats("lse", lse_dtype, fwd->lse, theirs.bwd.fwd.lse, ours.stats, tolerance, 2e-5);
+        if (fwd->lse_raw) compare_stats("lse_raw", lse_dtype, fwd->lse_raw, theirs.bwd.fwd.lse_raw, ours.stats, tolerance, 2e-5);
     } else if (status.code == SINKATTN_OK) {
         compare("dq", &p, &ours.bwd.dq, &theirs.bwd.dq, false, tolerance);
         compare("dk", &p, &ours.bwd.dk, &theirs.bwd.dk, true, tolerance);

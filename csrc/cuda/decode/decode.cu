@@ -360,6 +360,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.out_row = static_cast<int32_t>(args.fwd.out.row_stride);
     params.out_head = static_cast<int32_t>(args.fwd.out.head_stride);
     params.lse = static_cast<float *>(args.fwd.lse);
+    params.lse_raw = static_cast<float *>(args.fwd.lse_raw);
     params.two_pass = problem.num_splits < 0;
     if constexpr (C::kExtras) set_extras(params, args);
 

@@ -7,6 +7,7 @@
 #include "cuda/decode/load.cuh"
 #include "cuda/decode/merge.cuh"
 #include "cuda/decode/nvfp4.cuh"
+#include "cuda/tile/sink.cuh"
 
 namespace sa::decode {
 
@@ -53,13 +54,12 @@ __device__ __forceinline__ void write_out(const Quad &quad, const typename C::Sm
                                           int column) {
     const Fragment &fragment = smem.fragment;
     const TokenHead at = token_head(fragment, params, row);
-    const float s = smem.s_aux[row], sink = s * kLog2e, pivot = fmaxf(quad.pivot, sink), kept = weight(quad.pivot, pivot);
-    const float sum = quad.sum * kept + static_cast<float>(sa_sink_sum(s)) * weight(sink, pivot);
-    const float factor = sum == 0.0f ? 0.0f : __fdividef(kept, sum);
+    const RowEnd end(quad.pivot, quad.sum, smem.s_aux[row]);
+    const float factor = end.factor();
     if (column == 0) {
-        const float natural = pivot == sink ? s : pivot * kLn2; // a row without keys gets s itself
-        params.lse[(wide(fragment.batch) * params.num_heads * params.group + at.head) * params.band.q_len + at.token] =
-            sum == 0.0f ? -INFINITY : natural + __logf(sum);
+        const int64_t stat = (wide(fragment.batch) * params.num_heads * params.group + at.head) * params.band.q_len + at.token;
+        params.lse[stat] = end.lse();
+        if (params.lse_raw) params.lse_raw[stat] = raw_lse(quad.pivot, quad.sum);
     }
     if (column >= params.head_dim) return;
     uint16_t *to =

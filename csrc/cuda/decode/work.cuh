@@ -50,7 +50,7 @@ struct Params {
     uint16_t *out;
     int64_t out_batch;
     int32_t out_row, out_head;
-    float *lse;
+    float *lse, *lse_raw; // lse_raw: NULL where it is not wanted
     unsigned *error_word;
     bool two_pass; // another kernel merges the parts
     bool fills;    // blocks take more than half of the SMs' room, so that the next launch's find none beside them

@@ -12,6 +12,7 @@
 
 #include "cuda/host/backend.h"
 #include "cuda/tile/mma.cuh"
+#include "cuda/tile/sink.cuh"
 #include "cuda/work/items.cuh"
 
 namespace sa::fwd_sm80 {
@@ -98,13 +99,11 @@ __device__ __forceinline__ void describe_rows(RowTable<C> &table, const sinkattn
                            : -INFINITY;
 }
 
-template <class C>
-__device__ __forceinline__ void start_rows(Rows<C> &rows, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], const RowTable<C> &table) {
+template <class C> __device__ __forceinline__ void start_rows(Rows<C> &rows, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4]) {
 #pragma unroll
     for (int i = 0; i < 2 * C::kRowBlocks; i++) {
-        const float s = table.s_aux[thread_row<C>(i)];
-        rows.pivot[i] = s * kLog2e;
-        rows.sum[i] = threadIdx.x % 4 == 0 ? static_cast<float>(sa_sink_sum(s)) : 0.0f;
+        rows.pivot[i] = -INFINITY;
+        rows.sum[i] = 0.0f;
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; n++) o[i / 2][n][2 * (i & 1)] = o[i / 2][n][2 * (i & 1) + 1] = 0.0f;
     }
@@ -184,7 +183,7 @@ __device__ __forceinline__ void raise_pivots(float (&from)[2 * C::kRowBlocks], c
             for (int x = 2 * (i & 1); x < 2 * (i & 1) + 2; x++) top = fmaxf(top, s[i / 2][n][x]);
         top = quad_max(top) * scale_log2;
         const float before = rows.pivot[i];
-        const float pivot = top > before + kLazy ? top : before; // a NaN in s_aux stays
+        const float pivot = top > before + kLazy ? top : before;
         from[i] = pivot == -INFINITY ? 0.0f : pivot;
         alpha[i] = before == pivot ? 1.0f : exp2_approx(before - from[i]);
         grown |= before != pivot;
@@ -275,14 +274,14 @@ __device__ __forceinline__ void write_out(unsigned char *shared, float (&o)[C::k
 #pragma unroll
     for (int i = 0; i < 2 * C::kRowBlocks; i++) {
         const float sum = quad_sum(rows.sum[i]);
-        const float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
         const int row = thread_row<C>(i);
+        const RowEnd row_end(rows.pivot[i], sum, table.s_aux[row]);
+        const float factor = row_end.factor();
         if (first + row < end && lane % 4 == 0) {
             const Place place(first + row, group, by_group);
-            const float s = table.s_aux[row];
-            const float pivot = rows.pivot[i] == s * kLog2e ? s : rows.pivot[i] * kLn2; // a row without keys gets s itself
-            static_cast<float *>(args.lse)[sa_row_index(&args.problem, &work.sequence, work.kv_head * group + place.head, place.token)] =
-                sum == 0.0f ? -INFINITY : pivot + logf(sum);
+            const int64_t at = sa_row_index(&args.problem, &work.sequence, work.kv_head * group + place.head, place.token);
+            static_cast<float *>(args.lse)[at] = row_end.lse();
+            if (args.lse_raw) static_cast<float *>(args.lse_raw)[at] = raw_lse(rows.pivot[i], sum);
         }
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; n++) {
@@ -341,7 +340,7 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
     Rows<C> rows;
     float o[C::kRowBlocks][C::kHeadDim / 8][4];
     for (bool hide = false;; hide = true) {
-        start_rows<C>(rows, o, table);
+        start_rows<C>(rows, o);
         for (int t = begin, stage = 0; t < tiles.end; stage ^= 1) {
             const int next = sa_key_tile_from(&tiles, t + 1);
             cp_async_wait<0>();

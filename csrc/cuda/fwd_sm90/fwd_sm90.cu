@@ -200,7 +200,6 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     barrier_wait(&smem.k_full[ring.place()], ring.phase());
     qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
     const bool masked = !sa_key_tile_is_full(&key_tiles, t);
-    softmax = start_softmax<C>(p, rows, math_group);
     wgmma_wait<0>();
     computed(s);
     if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
@@ -300,7 +299,6 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
                 for (; unseen.n != ring.n; unseen.n++) skip_tile<C>(smem, unseen);
             });
         } else {
-            softmax = start_softmax<C>(p, rows, math_group);
             finish_softmax<C>(factor, softmax, args, p, rows, math_group);
             end_copy();
         }

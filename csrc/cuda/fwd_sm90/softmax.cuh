@@ -6,12 +6,13 @@
 
 #include "cuda/fwd_sm90/rows.cuh"
 #include "cuda/tile/mma.cuh"
+#include "cuda/tile/sink.cuh"
 
 namespace sa::fwd_sm90 {
 
 // pivot in log2 units; sum over this thread's columns.
 struct Softmax {
-    float pivot[2], sum[2];
+    float pivot[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 };
 
 // The i-th of a thread's two rows, its token and head in the tile.
@@ -26,17 +27,6 @@ struct ThreadRow {
         head = row - token * p.group;
     }
 };
-
-// The sink's part of each of the thread's rows.
-template <class C> __device__ __forceinline__ Softmax start_softmax(const Problem &p, const Rows<C> &rows, int math_group) {
-    Softmax softmax;
-    for (int r = 0; r < 2; r++) {
-        const float s_aux = rows.s_aux[ThreadRow(p, math_group, r).head];
-        softmax.pivot[r] = s_aux * kLog2e;
-        softmax.sum[r] = threadIdx.x % 4 == 0 ? static_cast<float>(sa_sink_sum(s_aux)) : 0.0f;
-    }
-    return softmax;
-}
 
 // Scores to -inf where the row does not see the key: past its last one, or before its window and not a sink.
 template <class C>
@@ -63,8 +53,9 @@ __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Probl
     }
 }
 
-// A row's pivot becomes its maximum in its first key tile, if that is 2^kLazy above the sink, and again where a thread's sum of its weights
-// in a tile passes kLarge, which P still holds. In between nobody looks for maxima: a tenth of the time. All this is a matter of the row.
+// A row's pivot becomes its maximum in its first key tile, and again where a thread's sum of its weights in a tile passes kLarge, which P
+// still holds, if the maximum is 2^kLazy above it. In between nobody looks for maxima: a tenth of the time. All this is a matter of the
+// row.
 constexpr float kLazy = 8.0f;
 template <class Element> constexpr float kLarge = 0x1p24f;
 template <> constexpr float kLarge<Fp16> = 0x1p14f;
@@ -95,7 +86,7 @@ template <class C> __device__ __forceinline__ float maximum(int i, const float (
 template <class C>
 __device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::kHeadDim / 2], Softmax &softmax, bool follows) {
     const float before = softmax.pivot[i];
-    if (!follows || !(now > before + kLazy)) return; // a NaN in s_aux stays
+    if (!follows || !(now > before + kLazy)) return;
     const float alpha = exp2_approx(before - now);
     softmax.pivot[i] = now;
     softmax.sum[i] *= alpha;
@@ -174,18 +165,19 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
     }
 }
 
-// factor: what to multiply O by. Two lanes of four write lse. Under the last product of values.
+// factor: what to multiply O by. Two lanes of four write lse and, where it is wanted, the raw one. Under the last product of values.
 template <class C>
 __device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args, const Problem &p,
                                                const Rows<C> &rows, int math_group) {
     const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
-    for (int r = 0; r < 2; r++) factor[r] = sum[r] == 0.0f ? 0.0f : reciprocal_approx(sum[r]);
+    for (int r = 0; r < 2; r++) factor[r] = RowEnd(softmax.pivot[r], sum[r], rows.s_aux[ThreadRow(p, math_group, r).head]).factor();
     const int r = threadIdx.x % 4;
     const ThreadRow row(p, math_group, r);
     if (r >= 2 || row.token >= rows.work.tokens.end - rows.work.tokens.begin) return;
-    const float s_aux = rows.s_aux[row.head], log2_pivot = r ? softmax.pivot[1] : softmax.pivot[0], total = r ? sum[1] : sum[0];
-    const float pivot = log2_pivot == s_aux * kLog2e ? s_aux : log2_pivot * kLn2; // without keys: s_aux itself
-    static_cast<float *>(args.lse)[rows.lse + row.head * args.problem.q_len + row.token] = total == 0.0f ? -INFINITY : pivot + logf(total);
+    const float pivot = r ? softmax.pivot[1] : softmax.pivot[0], its_sum = r ? sum[1] : sum[0];
+    const int64_t at = rows.lse + row.head * args.problem.q_len + row.token;
+    static_cast<float *>(args.lse)[at] = RowEnd(pivot, its_sum, rows.s_aux[row.head]).lse();
+    if (args.lse_raw) static_cast<float *>(args.lse_raw)[at] = raw_lse(pivot, its_sum);
 }
 
 } // namespace sa::fwd_sm90

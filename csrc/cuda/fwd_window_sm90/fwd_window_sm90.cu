@@ -16,6 +16,7 @@
 
 #include "cuda/fwd_window_sm90/loads.cuh"
 #include "cuda/tile/finite.cuh"
+#include "cuda/tile/sink.cuh"
 #include "cuda/tile/wgmma.cuh"
 
 namespace sa::fwd_window_sm90 {
@@ -117,8 +118,7 @@ __device__ __forceinline__ void exponentials(uint32_t (&weights)[9][4], Softmax 
 }
 
 // Weights of all keys, and this thread's part of their sums.
-template <class Element>
-__device__ __forceinline__ Softmax softmax(uint32_t (&weights)[9][4], const float (&s)[72], const Problem &p, const float *s_aux) {
+template <class Element> __device__ __forceinline__ Softmax softmax(uint32_t (&weights)[9][4], const float (&s)[72], const Problem &p) {
     Softmax rows;
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -126,28 +126,27 @@ __device__ __forceinline__ Softmax softmax(uint32_t (&weights)[9][4], const floa
 #pragma unroll
         for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float key = quad_max(top[i]) * p.scale_log2, sink = s_aux[ThreadRow(p, i).head] * kLog2e;
-        rows.pivot[i] = key > sink ? key : sink; // a NaN in s_aux stays
-    }
+    for (int i = 0; i < 2; i++) rows.pivot[i] = quad_max(top[i]) * p.scale_log2;
     exponentials<Element>(weights, rows, s, p);
     return rows;
 }
 
-// The sums, with the sink's part; what each row is to be multiplied by. Returns lse of row lane % 4. Under the product of values.
-__device__ __forceinline__ float finish_softmax(float (&factor)[2], Softmax &rows, const Problem &p, const float *all_s_aux) {
-    const float s_aux[2] = {all_s_aux[ThreadRow(p, 0).head], all_s_aux[ThreadRow(p, 1).head]};
+// What each row is multiplied by. Of four lanes the first two each write the LSE of one row. Runs while P V is in flight.
+__device__ __forceinline__ void finish_softmax(float (&factor)[2], Softmax &rows, const sinkattn_fwd_args &args, const Span &span,
+                                               int ahead, const Problem &p, const float *s_aux) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const float sink = s_aux[i] * kLog2e, from = rows.pivot[i] == -INFINITY ? 0.0f : rows.pivot[i];
-        rows.sum[i] = quad_sum(rows.sum[i]) + (sink == from ? 1.0f : exp2_approx(sink - from)); // both may be inf
-        factor[i] = rows.sum[i] == 0.0f ? 0.0f : reciprocal_approx(rows.sum[i]);
+        rows.sum[i] = quad_sum(rows.sum[i]);
+        factor[i] = RowEnd(rows.pivot[i], rows.sum[i], s_aux[ThreadRow(p, i).head]).factor();
     }
     const bool second = threadIdx.x % 4 == 1;
-    const float its_s_aux = second ? s_aux[1] : s_aux[0], its_pivot = second ? rows.pivot[1] : rows.pivot[0],
-                total = second ? rows.sum[1] : rows.sum[0];
-    const float pivot = its_pivot == its_s_aux * kLog2e ? its_s_aux : its_pivot * kLn2; // a row without keys gets s_aux itself
-    return total == 0.0f ? -INFINITY : pivot + logf(total);
+    const ThreadRow row(p, second);
+    const int token = ahead + row.token;
+    if (threadIdx.x % 4 >= 2 || token < span.low_token || token >= span.high_token) return;
+    const float pivot = second ? rows.pivot[1] : rows.pivot[0], sum = second ? rows.sum[1] : rows.sum[0];
+    const int64_t at = span.lse + row.head * args.problem.q_len + token;
+    static_cast<float *>(args.lse)[at] = RowEnd(pivot, sum, s_aux[row.head]).lse();
+    if (args.lse_raw) static_cast<float *>(args.lse_raw)[at] = raw_lse(pivot, sum);
 }
 
 template <class Element> __device__ __forceinline__ void pv_product(float (&o)[32], const uint32_t (&weights)[9][4], uint32_t v) {
@@ -214,14 +213,6 @@ __device__ __forceinline__ void write_tile(Smem &smem, Ring<kSlots> slots, const
     if (slots.n) barrier_arrive(&smem.q_empty[math_group][Ring<kSlots>{slots.n - 1}.place()]);
 }
 
-// Of four lanes the first two, each of one row.
-__device__ __forceinline__ void write_lse(float lse, const sinkattn_fwd_args &args, const Span &span, int ahead, const Problem &p) {
-    const ThreadRow row(p, threadIdx.x % 4 == 1);
-    const int token = ahead + row.token;
-    if (threadIdx.x % 4 < 2 && token >= span.low_token && token < span.high_token)
-        static_cast<float *>(args.lse)[span.lse + row.head * args.problem.q_len + token] = lse;
-}
-
 template <class Element>
 __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
     const int math_group = warp_uniform(threadIdx.x / 128);
@@ -245,16 +236,15 @@ __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &arg
             wgmma_wait<0>();
             computed(s);
             mask(s, seen, p);
-            Softmax result = softmax<Element>(weights, s, p, smem.s_aux[stage]);
+            Softmax result = softmax<Element>(weights, s, p);
             pv_product<Element>(o, weights, shared_address(smem.values[stage]) + first_row);
-            const float its_lse = finish_softmax(factor, result, p, smem.s_aux[stage]);
+            finish_softmax(factor, result, args, span, ahead, p, smem.s_aux[stage]);
             wgmma_wait<0>();
             computed(o);
             if (smem.unfinite[stage])
                 add_hidden<Element>(o, args, span, span.key + ahead, Columns(span.low_key - ahead, span.high_key - ahead, p));
             stage_out<Element>(slot, o, factor);
             write_tile(smem, slots, args, maps, span, ahead, p, math_group);
-            write_lse(its_lse, args, span, ahead, p);
         }
         tile -= span.num_tiles;
         barrier_arrive(&smem.kv_empty[stage]);

@@ -152,6 +152,9 @@ template <class Element> __device__ __forceinline__ float dot(const uint4 &a, co
     return sum;
 }
 
+// Exponentials are powers of two: scores and pivots are in log2 units.
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -10,8 +10,6 @@
 
 namespace sa {
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 // The tiles of the rows in variants.def, for the kernels to be compiled with.
 #define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k, serves)                                                        \
     constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;

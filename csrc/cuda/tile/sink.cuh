@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The end of a softmax row: the sink joins what the keys gave, as the partial (s_aux, 1, 0). core/numerics.h says the same in double:
+// sa_end_row.
+#pragma once
+
+#include "cuda/ptx/sm80.cuh"
+
+namespace sa {
+
+// From the pivot, in log2 units, and the sum of a row's keys, and the row's s_aux: -inf for none.
+struct RowEnd {
+    float s_aux, top, kept, total; // top: the larger of pivot and sink, in log2 units; kept: what the keys' sum is scaled by
+
+    __device__ __forceinline__ RowEnd(float pivot, float sum, float s_aux) : s_aux(s_aux) {
+        const float sink = s_aux * kLog2e;
+        top = pivot > sink ? pivot : sink; // a NaN in s_aux stays
+        const float from = top == -INFINITY ? 0.0f : top;
+        kept = pivot == from ? 1.0f : exp2_approx(pivot - from); // both may be inf
+        total = fmaf(sum, kept, sink == from ? 1.0f : exp2_approx(sink - from));
+    }
+
+    // What the row of out is multiplied by.
+    __device__ __forceinline__ float factor() const { return total == 0.0f ? 0.0f : kept * reciprocal_approx(total); }
+
+    // A row without keys gets s_aux itself.
+    __device__ __forceinline__ float lse() const {
+        return total == 0.0f ? -INFINITY : (top == s_aux * kLog2e ? s_aux : top * kLn2) + __logf(total);
+    }
+};
+
+// The LSE over the keys alone.
+__device__ __forceinline__ float raw_lse(float pivot, float sum) { return sum == 0.0f ? -INFINITY : pivot * kLn2 + __logf(sum); }
+
+} // namespace sa
