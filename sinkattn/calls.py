@@ -52,8 +52,8 @@ def call(op: Any, *arguments: Any, **options: Any) -> Any:
     try:
         return op(*arguments, **options)
     except RuntimeError as error:
-        if transforms.serves(op, error):
-            return transforms.Forward.apply(*arguments)  # type: ignore[no-untyped-call]
+        if function := transforms.function_for(op, error):
+            return function.apply(*arguments)  # type: ignore[no-untyped-call]
         names = (x.name for x in op._schema.arguments)
         found = _explained(error, dict(zip(names, arguments, strict=False)) | options)
         if found is error:

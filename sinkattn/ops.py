@@ -38,7 +38,9 @@ from .calls import call, shown
 from .reference import Result, ReturnLse, Window
 
 _fwd = torch.ops.sinkattn.flash_attn_fwd.default
+_fwd_raw = torch.ops.sinkattn.flash_attn_fwd_raw.default
 _decode = torch.ops.sinkattn.flash_decode.default
+_decode_raw = torch.ops.sinkattn.flash_decode_raw.default
 _append = torch.ops.sinkattn.append_kv.default
 _merge_attn_states = torch.ops.sinkattn.merge_attn_states.default
 _apply_sink = torch.ops.sinkattn.apply_sink.default
@@ -147,18 +149,11 @@ def _lengths(number: Any, q: Tensor) -> Tensor:
     return torch.full(q.shape[:1], number, dtype=torch.int32, device=q.device)
 
 
-def _with_lse(out: Tensor, lse: Tensor, raw_s_aux: Tensor | None, return_lse: ReturnLse) -> Result:
-    """raw_s_aux: sinks that the kernel was not told of, since it was asked for the LSE without them."""
-    if raw_s_aux is not None:
-        out, _ = _apply_sink(out, lse, raw_s_aux)
-    return (out, lse) if return_lse else out
-
-
-def _split_s_aux(s_aux: Tensor | None, return_lse: ReturnLse) -> tuple[Tensor | None, Tensor | None]:
-    """(for the kernel, for afterwards)"""
+def _wants_raw(s_aux: Tensor | None, return_lse: ReturnLse) -> bool:
+    """Whether the LSE without the sink is another one than the LSE."""
     if return_lse is not True and return_lse is not False and (not isinstance(return_lse, str) or return_lse != "raw"):
         raise ValueError(f'sinkattn: return_lse is {shown(return_lse)}; it must be True, False or "raw"')
-    return (None, s_aux) if return_lse == "raw" else (s_aux, None)
+    return return_lse == "raw" and s_aux is not None
 
 
 # fmt: off
@@ -210,10 +205,11 @@ def flash_attn_func(
     [batch, num_q_heads, q_len]. Other arguments, dtypes and errors: help(sinkattn.ops).
     """
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
-    s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
+    s_aux = _one_s_aux(s_aux, learnable_sink, sinks)
     left, right = _window(window_size, causal)
-    out, lse = call(_fwd, q, k, v, s_aux, None, None, None, None, softmax_scale, left, right, num_sink_tokens)
-    return _with_lse(out, lse, raw_s_aux, return_lse)
+    fwd = _fwd_raw if _wants_raw(s_aux, return_lse) else _fwd
+    out, *_, lse = call(fwd, q, k, v, s_aux, None, None, None, None, softmax_scale, left, right, num_sink_tokens)
+    return (out, lse) if return_lse else out
 
 
 # fmt: off
@@ -281,10 +277,10 @@ def flash_attn_varlen_func(
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if offsets is None:
             raise ValueError(f"sinkattn: {name} is None; it must be int32 offsets [batch + 1], or use flash_attn_func")
-    s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
+    s_aux = _one_s_aux(s_aux, learnable_sink, sinks)
     left, right = _window(window_size, causal)
-    out, lse = call(
-        _fwd,
+    out, *_, lse = call(
+        _fwd_raw if _wants_raw(s_aux, return_lse) else _fwd,
         q,
         k,
         v,
@@ -298,7 +294,7 @@ def flash_attn_varlen_func(
         right,
         num_sink_tokens,
     )
-    return _with_lse(out, lse, raw_s_aux, return_lse)
+    return (out, lse) if return_lse else out
 
 
 # fmt: off
@@ -402,7 +398,7 @@ def flash_attn_with_kvcache(
     invariant = _flag(invariant, "invariant")
     return_softmax_lse = _flag(return_softmax_lse, "return_softmax_lse")
     return_lse = return_softmax_lse if return_lse is False else return_lse
-    s_aux, raw_s_aux = _split_s_aux(_one_s_aux(s_aux, learnable_sink, sinks), return_lse)
+    s_aux = _one_s_aux(s_aux, learnable_sink, sinks)
     left, right = _window(window_size, causal)
     _given(q, "q")
     if right != 0 and q.ndim == 4 and q.shape[1] > 1:  # another rank is refused below
@@ -418,8 +414,8 @@ def flash_attn_with_kvcache(
         cache_seqlens = call(_append, k_cache, v_cache, k, v, cache_seqlens, block_table)
     elif k is not None or v is not None:
         raise ValueError(f"sinkattn: {'k' if v is None else 'v'} is given without the other; k and v go together")
-    out, lse = call(
-        _decode,
+    out, *_, lse = call(
+        _decode_raw if _wants_raw(s_aux, return_lse) else _decode,
         q,
         k_cache,
         v_cache,
@@ -434,7 +430,7 @@ def flash_attn_with_kvcache(
         k_cache_host=k_cache_host,
         v_cache_host=v_cache_host,
     )
-    return _with_lse(out, lse, raw_s_aux, return_lse)
+    return (out, lse) if return_lse else out
 
 
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _fwd = torch.ops.sinkattn.flash_attn_fwd.default
+_fwd_raw = torch.ops.sinkattn.flash_attn_fwd_raw.default
 _bwd = torch.ops.sinkattn.flash_attn_bwd.default
 
 _NO_FORWARD_MODE = "sinkattn: forward-mode differentiation is not supported; use reverse mode"
@@ -57,12 +58,18 @@ class Forward(torch.autograd.Function):
         ctx.options = inputs[6:]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor, dlse_raw: Tensor | None = None) -> Any:
+        q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, out, lse, *raw = ctx.saved_tensors
         learning = s_aux if ctx.needs_input_grad[3] else None
-        dq, dk, dv, ds_aux = _Backward.apply(  # type: ignore[no-untyped-call]
-            dout, dlse, q, k, v, out, lse, learning, cu_seqlens_q, cu_seqlens_k, *ctx.options
-        )
+
+        def gradients(dout: Tensor, dlse: Tensor | None, lse: Tensor, s_aux: Tensor | None) -> Any:
+            lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.options)
+            return _Backward.apply(dout, dlse, q, k, v, out, lse, s_aux, *lengths)  # type: ignore[no-untyped-call]
+
+        dq, dk, dv, ds_aux = gradients(dout, dlse, lse, learning)
+        if dlse_raw is not None:  # an attention without the sink, as csrc/torch/autograd.cpp has it
+            more_dq, more_dk, _, _ = gradients(torch.zeros_like(dout), dlse_raw, raw[0], None)
+            dq, dk = dq + more_dq, dk + more_dk
         return dq, dk, dv, None if learning is None else ds_aux, *[None] * 8
 
     @staticmethod
@@ -70,11 +77,22 @@ class Forward(torch.autograd.Function):
         raise NotImplementedError(_NO_FORWARD_MODE)
 
 
-def serves(op: Any, error: RuntimeError) -> bool:
-    """Whether a transform met an operator that Forward computes as well."""
+class RawForward(Forward):
+    """(out, lse, lse_raw) by flash_attn_fwd_raw, from its arguments."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_fwd_raw(*arguments))
+
+
+_SERVED = {_fwd: Forward, _fwd_raw: RawForward}
+
+
+def function_for(op: Any, error: RuntimeError) -> type[Forward] | None:
+    """The function that computes the operator that a transform met; None for another error."""
     if "a torch.func transform meets an operator" not in str(error):
-        return False
-    if op is not _fwd:
+        return None
+    if op not in _SERVED:
         name = op._schema.name.removeprefix("sinkattn::")
         raise NotImplementedError(f"sinkattn: {name} has no backward; use flash_attn_func where gradients are needed")
-    return True
+    return _SERVED[op]

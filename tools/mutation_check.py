@@ -34,28 +34,26 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
-    Mutation(
-        "sink dropped", FWD, "with_sink && lane < rows->n ?", "with_sink && lane < 0 ?", EDGES + "sink_is_not_dropped"
-    ),
+    Mutation("sink dropped", FWD, "sa_s_aux(args, row.head));", "-(double)INFINITY);", EDGES + "sink_is_not_dropped"),
     Mutation(
         "sink counted in every split",
         DECODE,
-        "job->num_splits, !job->parts);",
-        "job->num_splits, true);",
+        "double pivot = -(double)INFINITY, sum = 0.0;",
+        "double pivot = sa_s_aux(args, sa_row_at(&stream, rows.begin + lane).head), sum = sa_sink_sum(pivot);",
         EDGES + "sink_is_counted_once_not_per_split",
     ),
     Mutation(
         "sink scaled",
         FWD,
-        "state->pivot[lane] = (float)s;",
-        "state->pivot[lane] = (float)(s * sa_softmax_scale(problem));",
+        "sa_s_aux(args, row.head));",
+        "sa_s_aux(args, row.head) * sa_softmax_scale(&args->problem));",
         EDGES + "sink_is_not_scaled",
     ),
     Mutation(
         "pivot over keys alone",
-        ROWS,
-        "pivot = sa_select(top > before + SA_PIVOT_SLACK, top, before);",
-        "pivot = top;",
+        NUMERICS,
+        "top = pivot > s ? pivot : s,",
+        "top = pivot,",
         EDGES + "sink_far_above_the_scores_keeps_lse_finite",
     ),
     Mutation(

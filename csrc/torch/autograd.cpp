@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Derivatives. The forward saves q, k, v, out, lse, s_aux and the offsets of packed rows, nothing else, and the backward recomputes the
-// scores. A sink that needs no gradient is left out of the backward altogether: lse carries it already.
+// Derivatives. The forward saves q, k, v, out, lse, lse_raw where it is an output, s_aux and the offsets of packed rows, and the backward
+// recomputes the scores. A sink that needs no gradient is left out of the backward altogether: lse carries it already.
 
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -22,6 +22,7 @@ using torch::autograd::variable_list;
 
 using Maybe = std::optional<at::Tensor>;
 using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
+using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using MaybeInt = std::optional<c10::SymInt>;
 using MaybeScale = std::optional<double>;
@@ -75,6 +76,8 @@ template <class Function, class Result, class... Args> struct Differentiable<Fun
         const variable_list results = Function::apply(args...);
         if constexpr (std::is_same_v<Result, Tensors2>)
             return {results[0], results[1]};
+        else if constexpr (std::is_same_v<Result, Tensors3>)
+            return {results[0], results[1], results[2]};
         else
             return {results[0], results[1], results[2], results[3]};
     }
@@ -100,60 +103,78 @@ struct FlashAttnBwd : torch::autograd::Function<FlashAttnBwd> {
     }
 };
 
-struct FlashAttnFwd : torch::autograd::Function<FlashAttnFwd> {
-    static constexpr bool is_traceable = true;
-    static constexpr const char *name = "sinkattn::flash_attn_fwd";
-    using Signature = Tensors2(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
-                               MaybeInt, MaybeInt, MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
+// Result: Tensors2, out and lse; Tensors3, lse_raw too.
+template <class Result> struct FlashAttnFwd : torch::autograd::Function<FlashAttnFwd<Result>> {
+    static constexpr bool is_traceable = true, has_raw = std::is_same_v<Result, Tensors3>;
+    static constexpr const char *name = has_raw ? "sinkattn::flash_attn_fwd_raw" : "sinkattn::flash_attn_fwd";
+    using Signature = Result(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
+                             MaybeInt, MaybeInt, MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
 
     static variable_list forward(AutogradContext *ctx, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
                                  const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, const MaybeInt &max_seqlen_q,
                                  const MaybeInt &max_seqlen_k, MaybeScale softmax_scale, const c10::SymInt &window_size_left,
                                  const c10::SymInt &window_size_right, const c10::SymInt &num_sink_tokens) {
         const bool s_aux_learns = requires_grad(s_aux);
-        auto [out, lse] = Differentiable<FlashAttnFwd>::below(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                                              softmax_scale, window_size_left, window_size_right, num_sink_tokens);
+        const Result result = Differentiable<FlashAttnFwd>::below(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                                                  softmax_scale, window_size_left, window_size_right, num_sink_tokens);
+        variable_list results = {std::get<0>(result), std::get<1>(result)};
+        if constexpr (has_raw) results.push_back(std::get<2>(result));
         ctx->set_materialize_grads(false);
-        ctx->save_for_backward({q, k, v, out, lse, s_aux_learns ? *s_aux : at::Tensor(), cu_seqlens_q.value_or(at::Tensor()),
-                                cu_seqlens_k.value_or(at::Tensor())});
+        variable_list saved = {
+            q, k, v, s_aux_learns ? *s_aux : at::Tensor(), cu_seqlens_q.value_or(at::Tensor()), cu_seqlens_k.value_or(at::Tensor())};
+        saved.insert(saved.end(), results.begin(), results.end());
+        ctx->save_for_backward(saved);
         ctx->saved_data["options"] = Options(max_seqlen_q, max_seqlen_k, softmax_scale);
         ctx->saved_data["mask"] = Mask(window_size_left, window_size_right, num_sink_tokens);
-        return {out, lse};
+        return results;
+    }
+
+    static Tensors4 gradients(AutogradContext *ctx, const variable_list &saved, const at::Tensor &dout, const at::Tensor &dlse,
+                              const at::Tensor &lse, const at::Tensor &s_aux) {
+        static const auto bwd = find<FlashAttnBwd::Signature>(FlashAttnBwd::name);
+        const at::Tensor &out = saved[6];
+        const auto [max_seqlen_q, max_seqlen_k, softmax_scale] = ctx->saved_data["options"].template to<Options>();
+        const auto [window_size_left, window_size_right, num_sink_tokens] = ctx->saved_data["mask"].template to<Mask>();
+        return bwd.call(dout.defined() ? dout : at::zeros_like(out), if_defined(dlse), saved[0], saved[1], saved[2], out, lse,
+                        if_defined(s_aux), if_defined(saved[4]), if_defined(saved[5]), max_seqlen_q, max_seqlen_k, softmax_scale,
+                        window_size_left, window_size_right, num_sink_tokens);
     }
 
     static variable_list backward(AutogradContext *ctx, const variable_list &grads) {
-        const at::Tensor &dout = grads[0];
-        const at::Tensor &dlse = grads[1];
         variable_list result(12);
-        if (!dout.defined() && !dlse.defined()) return result;
-        static const auto bwd = find<FlashAttnBwd::Signature>(FlashAttnBwd::name);
+        const bool used = grads[0].defined() || grads[1].defined(), raw_used = has_raw && grads.back().defined();
+        if (!used && !raw_used) return result;
         const variable_list saved = ctx->get_saved_variables();
-        const at::Tensor &out = saved[3];
-        const at::Tensor &s_aux = saved[5];
-        const auto [max_seqlen_q, max_seqlen_k, softmax_scale] = ctx->saved_data["options"].to<Options>();
-        const auto [window_size_left, window_size_right, num_sink_tokens] = ctx->saved_data["mask"].to<Mask>();
-        auto [dq, dk, dv, ds_aux] = bwd.call(dout.defined() ? dout : at::zeros_like(out), if_defined(dlse), saved[0], saved[1], saved[2],
-                                             out, saved[4], if_defined(s_aux), if_defined(saved[6]), if_defined(saved[7]), max_seqlen_q,
-                                             max_seqlen_k, softmax_scale, window_size_left, window_size_right, num_sink_tokens);
-        result[0] = std::move(dq);
-        result[1] = std::move(dk);
-        result[2] = std::move(dv);
-        if (s_aux.defined()) result[3] = std::move(ds_aux);
+        if (used) {
+            const at::Tensor &s_aux = saved[3];
+            auto [dq, dk, dv, ds_aux] = gradients(ctx, saved, grads[0], grads[1], saved[7], s_aux);
+            result[0] = std::move(dq);
+            result[1] = std::move(dk);
+            result[2] = std::move(dv);
+            if (s_aux.defined()) result[3] = std::move(ds_aux);
+        }
+        // The raw LSE does not know the sink: its part is that of an attention without one, exact however small the keys' weight.
+        if (raw_used) {
+            auto [dq, dk, dv, none] = gradients(ctx, saved, {}, grads.back(), saved.back(), {});
+            result[0] = used ? result[0].add(dq) : std::move(dq);
+            result[1] = used ? result[1].add(dk) : std::move(dk);
+            if (!used) result[2] = std::move(dv);
+        }
         return result;
     }
 };
 
 const char *const kDecodeHasNoBackward = "sinkattn: flash_decode has no backward; use flash_attn_func where gradients are needed";
 
-struct FlashDecode : torch::autograd::Function<FlashDecode> {
+template <class Result> struct FlashDecode : torch::autograd::Function<FlashDecode<Result>> {
     static constexpr bool is_traceable = true;
-    static constexpr const char *name = "sinkattn::flash_decode";
-    using Signature = Tensors2(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
-                               MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool, const Maybe &, const Maybe &);
+    static constexpr const char *name = std::is_same_v<Result, Tensors3> ? "sinkattn::flash_decode_raw" : "sinkattn::flash_decode";
+    using Signature = Result(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
+                             MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool, const Maybe &, const Maybe &);
 
     template <class... Args> static variable_list forward(AutogradContext * /*ctx*/, const Args &...args) {
-        auto [out, lse] = Differentiable<FlashDecode>::below(args...);
-        return {out, lse};
+        const Result result = Differentiable<FlashDecode>::below(args...);
+        return std::apply([](const auto &...each) { return variable_list{each...}; }, result);
     }
 
     static variable_list backward(AutogradContext * /*ctx*/, const variable_list & /*grads*/) {
@@ -215,9 +236,11 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
 } // namespace
 
 TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
-    m.impl("flash_attn_fwd", Differentiable<FlashAttnFwd>::kernel);
+    m.impl("flash_attn_fwd", Differentiable<FlashAttnFwd<Tensors2>>::kernel);
+    m.impl("flash_attn_fwd_raw", Differentiable<FlashAttnFwd<Tensors3>>::kernel);
     m.impl("flash_attn_bwd", Differentiable<FlashAttnBwd>::kernel);
-    m.impl("flash_decode", Differentiable<FlashDecode>::kernel);
+    m.impl("flash_decode", Differentiable<FlashDecode<Tensors2>>::kernel);
+    m.impl("flash_decode_raw", Differentiable<FlashDecode<Tensors3>>::kernel);
     m.impl("flash_decode_out", flash_decode_out);
     m.impl("flash_decode_nvfp4", Differentiable<FlashDecodeNvfp4>::kernel);
     m.impl("append_kv", append_kv);

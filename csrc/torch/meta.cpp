@@ -15,6 +15,7 @@ namespace sinkattn {
 namespace {
 
 using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
+using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using MaybeInt = std::optional<c10::SymInt>;
 
@@ -46,6 +47,14 @@ Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tens
     return {empty_contiguous(q), empty_lse(q)};
 }
 
+Tensors3 flash_attn_fwd_raw(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
+                            const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, std::optional<double> softmax_scale,
+                            c10::SymInt window_size_left, c10::SymInt window_size_right, c10::SymInt num_sink_tokens) {
+    auto [out, lse] = flash_attn_fwd(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k),
+                                     softmax_scale, std::move(window_size_left), std::move(window_size_right), std::move(num_sink_tokens));
+    return {std::move(out), std::move(lse), empty_lse(q)};
+}
+
 Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                         const at::Tensor &out, const at::Tensor &lse, const Maybe &s_aux, const Maybe &cu_seqlens_q,
                         const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
@@ -68,6 +77,15 @@ Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::
     check_hosts(q, k_cache_host, v_cache_host);
     check_devices(q, {{"s_aux", &s_aux}, {"cache_seqlens", &cache_seqlens}, {"block_table", &block_table}});
     return {empty_contiguous(q), empty_lse(q)};
+}
+
+Tensors3 flash_decode_raw(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                          const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> softmax_scale,
+                          c10::SymInt window_size_left, c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant,
+                          const Maybe &k_cache_host, const Maybe &v_cache_host) {
+    auto [out, lse] = flash_decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, std::move(window_size_left),
+                                   std::move(num_sink_tokens), std::move(num_splits), invariant, k_cache_host, v_cache_host);
+    return {std::move(out), std::move(lse), empty_lse(q)};
 }
 
 Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
@@ -106,8 +124,10 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
 
 TORCH_LIBRARY_IMPL(sinkattn, Meta, m) {
     m.impl("flash_attn_fwd", flash_attn_fwd);
+    m.impl("flash_attn_fwd_raw", flash_attn_fwd_raw);
     m.impl("flash_attn_bwd", flash_attn_bwd);
     m.impl("flash_decode", flash_decode);
+    m.impl("flash_decode_raw", flash_decode_raw);
     m.impl("flash_decode_out", flash_decode_out);
     m.impl("flash_decode_nvfp4", flash_decode_nvfp4);
     m.impl("append_kv", append_kv);

@@ -6,6 +6,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -25,6 +26,7 @@ namespace sinkattn {
 namespace {
 
 using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
+using Tensors3 = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Tensors4 = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using MaybeInt = std::optional<int64_t>;
 using MaybeScale = std::optional<double>;
@@ -171,17 +173,24 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
     if (!q.is_cpu()) check_if_asked(q);
 }
 
-Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
-                        const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale,
-                        int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
+// kOutputs: 2, out and lse; 3, lse_raw too.
+template <int kOutputs, class Result = std::conditional_t<kOutputs == 3, Tensors3, Tensors2>>
+Result flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
+                      const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale,
+                      int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
     Inputs in = prefill_inputs(SINKATTN_FWD, q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                                mask_of(window_size_left, window_size_right, num_sink_tokens));
-    at::Tensor out = at::empty(q.sizes(), q.options());
-    at::Tensor lse = at::empty(lse_shape(in.args.problem), q.options().dtype(lse_dtype(q)));
-    in.args.out = written_rows_of(out);
-    in.args.lse = lse.mutable_data_ptr();
+    Result result;
+    std::get<0>(result) = at::empty(q.sizes(), q.options());
+    std::get<1>(result) = at::empty(lse_shape(in.args.problem), q.options().dtype(lse_dtype(q)));
+    in.args.out = written_rows_of(std::get<0>(result));
+    in.args.lse = std::get<1>(result).mutable_data_ptr();
+    if constexpr (kOutputs == 3) {
+        std::get<2>(result) = at::empty_like(std::get<1>(result));
+        in.args.lse_raw = std::get<2>(result).mutable_data_ptr();
+    }
     launch(sinkattn_fwd, in.args, in.args.problem, q);
-    return {std::move(out), std::move(lse)};
+    return result;
 }
 
 Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
@@ -295,7 +304,7 @@ bool is_packable(const at::Tensor &k_cache, const at::Tensor &v_cache) {
 
 void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux, const Maybe &cache_seqlens,
             const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens, int64_t num_splits,
-            bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch, const DecodeExtras &extras) {
+            bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch, const DecodeExtras &extras, void *lse_raw = nullptr) {
     const bool packs = invariant && !q.is_cpu(), moves = packs && !block_table && !is_packable(k_cache, v_cache);
     Inputs in = common_inputs(SINKATTN_DECODE, packs ? q.contiguous() : q, moves ? k_cache.contiguous() : k_cache,
                               moves ? v_cache.contiguous() : v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
@@ -303,6 +312,7 @@ void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_
     args.fwd = in.args;
     args.fwd.out = written_rows_of(out);
     args.fwd.lse = lse.mutable_data_ptr();
+    args.fwd.lse_raw = lse_raw;
     args.host = host_tier(extras, in.k, in.v, block_table);
     if (args.host.num_pages) {
         take_strides(args.fwd.k, args.host.k, in.k.size(0));
@@ -325,6 +335,18 @@ Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
            out, lse, {}, {k_cache_host, v_cache_host, {}});
     return {std::move(out), std::move(lse)};
+}
+
+Tensors3 flash_decode_raw(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
+                          const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
+                          int64_t num_sink_tokens, int64_t num_splits, bool invariant, const Maybe &k_cache_host,
+                          const Maybe &v_cache_host) {
+    check_cache_ranks(q, k_cache, v_cache);
+    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor lse = empty_lse(q), lse_raw = empty_lse(q);
+    decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
+           out, lse, {}, {k_cache_host, v_cache_host, {}}, lse_raw.mutable_data_ptr());
+    return {std::move(out), std::move(lse), std::move(lse_raw)};
 }
 
 Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
@@ -385,9 +407,11 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
 }
 
 void register_kernels(torch::Library &m) {
-    m.impl("flash_attn_fwd", flash_attn_fwd);
+    m.impl("flash_attn_fwd", flash_attn_fwd<2>);
+    m.impl("flash_attn_fwd_raw", flash_attn_fwd<3>);
     m.impl("flash_attn_bwd", flash_attn_bwd);
     m.impl("flash_decode", flash_decode);
+    m.impl("flash_decode_raw", flash_decode_raw);
     m.impl("flash_decode_out", flash_decode_out);
     m.impl("flash_decode_nvfp4", flash_decode_nvfp4);
 }

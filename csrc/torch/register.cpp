@@ -2,6 +2,7 @@
 //
 // The operators' schemas. The names matter: other trainers' checkpointing policies find the forward by "flash_attn", the backward by
 // "bwd", and read window_size_left. So do the positions: what follows the tensors that every call has is optional, and keeps its place.
+// The _raw forms return the LSE over the keys alone as well.
 
 #include <torch/library.h>
 
@@ -9,6 +10,9 @@ TORCH_LIBRARY(sinkattn, m) {
     m.def("flash_attn_fwd(Tensor q, Tensor k, Tensor v, Tensor? s_aux=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
           "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, SymInt window_size_left=-1, "
           "SymInt window_size_right=-1, SymInt num_sink_tokens=0) -> (Tensor out, Tensor lse)");
+    m.def("flash_attn_fwd_raw(Tensor q, Tensor k, Tensor v, Tensor? s_aux=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+          "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, SymInt window_size_left=-1, "
+          "SymInt window_size_right=-1, SymInt num_sink_tokens=0) -> (Tensor out, Tensor lse, Tensor lse_raw)");
     m.def("flash_attn_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? s_aux=None, "
           "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
           "float? softmax_scale=None, SymInt window_size_left=-1, SymInt window_size_right=-1, SymInt num_sink_tokens=0) "
@@ -17,6 +21,10 @@ TORCH_LIBRARY(sinkattn, m) {
           "Tensor? block_table=None, float? softmax_scale=None, SymInt window_size_left=-1, SymInt num_sink_tokens=0, "
           "SymInt num_splits=0, bool invariant=False, "
           "*, Tensor? k_cache_host=None, Tensor? v_cache_host=None) -> (Tensor out, Tensor lse)");
+    m.def("flash_decode_raw(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux=None, Tensor? cache_seqlens=None, "
+          "Tensor? block_table=None, float? softmax_scale=None, SymInt window_size_left=-1, SymInt num_sink_tokens=0, "
+          "SymInt num_splits=0, bool invariant=False, "
+          "*, Tensor? k_cache_host=None, Tensor? v_cache_host=None) -> (Tensor out, Tensor lse, Tensor lse_raw)");
     m.def("flash_decode_nvfp4(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux=None, Tensor? cache_seqlens=None, "
           "Tensor? block_table=None, float? softmax_scale=None, SymInt window_size_left=-1, SymInt num_sink_tokens=0, "
           "SymInt num_splits=0, bool invariant=False, "

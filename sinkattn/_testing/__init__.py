@@ -16,6 +16,7 @@ from .evaluation import (
     make_inputs,
     restride,
 )
+from .joins import random_join
 from .runner import (
     LEVEL_VARIABLE,
     LEVELS,
@@ -56,6 +57,7 @@ __all__ = [
     "evaluate",
     "make_inputs",
     "random_case",
+    "random_join",
     "random_outcome",
     "restride",
     "run_ops",

@@ -13,6 +13,7 @@ import time
 import torch
 
 from .cases import Case
+from .joins import random_join
 from .runner import LEVEL_VARIABLE, available_levels, check_at, run_random
 
 
@@ -20,6 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sinkattn._testing", description=__doc__)
     parser.add_argument("--case", help="run the case of this id alone, at the level in SINKATTN_CPU_LEVEL")
     parser.add_argument("--cases", type=int, default=2000, help="random configurations to run")
+    parser.add_argument(
+        "--joins", type=int, help="run this many random merges and sinks that join, and no configuration"
+    )
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, printed")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread")
     parser.add_argument("--json", help="write the summary here")
@@ -30,6 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{f.name:10} {f.ratio:8.3f} of what is allowed: {f.text}")
         return 1 if outcome.failures else 0
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+    if args.joins:
+        failures = [f for index in range(args.joins) for f in random_join(f"{seed}/{index}") if not f.ratio <= 1]
+        print("\n".join(f"FAILED {f.name}: {f.text}" for f in failures))
+        print(f"seed {seed}: {args.joins} joins, {len(failures)} failures")
+        return 1 if failures else 0
     print(f"seed {seed}, {args.cases} cases, levels {' '.join(available_levels())}", flush=True)
     begun = time.monotonic()
     summary = run_random(seed, args.cases, args.workers)

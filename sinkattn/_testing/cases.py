@@ -49,6 +49,7 @@ class Case:
     strides: str = "plain"  # or transposed, sliced, offset, lastdim, expanded
     dout: str = "rand"  # or sum (one expanded 1), transposed
     dlse: bool = True
+    raw: bool = False  # return_lse="raw": the LSE is that over the keys alone, and so is its gradient
     frozen: bool = False  # s_aux asks for no gradient
     poison: bool = False  # NaN in keys and values that no row sees
     num_splits: int = 0
@@ -89,6 +90,7 @@ class Case:
         say(c.strides != "plain", c.strides)
         say(c.dout != "rand", f"dout{c.dout}")
         say(not c.dlse, "nodlse")
+        say(c.raw, "raw")
         say(c.frozen, "frozen")
         say(c.poison, "poison")
         say(c.num_splits, f"splits{c.num_splits}")
@@ -132,6 +134,7 @@ _WORDS: list[tuple[str, str, Any]] = [
     (r"(transposed|sliced|offset|lastdim|expanded)", "strides", str),
     (r"dout(sum|transposed)", "dout", str),
     (r"(nodlse)", "dlse", lambda _: False),
+    (r"(raw)", "raw", bool),
     (r"(frozen)", "frozen", bool),
     (r"(poison)", "poison", bool),
     (r"splits(\d+)", "num_splits", int),
@@ -196,6 +199,7 @@ def random_case(seed: str, work: int = 2_000_000) -> Case:
         strides=strides,
         dout="rand" if decode else pick(("rand", "rand", "sum", "transposed")),
         dlse=decode or rng.random() < 0.5,
+        raw=rng.random() < 0.2,
         frozen=not decode and rng.random() < 0.1,
         poison=rng.random() < 0.5,
         num_splits=0 if invariant or not decode else pick((0, 0, 1, 2, 3, 7)),

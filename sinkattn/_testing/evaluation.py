@@ -212,6 +212,7 @@ def evaluate(case: Case, t: Inputs, low: torch.dtype | None = None) -> dict[str,
     weights, sink_weight = torch.exp(scores - pivot), torch.exp(sink - pivot)
     total = weights.sum(-1, keepdim=True) + sink_weight
     lse = pivot + torch.log(total)
+    lse_raw = torch.logsumexp(torch.cat([scores, torch.full_like(sink, -math.inf)], -1), -1, keepdim=True)
     total = torch.where(total == 0, 1.0, total)
     probs = rounded((weights / total).masked_fill(~seen, 0.0))
     sink_prob = torch.where(sink == math.inf, 1.0, sink_weight / total)
@@ -219,14 +220,19 @@ def evaluate(case: Case, t: Inputs, low: torch.dtype | None = None) -> dict[str,
 
     dlse = t.padded.get("dlse")
     g = torch.zeros(*rows, 1, dtype=wide) if dlse is None else dlse.to(wide).reshape(*rows, 1)
+    g, g_raw = (torch.zeros_like(g), g) if case.raw else (g, torch.zeros_like(g))
     dprobs = rounded(dout @ v.mT).masked_fill(~seen, 0.0)
     delta = (probs * dprobs).sum(-1, keepdim=True)
     dscores = rounded((probs * (dprobs - delta + g)).masked_fill(~seen, 0.0))
+    raw_probs = torch.exp(scores - torch.where(lse_raw == -math.inf, 0.0, lse_raw))
+    raw_dscores = rounded((raw_probs * g_raw).masked_fill(~seen, 0.0))
+    parts = [scale * (ds @ k) for ds in (dscores, raw_dscores)], [scale * (ds.mT @ q) for ds in (dscores, raw_dscores)]
+    dq, dk = (rounded(rounded(own) + rounded(raw)) for own, raw in parts)
     result = {
         "out": unfold(out),
-        "lse": lse.view(batch, kv * group, longest_q),
-        "dq": unfold(rounded(scale * (dscores @ k))),
-        "dk": rounded(scale * (dscores.mT @ q)).transpose(1, 2),
+        "lse": (lse_raw if case.raw else lse).view(batch, kv * group, longest_q),
+        "dq": unfold(dq),
+        "dk": dk.transpose(1, 2),
         "dv": rounded(probs.mT @ dout).transpose(1, 2),
     }
     if low is None:
@@ -236,6 +242,15 @@ def evaluate(case: Case, t: Inputs, low: torch.dtype | None = None) -> dict[str,
         result["out_noise"] = unfold((in_probs @ v.square()).sqrt())
         result["dq_noise"] = unfold(abs(scale) * (in_dscores @ k.square()).sqrt())
         result["dk_noise"] = abs(scale) * (in_dscores.mT @ q.square()).sqrt().transpose(1, 2)
+        if case.raw:  # two gradients, each rounded before they are added
+            own = _unit(DTYPES[case.dtype]) ** 2 if DTYPES[case.dtype] in HALVES else 0.0
+            in_raw = raw_dscores.square() * ((2.0**-24 * scores_size).square() + 2 * own)
+            rounding_q, rounding_k = (own * (a.square() + b.square()) for a, b in parts)
+            result["dq_noise"] = result["dq_noise"].hypot(
+                unfold((scale**2 * (in_raw @ k.square()) + rounding_q).sqrt())
+            )
+            more = (scale**2 * (in_raw.mT @ q.square()) + rounding_k).sqrt().transpose(1, 2)
+            result["dk_noise"] = result["dk_noise"].hypot(more)
         result["dv_noise"] = (in_probs.mT @ dout.square()).sqrt().transpose(1, 2)
         heads = (batch, kv, group, -1)
         terms, g_terms = (sink_prob * probs * dprobs).view(heads), (sink_prob * g).view(heads)

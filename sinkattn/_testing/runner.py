@@ -28,10 +28,11 @@ LEVELS = ("oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 def run_ops(case: Case, t: Inputs, ops: ModuleType, backward: bool = True) -> dict[str, Tensor]:
     """out and lse, and the gradients unless the case decodes, by the functions of `ops`."""
     common: dict[str, Any] = {"softmax_scale": case.scale, "s_aux": t.s_aux, "num_sink_tokens": case.num_sink_tokens}
-    common |= {"window_size": (case.left, case.right), "return_lse": True}
+    common |= {"window_size": (case.left, case.right), "return_lse": "raw" if case.raw else True}
     if case.decode:
         if case.num_splits or case.invariant:
-            out, lse = torch.ops.sinkattn.flash_decode(
+            decode = torch.ops.sinkattn.flash_decode_raw if case.raw else torch.ops.sinkattn.flash_decode
+            out, *_, lse = decode(
                 t.q, t.k, t.v, t.s_aux, t.cache_seqlens, t.block_table, case.scale, case.left, case.num_sink_tokens,
                 case.num_splits, case.invariant,
             )  # fmt: skip
