@@ -216,6 +216,7 @@ lint: $(call installed,lint)
 	$(TOOLS)ruff check .
 	$(TOOLS)ruff format --check .
 	$(TOOLS)mypy --strict sinkattn
+	$(PY) tools/check_snippets.py
 	$(TOOLS)clang-format --dry-run -Werror $(C_FILES)
 	$(TOOLS)clang-tidy --quiet $(filter csrc/core/%.c csrc/cpu/%.c,$(SOURCES)) -- -std=c11 -Icsrc -Icsrc/include $(AMX_BF16_FLAGS)
 	$(PY) tools/check_structure.py

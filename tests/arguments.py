@@ -96,7 +96,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Calls(TorchDispatchMode):
-    """The arguments of every sinkattn operator that reaches a kernel, with trailing defaults, which torch leaves out."""
+    """The arguments of every sinkattn operator that reaches a kernel, with the defaults that torch leaves out."""
 
     def __init__(self) -> None:
         super().__init__()

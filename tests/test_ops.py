@@ -222,6 +222,18 @@ def test_nothing_but_the_inputs_and_two_outputs_is_saved() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "s_aux", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"])
+def test_what_is_changed_before_the_backward_is_noticed(name: str) -> None:
+    q, k, v, s_aux, cu_q, cu_k = packed(grad=True)
+    out, lse = sinkattn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, s_aux=s_aux, return_lse=True)
+    total = out.sum()
+    named = {"q": q, "k": k, "v": v, "s_aux": s_aux, "out": out, "lse": lse, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    with torch.no_grad():
+        named[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
 @pytest.mark.parametrize("layout", ["dense", "packed"])
 def test_checkpointing_gives_the_same_bits_in_two_calls(layout: str) -> None:
     *inputs, cu_q, cu_k = packed(grad=True) if layout == "packed" else (*dense(grad=True), None, None)
@@ -310,6 +322,36 @@ def test_any_strides_give_the_same_bits(layout: str) -> None:
     strided = (*(STRIDES[layout](x) for x in (q, k, v)), torch.stack([s_aux, s_aux], 1)[:, 0], *DENSE_ARGS)
     for op, make in ((ops.flash_attn_fwd, lambda x: x), (ops.flash_attn_bwd, backward_args)):
         assert all(torch.equal(a, b) for a, b in zip(op(*make(strided)), op(*make(contiguous)), strict=True))
+
+
+INDEX_STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "every-other": lambda x: torch.stack([x, torch.full_like(x, 7)], -1).flatten(-2)[..., ::2],
+    "transposed": lambda x: torch.stack([x, torch.full_like(x, 7)], -1)[..., 0],
+    "wider-rows": lambda x: torch.cat([torch.full_like(x, 7), x, torch.full_like(x, 7)], -1)[
+        ..., x.shape[-1] : 2 * x.shape[-1]
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", INDEX_STRIDES)
+def test_lengths_and_tables_have_any_strides(layout: str) -> None:
+    change = INDEX_STRIDES[layout]
+    q, k, v, s_aux, *lens = packed()
+    rest = (3, 4, None, 3, 0, 1)
+    strided = [change(x) for x in lens]
+    assert all(x.data_ptr() % 4 == 0 and torch.equal(x, y) for x, y in zip(strided, lens, strict=True))
+    want, got = ((q, k, v, s_aux, *x, *rest) for x in (lens, strided))
+    for op, make in ((ops.flash_attn_fwd, lambda x: x), (ops.flash_attn_bwd, backward_args)):
+        assert all(torch.equal(a, b) for a, b in zip(op(*make(got)), op(*make(want)), strict=True))
+    arguments = decode_args(paged=True)
+    decoded = ops.flash_decode(*arguments[:4], change(arguments[4]), change(arguments[5]), *arguments[6:])
+    assert all(map(torch.equal, decoded, ops.flash_decode(*arguments)))
+    k_cache, v_cache, k, v, lens, table = append_args(paged=True)
+    results = []
+    for these in ((lens, table), (change(lens), change(table))):
+        caches = k_cache.clone(), v_cache.clone()
+        results.append((ops.append_kv(*caches, k, v, *these), *caches))
+    assert all(map(torch.equal, *results))
 
 
 def test_expanded_gradients_and_keys() -> None:
