@@ -114,7 +114,8 @@ CHANGE(endless_table_stride, c->decode.block_table_stride = INT64_MAX)
 CHANGE(out_is_q, f->out = f->q)
 CHANGE(out_within_k, f->out.data = (char *)f->k.data + 64)
 CHANGE(lse_in_out, f->lse = (char *)f->out.data + 32)
-CHANGE(lse_is_s_aux, f->lse = (void *)(uintptr_t)f->s_aux)
+CHANGE(lse_is_s_aux, f->lse = (void *)(uintptr_t)f->s_aux; f->lse_raw = NULL)
+CHANGE(lse_raw_is_lse, f->lse_raw = f->lse)
 CHANGE(dq_is_dout, c->bwd.dq = c->bwd.dout)
 CHANGE(dv_is_dk, c->bwd.dv = c->bwd.dk)
 CHANGE(ds_aux_in_dlse, c->bwd.ds_aux = (char *)(uintptr_t)c->bwd.dlse + 4)
@@ -226,6 +227,8 @@ static const malformed table[] = {
     {DECODE, out_within_k, SINKATTN_INVALID, "k and out overlap; out is written"},
     {PACKED, lse_in_out, SINKATTN_INVALID, "out and lse overlap; lse is written"},
     {FWD, lse_is_s_aux, SINKATTN_INVALID, "lse and s_aux overlap; lse is written"},
+    {DECODE, lse_raw_is_lse, SINKATTN_INVALID, "lse and lse_raw overlap; lse_raw is written"},
+    {BWD, lse_raw_is_lse, SINKATTN_INVALID, "lse_raw is given; it must be NULL in a backward"},
     {BWD, dq_is_dout, SINKATTN_INVALID, "dout and dq overlap; dq is written"},
     {BWD, dv_is_dk, SINKATTN_INVALID, "dk and dv overlap; dv is written"},
     {BWD, ds_aux_in_dlse, SINKATTN_INVALID, "dlse and ds_aux overlap; ds_aux is written"},
