@@ -4,6 +4,7 @@
 #   make demo    fine-tune a small gpt-oss on real text       make test    the C suite, then pytest
 #   make lint    every style check                            make clean   remove what was built
 #   make docs    the pages and the API reference, strictly, into build/docs
+#   make install PREFIX=/usr/local DESTDIR=    header, static and shared library, sinkattn.pc
 #   make test-c | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
 #
 # demo, docs, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
@@ -15,6 +16,11 @@ FUZZ_SECONDS ?= 60
 SANITIZE ?=
 WERROR ?= -Werror
 OPTIMIZE ?= -O3
+PREFIX ?= /usr/local
+LIBDIR ?= $(PREFIX)/lib
+DESTDIR ?=
+# What runs the C programs of another architecture, such as qemu-aarch64 -L /usr/aarch64-linux-gnu.
+RUN ?=
 PYTHON ?=
 ifeq ($(origin NVCC),undefined)
 NVCC := $(shell command -v nvcc)
@@ -65,7 +71,7 @@ $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib ext test test-c test-sanitize test-py test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
+.PHONY: lib install ext test test-c test-sanitize test-py test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -91,6 +97,26 @@ $(ARCHIVE): $(OBJECTS)
 	@rm -f $@
 	$(AR) rcs $@ $^
 
+# Until 1.0 a minor version may change structs, so it is part of the soname.
+VERSION := $(shell sed -n 's/^.define SINKATTN_VERSION "\(.*\)"/\1/p' csrc/include/sinkattn.h)
+SONAME := libsinkattn.so.$(basename $(VERSION))
+SHARED := $(BUILD)/libsinkattn.so.$(VERSION)
+
+$(SHARED): $(OBJECTS)
+	$(CC) -shared $(C_FLAGS) $^ -Wl,-soname,$(SONAME) -Wl,-z,defs -Wl,--exclude-libs,ALL -o $@ $(LINK_LIBS)
+
+install: lib $(SHARED)
+	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(LIBDIR)/pkgconfig
+	install -m 644 csrc/include/sinkattn.h $(DESTDIR)$(PREFIX)/include
+	install -m 644 $(ARCHIVE) $(DESTDIR)$(LIBDIR)
+	install -m 755 $(SHARED) $(DESTDIR)$(LIBDIR)
+	ln -sf $(notdir $(SHARED)) $(DESTDIR)$(LIBDIR)/$(SONAME)
+	ln -sf $(SONAME) $(DESTDIR)$(LIBDIR)/libsinkattn.so
+	printf '%s\n' 'prefix=$(PREFIX)' 'libdir=$(LIBDIR)' 'includedir=$${prefix}/include' \
+	    'static_libs=$${libdir}/libsinkattn.a $(LINK_LIBS)' '' 'Name: sinkattn' 'Description: attention with learned sinks' \
+	    'Version: $(VERSION)' 'Cflags: -I$${includedir}' 'Libs: -L$${libdir} -lsinkattn' 'Libs.private: $(LINK_LIBS)' \
+	    > $(DESTDIR)$(LIBDIR)/pkgconfig/sinkattn.pc
+
 -include $(OBJECTS:.o=.d) $(C_TEST_OBJECTS:.o=.d)
 
 $(BUILD)/test_c: $(C_TEST_OBJECTS) $(ARCHIVE)
@@ -108,8 +134,8 @@ $(BUILD)/test_device: $(DEVICE_TESTS:%=$(BUILD)/%.o)
 -include $(DEVICE_TESTS:%=$(BUILD)/%.d)
 
 test-c: $(BUILD)/test_c $(BUILD)/attention
-	$(BUILD)/attention
-	$(BUILD)/test_c
+	$(RUN) $(BUILD)/attention
+	$(RUN) $(BUILD)/test_c
 
 test-sanitize:
 	$(MAKE) test-c BUILD=build/asan NVCC= OPTIMIZE=-O1 SANITIZE=address,undefined

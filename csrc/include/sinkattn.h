@@ -22,6 +22,13 @@ extern "C" {
 
 #define SINKATTN_VERSION "0.1.0"
 
+/* Of every function below; the shared library exports no other name. */
+#ifdef __GNUC__
+#define SINKATTN_API __attribute__((visibility("default")))
+#else
+#define SINKATTN_API
+#endif
+
 /* ---- status ------------------------------------------------------------------------------------------------------------------- */
 
 typedef enum sinkattn_code {
@@ -96,11 +103,11 @@ typedef struct sinkattn_device {
 
 /* What this machine's CPU can do. SINKATTN_CPU_LEVEL = oracle | scalar | avx2 | avx512 | avx512_bf16 | amx_bf16 in the environment
  * lowers the level; a name that is unknown, or above what the CPU has, is an error. */
-sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device);
+SINKATTN_API sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device);
 
 /* A CUDA device by ordinal; SINKATTN_UNSUPPORTED when built without nvcc, SINKATTN_DEVICE when no driver or device answers.
  * SINKATTN_CUDA_ARCH in the environment, from 80 to the device's own, lowers the compute capability: 80 runs the sm_80 kernels. */
-sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device);
+SINKATTN_API sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device);
 
 /* One compiled kernel. */
 typedef struct sinkattn_variant_info {
@@ -114,7 +121,7 @@ typedef struct sinkattn_variant_info {
 } sinkattn_variant_info;
 
 /* The i-th compiled kernel, NULL past the last. */
-const sinkattn_variant_info *sinkattn_variant(int32_t i);
+SINKATTN_API const sinkattn_variant_info *sinkattn_variant(int32_t i);
 
 typedef struct sinkattn_plan {
     int32_t variant; /* index for sinkattn_variant */
@@ -126,7 +133,7 @@ typedef struct sinkattn_plan {
 } sinkattn_plan;
 
 /* Pure: depends on its arguments only, so it is testable for devices that are not there. */
-sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkattn_device *device, sinkattn_plan *plan);
+SINKATTN_API sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkattn_device *device, sinkattn_plan *plan);
 
 /* ---- arguments ---------------------------------------------------------------------------------------------------------------- */
 
@@ -209,23 +216,23 @@ typedef struct sinkattn_context {
  *
  * On the CPU lengths are used as they were when they were validated: another thread that writes cu_seqlens, cache_seqlens or block_table
  * meanwhile may change results, but nothing outside the caller's tensors is read or written. */
-sinkattn_status sinkattn_fwd(const sinkattn_fwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
-sinkattn_status sinkattn_bwd(const sinkattn_bwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
-sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
+SINKATTN_API sinkattn_status sinkattn_fwd(const sinkattn_fwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
+SINKATTN_API sinkattn_status sinkattn_bwd(const sinkattn_bwd_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
+SINKATTN_API sinkattn_status sinkattn_decode(const sinkattn_decode_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
 
 /* Copies, without a plan or a workspace, where backend says that the tensors are. */
-sinkattn_status sinkattn_append(const sinkattn_append_args *args, sinkattn_backend backend, const sinkattn_context *context);
+SINKATTN_API sinkattn_status sinkattn_append(const sinkattn_append_args *args, sinkattn_backend backend, const sinkattn_context *context);
 
 /* CUDA kernels clamp lengths that they find in device memory and remember it; the CPU raises at the call. Waits for the device, then says
  * as SINKATTN_INVALID what was wrong since the last time, once. */
-sinkattn_status sinkattn_check_errors(int32_t ordinal);
+SINKATTN_API sinkattn_status sinkattn_check_errors(int32_t ordinal);
 
 /* One line of build facts: version, compilers, backends. */
-const char *sinkattn_build_info(void);
+SINKATTN_API const char *sinkattn_build_info(void);
 
 /* (query, key) pairs that a sequence of these lengths computes a score for: the work that FLOP counts are made of; -1 for negative
  * arguments and for lengths above 2^31 - 1. */
-int64_t sinkattn_visible_pairs(const sinkattn_mask *mask, int64_t q_len, int64_t k_len);
+SINKATTN_API int64_t sinkattn_visible_pairs(const sinkattn_mask *mask, int64_t q_len, int64_t k_len);
 
 #ifdef __cplusplus
 }
