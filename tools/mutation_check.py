@@ -25,12 +25,20 @@ EDGES, INVARIANCE, HOSTILE = (
 )
 
 
+C_SUITE = "test_c "  # then a part of a test's name; faster, since no extension is built
+PLAN, TILE = "csrc/core/plan.c", "csrc/cpu/cpu_tile.h"
+
+
 class Mutation(NamedTuple):
     name: str
     path: str
     old: str
     new: str
     test: str
+
+    @property
+    def of_c_suite(self) -> bool:
+        return self.test.startswith(C_SUITE)
 
 
 MUTATIONS = [
@@ -315,6 +323,63 @@ MUTATIONS = [
         "if (step < 0) return false;",
         "tests/test_append.py::test_no_layout_that_overlaps_is_written",
     ),
+    Mutation(
+        "sink tokens not clamped to the keys",
+        MASK,
+        "(sa_position_t)sa_min(mask->num_sink_tokens, k_len);",
+        "(sa_position_t)mask->num_sink_tokens;",
+        C_SUITE + "sink tokens beyond the keys",
+    ),
+    Mutation("sm_90a code for newer GPUs", PLAN, "info->arch >= 90;", "info->arch > 90;", C_SUITE + "rows and devices"),
+    Mutation(
+        "local window one key longer",
+        PLAN,
+        "<= 2 * info->tile_k + 1 ?",
+        "<= 2 * info->tile_k + 2 ?",
+        C_SUITE + "the local window's edge",
+    ),
+    Mutation(
+        "2^31 partials",
+        PLAN,
+        "partials < INT64_C(1) << 31",
+        "partials <= INT64_C(1) << 31",
+        C_SUITE + "partials below 2^31",
+    ),
+    Mutation(
+        "denormal scale accepted",
+        "csrc/core/validate.c",
+        "(size >= (double)FLT_MIN && size",
+        "(size > 0.0 && size",
+        C_SUITE + "malformed calls",
+    ),
+    Mutation(
+        "lengths used that were not validated",
+        TILE,
+        "    return copy;\n",
+        "    return copy ? lengths : NULL;\n",
+        C_SUITE + "cu_seqlens that change during a call",
+    ),
+    Mutation(
+        "unmapped page taken for an offset",
+        "csrc/cpu/cpu_append.c",
+        "if (to == -1) continue;",
+        "",
+        C_SUITE + "lengths and pages that change during an append",
+    ),
+    Mutation(
+        "lanes past the last row reach dk",
+        TILE,
+        "(!lanes_meet || rows->n == rows->lanes)",
+        "(!lanes_meet || true)",
+        C_SUITE + "a key without weight has no gradient",
+    ),
+    Mutation(
+        "out may be q",
+        "csrc/core/validate_layout.c",
+        "(a->written || b->written) && overlap",
+        "(a->written && b->written) && overlap",
+        C_SUITE + "malformed calls",
+    ),
 ]
 
 
@@ -325,8 +390,24 @@ def build(scratch: Path) -> None:
         raise SystemExit(f"the build failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
+def c_passes(scratch: Path, test: str) -> bool:
+    """Whether a test of the C suite passes; the suite fails where no test has the name."""
+    made = subprocess.run(["make", "build/native/test_c"], cwd=scratch, capture_output=True, text=True)
+    if made.returncode:
+        raise SystemExit(f"the C suite does not build:\n{made.stderr[-3000:]}")
+    done = subprocess.run(["build/native/test_c", "1", test], cwd=scratch, capture_output=True, text=True)
+    if done.stdout.endswith("0 passed, 0 failed\n"):
+        raise SystemExit(f"the C suite has no test {test!r}")
+    return done.returncode == 0
+
+
 def passes(scratch: Path, *tests: str) -> bool:
-    """Whether pytest passes; a crash is a failure, a test that is not there an error of this script."""
+    """Whether all pass; a crash is a failure, a test that is not there an error of this script."""
+    if not all(c_passes(scratch, test.removeprefix(C_SUITE)) for test in tests if test.startswith(C_SUITE)):
+        return False
+    tests = tuple(test for test in tests if not test.startswith(C_SUITE))
+    if not tests:
+        return True
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
     if done.returncode in (2, 3, 4, 5):
@@ -351,14 +432,15 @@ def main(arguments: list[str] | None = None) -> int:
             ".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "asan", "tsan", "fuzz"
         )
         shutil.copytree(ROOT, scratch, ignore=ignored)
-        build(scratch)
+        if not all(m.of_c_suite for m in chosen):
+            build(scratch)
         if not passes(scratch, *sorted({m.test for m in chosen})):
             raise SystemExit("the tests do not pass without a planted bug")
         for m in chosen:
             path = scratch / m.path
             text = path.read_text()
             path.write_text(text.replace(m.old, m.new))
-            if path.suffix != ".py":
+            if path.suffix != ".py" and not m.of_c_suite:
                 build(scratch)
             caught = not passes(scratch, m.test)
             print(f"{'caught' if caught else 'MISSED':7} {m.name:34} {m.test}", flush=True)

@@ -67,6 +67,9 @@ const char *sa_refusal_whole_rows(const sinkattn_problem *problem, const sinkatt
 const char *sa_refusal_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 
+/* Whether a row has code for the device. */
+bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device);
+
 /* A CUDA decode whose parts the kernel cuts by the lengths it finds, rather than each sequence into plan.num_splits. */
 bool sa_is_balanced(const sinkattn_problem *problem, const sinkattn_plan *plan);
 

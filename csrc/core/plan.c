@@ -85,7 +85,7 @@ static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
 }
 
 /* sm_90a code, which wgmma and TMA need, runs on 9.0 alone; older CUDA rows carry code that newer devices translate. */
-static bool runs_on(const sinkattn_variant_info *info, const sinkattn_device *device) {
+bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device) {
     const bool exact = info->backend == SINKATTN_CUDA && info->arch >= 90;
     return info->backend == device->backend && (exact ? info->arch == device->arch : info->arch <= device->arch);
 }
@@ -95,7 +95,7 @@ static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *de
     int32_t best = -1;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
-        if (runs_on(&row->info, device) && !refusal(row, p)) best = i;
+        if (sa_runs_on(&row->info, device) && !refusal(row, p)) best = i;
     return best;
 }
 
@@ -217,7 +217,7 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
     for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
         if (row->info.op != p->op || row->info.backend != device->backend) continue;
         const sinkattn_variant_info *info = &row->info;
-        if (runs_on(info, device))
+        if (sa_runs_on(info, device))
             say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, refusal(row, p));
         else
             say(plan, "; not %s: it is for %s", info->name, name_arch(info->backend, info->arch).text);

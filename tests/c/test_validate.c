@@ -133,6 +133,9 @@ CHANGE(block_table_off_by_1, c->decode.block_table = (const int32_t *)((const ch
 
 CHANGE(nan_scale, p->softmax_scale = (double)NAN)
 CHANGE(infinite_scale, p->softmax_scale = (double)INFINITY)
+CHANGE(denormal_scale, p->softmax_scale = 1e-40)
+CHANGE(negative_denormal_scale, p->softmax_scale = -1e-39)
+CHANGE(endless_scale, p->softmax_scale = 1e39)
 CHANGE(left_below_minus_one, p->mask.has_left = true; p->mask.left = -2)
 CHANGE(right_below_minus_one, p->mask.has_right = true; p->mask.right = -7)
 CHANGE(left_without_its_flag, p->mask.has_left = false; p->mask.left = 127)
@@ -245,6 +248,9 @@ static const malformed table[] = {
     {PAGED, block_table_off_by_1, SINKATTN_INVALID, "block_table is at"},
     {FWD, nan_scale, SINKATTN_INVALID, "softmax_scale is"},
     {BWD, infinite_scale, SINKATTN_INVALID, "softmax_scale is inf"},
+    {FWD, denormal_scale, SINKATTN_INVALID, "softmax_scale is 1e-40; it must be finite, and neither too large nor too small for fp32"},
+    {BWD, negative_denormal_scale, SINKATTN_INVALID, "softmax_scale is -1e-39"},
+    {DECODE, endless_scale, SINKATTN_INVALID, "softmax_scale is 1e+39"},
     {FWD, left_below_minus_one, SINKATTN_INVALID, "window_size_left is -2; it must be -1 (unbounded) or at least 0"},
     {BWD, right_below_minus_one, SINKATTN_INVALID, "window_size_right is -7"},
     {FWD, left_without_its_flag, SINKATTN_INVALID, "window_size_left is 127 with has_left false"},
@@ -404,7 +410,8 @@ static void test_nvfp4_arguments(void) {
                 {{memory + 1, other, 1.0}, "nvfp4.values is at"},
                 {{memory, other, -1.0}, "nvfp4.global_scale is -1; it must be positive"},
                 {{memory, other, (double)NAN}, "nvfp4.global_scale is nan"},
-                {{memory, other, 1e39}, "nvfp4.global_scale is 1e+39"}};
+                {{memory, other, 1e39}, "nvfp4.global_scale is 1e+39"},
+                {{memory, other, 1e-40}, "nvfp4.global_scale is 1e-40"}};
     sinkattn_decode_args args = sample_decode_args(&s);
     args.nvfp4 = (sinkattn_nvfp4){memory, other, 2.0};
     CHECK(sa_validate_decode(&args).code == SINKATTN_OK, "%s", sa_validate_decode(&args).message);

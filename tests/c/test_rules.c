@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The planner's rules at their edges, on rows and devices that need not be there, so that builds without CUDA check its rows' rules too.
+ */
+#include <float.h>
+#include <inttypes.h>
+
+#include "sample.h"
+
+static sinkattn_problem causal_window(sinkattn_op op, int64_t left) {
+    return (sinkattn_problem){.op = op,
+                              .dtype = SINKATTN_BF16,
+                              .batch = 1,
+                              .num_q_heads = 8,
+                              .num_kv_heads = 1,
+                              .head_dim = 64,
+                              .q_len = 1000,
+                              .k_len = 1000,
+                              .mask = {.has_left = true, .left = left, .has_right = true}};
+}
+
+/* Code for 9.0a runs on 9.0 alone, older CUDA code and every CPU level on what is newer too; no row on the other backend. */
+static void test_rows_and_devices(void) {
+    static const struct {
+        sinkattn_backend row;
+        int32_t arch;
+        sinkattn_backend device;
+        int32_t has;
+        bool runs;
+    } cases[] = {{SINKATTN_CUDA, 90, SINKATTN_CUDA, 90, true},   {SINKATTN_CUDA, 90, SINKATTN_CUDA, 89, false},
+                 {SINKATTN_CUDA, 90, SINKATTN_CUDA, 100, false}, {SINKATTN_CUDA, 90, SINKATTN_CUDA, 120, false},
+                 {SINKATTN_CUDA, 80, SINKATTN_CUDA, 80, true},   {SINKATTN_CUDA, 80, SINKATTN_CUDA, 86, true},
+                 {SINKATTN_CUDA, 80, SINKATTN_CUDA, 120, true},  {SINKATTN_CUDA, 80, SINKATTN_CUDA, 75, false},
+                 {SINKATTN_CPU, 2, SINKATTN_CPU, 5, true},       {SINKATTN_CPU, 3, SINKATTN_CPU, 2, false},
+                 {SINKATTN_CPU, 2, SINKATTN_CUDA, 90, false},    {SINKATTN_CUDA, 80, SINKATTN_CPU, 90, false}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const sinkattn_variant_info info = {.backend = cases[i].row, .arch = cases[i].arch};
+        const sinkattn_device device = {.backend = cases[i].device, .arch = cases[i].has};
+        CHECK(sa_runs_on(&info, &device) == cases[i].runs, "case %zu", i);
+    }
+}
+
+/* The longest window that two key tiles before a row's own hold, and one key more. */
+static void test_the_local_windows_edge(void) {
+    for (int64_t tile_k = 64; tile_k <= 128; tile_k *= 2) {
+        const sinkattn_variant_info info = {.tile_q = 64, .tile_k = tile_k};
+        const sinkattn_problem fits = causal_window(SINKATTN_BWD, 2 * tile_k), longer = causal_window(SINKATTN_BWD, 2 * tile_k + 1);
+        CHECK(!sa_refusal_local_window(&fits, &info), "left %" PRId64, fits.mask.left);
+        CHECK(sa_refusal_local_window(&longer, &info), "left %" PRId64, longer.mask.left);
+    }
+}
+
+/* Rows and window fill a key tile, or have one key too many. */
+static void test_the_single_tiles_edge(void) {
+    const sinkattn_variant_info info = {.tile_q = 64, .tile_k = 144};
+    const sinkattn_problem fits = causal_window(SINKATTN_FWD, 144 - 64 / 8), longer = causal_window(SINKATTN_FWD, 144 - 64 / 8 + 1);
+    CHECK(!sa_refusal_one_key_tile(&fits, &info), "left %" PRId64, fits.mask.left);
+    CHECK(sa_refusal_one_key_tile(&longer, &info), "left %" PRId64, longer.mask.left);
+}
+
+/* 2^16 rows in 2^15 parts are 2^31 partials: one part fewer is planned. */
+static void test_partials_below_2_31(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
+    sinkattn_problem problem = {.op = SINKATTN_DECODE,
+                                .dtype = SINKATTN_BF16,
+                                .batch = 1,
+                                .num_q_heads = 1 << 16,
+                                .num_kv_heads = 1,
+                                .head_dim = 8,
+                                .q_len = 1,
+                                .k_len = 1 << 23,
+                                .num_splits = 1 << 15,
+                                .mask = {.has_right = true}};
+    sinkattn_plan plan;
+    sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "num_splits is 32768; it must leave less than 2^31 partial rows"), "%s",
+          status.message);
+    problem.num_splits--;
+    status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_OK && plan.num_splits == (1 << 15) - 1, "%s", status.message);
+}
+
+/* More positional sink tokens than keys are as many as keys: nothing is counted from the number given. */
+static void test_sink_tokens_beyond_the_keys(void) {
+    const int64_t counts[] = {1000, 1001, INT32_MAX, INT64_MAX};
+    sinkattn_problem problem = causal_window(SINKATTN_BWD, 7);
+    const sinkattn_device device = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 2};
+    int64_t bytes = 0;
+    for (int i = 0; i < 4; i++) {
+        problem.mask.num_sink_tokens = counts[i];
+        const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
+        CHECK(band.num_sink == problem.k_len, "%" PRId64 " sink tokens are %" PRId64, counts[i], (int64_t)band.num_sink);
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        if (i == 0) bytes = plan.workspace_bytes;
+        CHECK(status.code == SINKATTN_OK && plan.workspace_bytes == bytes, "%" PRId64 " sink tokens: %" PRId64 " bytes, %s", counts[i],
+              plan.workspace_bytes, status.message);
+    }
+}
+
+/* The smallest and largest scales that fp32 has as normal numbers are served; fp64 has larger ones. */
+static void test_scales_at_the_edge(void) {
+    const double scales[] = {(double)FLT_MIN, -(double)FLT_MIN, (double)FLT_MAX, 1e39};
+    sinkattn_problem problem = causal_window(SINKATTN_FWD, 7);
+    for (int i = 0; i < 4; i++) {
+        problem.softmax_scale = scales[i];
+        problem.dtype = i == 3 ? SINKATTN_FP64 : SINKATTN_FP32;
+        const sinkattn_status status = sa_validate_problem(&problem);
+        CHECK(status.code == SINKATTN_OK, "%g: %s", scales[i], status.message);
+    }
+}
+
+const test rule_tests[] = {{"rows and devices", test_rows_and_devices},
+                           {"the local window's edge", test_the_local_windows_edge},
+                           {"the single key tile's edge", test_the_single_tiles_edge},
+                           {"partials below 2^31", test_partials_below_2_31},
+                           {"sink tokens beyond the keys", test_sink_tokens_beyond_the_keys},
+                           {"scales at the edge", test_scales_at_the_edge},
+                           {0}};
