@@ -6,6 +6,7 @@ Text stays text, coordinates have one decimal, each style is named once, and wha
 
 from __future__ import annotations
 
+import itertools
 import re
 from xml.etree import ElementTree as Tree
 from xml.sax.saxutils import escape
@@ -13,7 +14,6 @@ from xml.sax.saxutils import escape
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _HREF = f"{{{_XLINK}}}href"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-NEAR = 40  # elements back to which a line may be drawn earlier than matplotlib did
 _DOT = "fill: none; stroke: {}; stroke-width: {}; stroke-linecap: round"
 
 
@@ -39,7 +39,7 @@ def _drawn(group: Tree.Element, marks: dict[str, Tree.Element]) -> tuple[str, st
             style = _DOT.format(color[1] if color else "#000000", f"{2 * radius + 1:g}")
             found.append(f"M{x:.1f} {y:.1f}h0")
         else:
-            style = use.attrib.get("style", "") or mark.attrib["style"]
+            style = "fill: none; " + (use.attrib.get("style", "") or mark.attrib["style"])
             found.append(_moved(path, x, y))
     return "".join(found), style
 
@@ -47,7 +47,10 @@ def _drawn(group: Tree.Element, marks: dict[str, Tree.Element]) -> tuple[str, st
 def _flat(
     element: Tree.Element, clip: str | None, marks: dict[str, Tree.Element], drawn: list[tuple[str, str, Tree.Element]]
 ) -> None:
-    """Appends (tag, style and clip, element) in the order of drawing; lines of one style that are near share a path."""
+    """Appends (tag, style and clip, element) in the order of drawing.
+
+    Lines of one style share a path, unless an area is drawn over the first of them.
+    """
     for child in element:
         tag, of = child.tag.removeprefix(f"{{{_SVG}}}"), child.attrib.get("clip-path", clip)
         if tag == "defs":
@@ -61,7 +64,8 @@ def _flat(
             continue
         key = f"{child.attrib.get('style', '')}|{of or ''}"
         if tag == "path" and "fill: none" in key:
-            alike = next((x for x in reversed(drawn[-NEAR:]) if x[:2] == (tag, key)), None)
+            above = itertools.takewhile(lambda x: x[0] != "path" or "fill: none" in x[1], reversed(drawn))
+            alike = next((x for x in above if x[:2] == (tag, key)), None)
             if alike:
                 alike[2].attrib["d"] += child.attrib["d"]
                 continue
