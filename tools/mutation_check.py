@@ -157,9 +157,9 @@ MUTATIONS = [
     ),
     Mutation(
         "division by an empty sum",
-        FWD,
-        "sum == 0.0 ? 0.0f : (float)(1.0 / sum)",
-        "(float)(1.0 / sum)",
+        NUMERICS,
+        "end.factor = total == 0.0 ? 0.0 : kept / total;",
+        "end.factor = kept / total;",
         EDGES + "row_without_keys_and_without_sink_has_lse_minus_inf",
     ),
     Mutation(
@@ -242,8 +242,8 @@ MUTATIONS = [
     Mutation(
         "sink of the LSE counted twice",
         "sinkattn/ops.py",
-        'return (None, s_aux) if return_lse == "raw"',
-        'return (s_aux, s_aux) if return_lse == "raw"',
+        "out, *_, lse = call(fwd,",
+        "out, lse, *_ = call(fwd,",
         "tests/test_fwd.py::test_return_lse_raw_is_without_the_sink",
     ),
     Mutation(
@@ -291,8 +291,8 @@ MUTATIONS = [
     Mutation(
         "LSE saved without its version",
         "csrc/torch/autograd.cpp",
-        "ctx->save_for_backward({q, k, v, out, lse,",
-        "ctx->save_for_backward({q, k, v, out, lse.variable_data(),",
+        "saved.insert(saved.end(), results.begin(), results.end());",
+        "for (const at::Tensor &x : results) saved.push_back(x.variable_data());",
         "tests/test_ops.py::test_what_is_changed_before_the_backward_is_noticed",
     ),
     Mutation(
