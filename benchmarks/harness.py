@@ -309,8 +309,8 @@ def results_path(suite: str, device: str) -> Path:
 
 def save(path: Path, rows: Sequence[Any], machine: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("    " + json.dumps(asdict(row)) for row in rows)
-    path.write_text(f'{{\n  "machine": {json.dumps(machine)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+    lines = ",\n".join(json.dumps(asdict(row), separators=(",", ":")) for row in rows)
+    path.write_text(f'{{\n"machine": {json.dumps(machine)},\n"rows": [\n{lines}\n]\n}}\n')
 
 
 def load(path: Path, kind: Callable[..., AnyRow]) -> tuple[dict[str, object], list[AnyRow]]:
