@@ -4,13 +4,16 @@
     sinkattn.hf.register()
     model.set_attn_implementation("sinkattn")  # or from_pretrained(..., attn_implementation="sinkattn")
 
+What a row sees is what the mask that the model asks for says, read by sinkattn.hf_masks: causal or two-sided, a window,
+packed sequences. Where no mask is made, the layer's own is_causal and sliding_window say it.
+
 Which rows of the input form a sequence is read, in this order, from
 
 * `cu_seq_lens_q` and `cu_seq_lens_k`, where the caller passes them;
-* a padding mask [batch, kv_len] that masks something: each batch row is one sequence, its tokens side by side, the
-  padding on its left, its right or both;
-* `position_ids`, as long as nothing is cached before the input (k_len == q_len): a sequence starts wherever a position
-  is not its left neighbour's plus one.
+* the mask's packed sequences;
+* a padding mask [batch, kv_len] and `position_ids`: each batch row is one sequence without its padding; and as long as
+  nothing is cached before the input (k_len == q_len), a sequence starts wherever a token's position is not that of the
+  token before it plus one.
 
 Rows in the padding get zeros. What cannot be computed as asked raises; nothing falls back to attention without sinks.
 """
@@ -20,14 +23,32 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, cast
 
 import torch
-import transformers
 from packaging.version import Version
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface
 
+from sinkattn.hf_masks import (
+    ONE_SEQUENCE,
+    PADDING,
+    SEQUENCES,
+    WHOLE,
+    decode_mask,
+    encode_mask,
+    is_encoded_mask,
+    read_mask,
+)
+from sinkattn.hf_sequences import Sequences, find_sequences, sequence_bounds
 from sinkattn.ops import flash_attn_func, flash_attn_varlen_func
+
+try:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "sinkattn: sinkattn.hf needs transformers, and it is not installed: pip install --no-build-isolation '.[hf]' in"
+        " sinkattn's folder",
+        name=error.name,
+    ) from error
 
 NAME = "sinkattn"
 MIN_TRANSFORMERS = "5.5.3"
@@ -43,20 +64,6 @@ _PASSENGERS = {
     "return_dict",
     "seq_idx",
     "use_cache",
-}
-
-# The dtype of a mask that hides nothing and says that each batch row is one sequence, as a StreamingCache keeps it. The
-# mask is all that models pass on from the cache to each layer, and a compiled graph keeps no attribute of a tensor.
-# transformers makes a caller's own mask bool before it asks for this one.
-_ONE_SEQUENCE = torch.uint8
-
-# The mask functions of transformers whose meaning the arguments of attention_forward repeat.
-_KNOWN_MASKS = {
-    "bidirectional_mask_function",
-    "causal_mask_function",
-    "packed_sequence_mask_function",
-    "sliding_window_bidirectional_overlay",
-    "sliding_window_overlay",
 }
 
 
@@ -109,36 +116,44 @@ def attention_forward(
         raise NotImplementedError(
             f"sinkattn: value has head_dim {widths[0]}, query {widths[1]}; they must be equal: use eager attention"
         )
-    _refuse(module, query.shape[1], s_aux, dropout, softcap, sliding_window, output_attentions, kwargs)
+    _refuse(module, query.shape[1], s_aux, dropout, softcap, output_attentions, kwargs)
     if not whole_sequence:
         _refuse_ulysses()
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    left = -1 if sliding_window is None else sliding_window - 1
-    options: dict[str, Any] = {"softmax_scale": scaling, "window_size": (left, 0 if causal else left), "s_aux": s_aux}
-
     # Under autocast the rotary embedding leaves q and k in fp32, beside v in bf16; a cache makes v fp32 as well.
     dtype, device = value.dtype, value.device.type
     if dtype == torch.float32 and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
     batch, q_len = q.shape[:2]
+    causal, window = read_layer(module, attention_mask, sliding_window, is_causal)
+    kind = WHOLE
     if attention_mask is not None:
         _check_mask(attention_mask, batch, q_len, k.shape[1], causal)
-        k, v = (x[:, : attention_mask.shape[1]] for x in (k, v))
+        kind = attention_mask.dtype if is_encoded_mask(attention_mask) else PADDING
+        kv_len = attention_mask.shape[-1]
+        if kv_len != k.shape[1]:
+            k, v = k[:, :kv_len], v[:, :kv_len]
+    left = -1 if window is None else window - 1
+    options: dict[str, Any] = {"softmax_scale": scaling, "window_size": (left, 0 if causal else left), "s_aux": s_aux}
 
-    bounds = None
+    found = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        if cu_seq_lens_q is None or cu_seq_lens_k is None or attention_mask is not None:
+        if cu_seq_lens_q is None or cu_seq_lens_k is None or kind not in (WHOLE, SEQUENCES):
             raise ValueError("sinkattn: cu_seq_lens_q and cu_seq_lens_k come together, and without an attention_mask")
-        bounds = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
-    elif attention_mask is not None or (position_ids is not None and q_len > 1):
-        bounds = _sequence_bounds_once(attention_mask, position_ids, batch, q_len, k.shape[1])
+        found = Sequences(cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32))
+    elif kind != WHOLE or (position_ids is not None and q_len > 1):
+        found = _find_once(attention_mask, position_ids, batch, q_len, k.shape[1])
         max_length_q, max_length_k = q_len, k.shape[1]
 
-    if bounds is None:
+    if found is None:
         return cast(Tensor, flash_attn_func(q, k, v, **options)), None
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out = cast(Tensor, flash_attn_varlen_func(q, k, v, *bounds, max_length_q, max_length_k, **options))
+    if found.tokens is not None:
+        queries, keys = found.tokens
+        q, k, v = q[queries], k[keys], v[keys]
+    out = cast(Tensor, flash_attn_varlen_func(q, k, v, *found[:2], max_length_q, max_length_k, **options))
+    if found.tokens is not None:
+        out = out.new_zeros(batch * q_len, *out.shape[1:]).index_copy(0, queries, out)
     return out.view(batch, q_len, *out.shape[1:]), None
 
 
@@ -152,33 +167,36 @@ def attention_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Tensor | None:
-    """The mask for attention_forward: bool [batch, keys in use], or None when all kv_length keys are in use.
+) -> Tensor:
+    """The mask for attention_forward: what mask_function says, None for causal, as a tensor of sinkattn.hf_masks.
 
-    A static cache hands over its whole buffer as keys; only the width of this mask tells how much of it is filled.
+    attention_mask is [batch, tokens], False for padding. A static cache hands over its whole buffer as keys; only the
+    width of this mask tells how much of it is filled. Each forward makes its own, by which attention_forward knows it.
 
     Raises NotImplementedError for a mask_function it does not compute and for padding beside a StreamingCache,
     ValueError for a mask too short.
     """
-    if mask_function is not None and not torch.compiler.is_compiling():  # a graph cannot look into a closure
-        unknown = sorted(_mask_parts(mask_function) - _KNOWN_MASKS)
-        if unknown:
-            raise NotImplementedError(
-                f"sinkattn: mask {unknown} is not one of {sorted(_KNOWN_MASKS)}; use eager attention"
-            )
-    # An indexer picks keys for each row: it reads a 4-D mask, and its layers pass no mask of what it picked.
+    if is_encoded_mask(attention_mask):  # generate() makes masks before a forward that asks again
+        return cast(Tensor, attention_mask)
     config = kwargs.get("config")
+    # An indexer picks keys for each row: it reads a 4-D mask, and its layers pass no mask of what it picked.
     if getattr(config, "index_topk", None) is not None:
         raise NotImplementedError(f"sinkattn: {type(config).__name__} has index_topk, an indexer; use eager attention")
-    two_sided = "allow_is_bidirectional_skip" in kwargs  # an argument of two-sided masks alone, and they see every key
+    if getattr(config, "keep_window_size", None) is not None:  # Doge adds what its layers compute to a 4-D mask
+        raise NotImplementedError(
+            f"sinkattn: {type(config).__name__} has keep_window_size, a mask of each layer's own; use eager attention"
+        )
+    causal, window, sequences = True, None, None
+    if mask_function is not None:
+        causal, window, sequences = read_mask(mask_function, type(config).__name__)
     streaming = kv_offset < 0  # -1 and the tokens that a StreamingCache has dropped, see there
     if streaming:
         kv_offset = -1 - kv_offset
-    in_use = kv_length if two_sided else int(q_offset) + q_length - kv_offset
-    if attention_mask is not None and attention_mask.shape[1] < kv_offset + in_use:
+    in_use = int(q_offset) + q_length - kv_offset if causal else kv_length  # two-sided rows see every key
+    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[1] < kv_offset + in_use):
         raise ValueError(
-            f"sinkattn: attention_mask covers {attention_mask.shape[1]} tokens; with what is cached there are"
-            f" {kv_offset + in_use}"
+            f"sinkattn: attention_mask of shape {tuple(attention_mask.shape)} covers {attention_mask.shape[-1]} tokens;"
+            f" with what is cached there are {kv_offset + in_use}"
         )
     if streaming and attention_mask is not None and not attention_mask.all():
         raise NotImplementedError(
@@ -186,18 +204,35 @@ def attention_mask(
             " sequences of one length"
         )
     if streaming and q_length == in_use > 1:  # later rows cannot be packed: nothing is cached before packed ones
-        return torch.ones(batch_size, in_use, dtype=_ONE_SEQUENCE, device=device)
-    if attention_mask is not None:
-        return attention_mask[:, kv_offset : kv_offset + in_use]
-    return None if in_use == kv_length else torch.ones(batch_size, in_use, dtype=torch.bool, device=device)
+        mask = torch.empty((1, 1), dtype=ONE_SEQUENCE, device=device).expand(batch_size, in_use)
+    elif sequences is not None:
+        mask = sequences
+    elif attention_mask is not None:
+        mask = attention_mask[:, kv_offset : kv_offset + in_use].to(PADDING)
+    else:
+        mask = torch.empty((1, 1), dtype=WHOLE, device=device).expand(batch_size, in_use)
+    return encode_mask(mask, causal, window)
 
 
-def _mask_parts(mask_function: Callable[..., Any]) -> set[str]:
-    """Names of the mask functions whose intersection this one is."""
-    name = mask_function.__qualname__.removesuffix(".<locals>.inner_mask")
-    if name != "and_masks.<locals>.and_mask" or mask_function.__closure__ is None:
-        return {name}
-    return set().union(*map(_mask_parts, mask_function.__closure__[0].cell_contents))
+def read_layer(
+    module: torch.nn.Module, mask: Tensor | None, sliding_window: int | None, is_causal: bool | None
+) -> tuple[bool, int | None]:
+    """causal and the window of a layer: those of the mask that the model made or, without, its own.
+
+    Raises ValueError where the two have different windows, or no row is to see itself.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = sliding_window
+    if is_encoded_mask(mask):
+        causal, window = decode_mask(cast(Tensor, mask))
+        if sliding_window is not None and sliding_window != window:
+            raise ValueError(
+                f"sinkattn: {type(module).__name__} passes sliding_window {sliding_window}, and its mask has {window};"
+                " they must agree: use eager attention"
+            )
+    if window is not None and window < 1:
+        raise ValueError(f"sinkattn: sliding_window is {window}; it counts the row itself: at least 1, or None")
+    return bool(causal), window
 
 
 def _refuse(
@@ -206,7 +241,6 @@ def _refuse(
     s_aux: Tensor | None,
     dropout: float,
     softcap: float | None,
-    sliding_window: int | None,
     output_attentions: bool | None,
     kwargs: dict[str, Any],
 ) -> None:
@@ -217,8 +251,6 @@ def _refuse(
             f"sinkattn: s_aux has shape {tuple(s_aux.shape)} and query has {num_q_heads} heads; it must hold one logit"
             " a head: where heads are split over devices, split the sinks alike"
         )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sinkattn: sliding_window is {sliding_window}; it counts the row itself: at least 1, or None")
     if dropout > 0:
         raise NotImplementedError(
             f"sinkattn: dropout is {dropout}; there is none: set the model's attention_dropout to 0"
@@ -251,107 +283,56 @@ def _refuse_ulysses() -> None:
 
 
 def _check_mask(mask: Tensor, batch: int, q_len: int, k_len: int, causal: bool) -> None:
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 5) or mask.is_floating_point():
         got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise NotImplementedError(f"sinkattn: attention_mask is {got}, not bool [batch, kv_len]; use eager attention")
-    if mask.shape[0] != batch or not q_len <= mask.shape[1] <= k_len:
+    kv_len = mask.shape[-1]
+    if mask.shape[0] != batch or not q_len <= kv_len <= k_len:
         raise ValueError(
-            f"sinkattn: attention_mask has shape {tuple(mask.shape)}; batch is {batch} and kv_len must lie between"
-            f" q_len, {q_len}, and k_len, {k_len}"
+            f"sinkattn: attention_mask has shape {(mask.shape[0], kv_len)}; batch is {batch} and kv_len must lie"
+            f" between q_len, {q_len}, and k_len, {k_len}"
         )
-    if not causal and mask.shape[1] != q_len:
-        raise NotImplementedError("sinkattn: attention_mask is given to cross-attention; use eager attention")
-
-
-@torch.library.custom_op("sinkattn::sequence_bounds", mutates_args=())
-def sequence_bounds(
-    mask: Tensor | None, position_ids: Tensor | None, batch: int, q_len: int, k_len: int
-) -> tuple[Tensor, Tensor]:
-    """cu_seqlens_q and cu_seqlens_k of the batch rows laid end to end, int32 [sequences + 1].
-
-    mask is bool [batch, k_len], position_ids [1 or batch, q_len]; where neither cuts, a batch row is one sequence. This
-    is an op, opaque to a compiled graph, because their size depends on the data.
-    """
-    if mask is not None and not mask.all():
-        return _padded_bounds(mask.to(torch.bool), q_len)
-    like = position_ids if mask is None else mask
-    starts = torch.zeros(batch, q_len, dtype=torch.bool, device=None if like is None else like.device)
-    starts[:, :1] = True
-    if position_ids is not None:
-        if position_ids.ndim != 2:
-            raise NotImplementedError(
-                f"sinkattn: position_ids has shape {tuple(position_ids.shape)}, not [batch, q_len]; use eager attention"
-            )
-        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if mask is not None and mask.dtype == _ONE_SEQUENCE and starts[:, 1:].any():
+    if not causal and kv_len != q_len and mask.dtype != WHOLE:
         raise NotImplementedError(
-            "sinkattn: position_ids restart within a row: packed sequences, each of which has first tokens of its own;"
-            " a StreamingCache takes one sequence a row"
+            "sinkattn: attention_mask is given to cross-attention, or to two-sided attention with a cache; use eager"
+            " attention"
         )
-    if q_len == k_len:
-        bounds = pad(starts.flatten().nonzero().flatten(), (0, 1), value=batch * q_len).to(torch.int32)
-        return bounds, bounds.clone()
-    if starts[:, 1:].any():
-        raise ValueError(
-            f"sinkattn: position_ids restart within {q_len} tokens that follow {k_len - q_len} cached ones; sequences"
-            " are packed before an empty cache only"
-        )
-    rows = torch.arange(batch + 1, dtype=torch.int32, device=starts.device)
-    return rows * q_len, rows * k_len
 
 
-@sequence_bounds.register_fake
-def _(mask: Tensor | None, position_ids: Tensor | None, batch: int, q_len: int, k_len: int) -> tuple[Tensor, Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size()
-    like = position_ids if mask is None else mask
-    assert like is not None
-    return like.new_empty(size, dtype=torch.int32), like.new_empty(size, dtype=torch.int32)
+# A mask of attention_mask -> the state that its sequences were read in, position_ids, the sequences
+_Kept = tuple[tuple[int, ...], Tensor | None, Sequences | None]
+_kept: MutableMapping[Tensor, _Kept] = WeakIdKeyDictionary()
 
 
-def _padded_bounds(mask: Tensor, q_len: int) -> tuple[Tensor, Tensor]:
-    """Bounds around padding, from mask [batch, kv_len], whose last q_len columns are the queries.
+def _find_once(
+    made: Tensor | None, position_ids: Tensor | None, batch: int, q_len: int, k_len: int
+) -> Sequences | None:
+    """find_sequences, once for each mask that attention_mask made, and so once a forward; None for whole batch rows.
 
-    Three sequences a batch row: queries ahead of its tokens, without keys; keys ahead of its tokens, without queries;
-    its tokens. So nothing is gathered or scattered, and queries in the padding get zeros.
+    A mask of another origin may live for many forwards and change unseen, so that it is read in each layer. A compiled
+    graph cannot branch on what it finds: it always gets bounds.
     """
-    batch, kv_len = mask.shape
-    begin = mask.to(torch.int32).argmax(1)
-    end = begin + mask.sum(1)
-    column, row = torch.arange(kv_len, device=mask.device), torch.arange(batch, device=mask.device)
-    if not torch.equal(mask, (column >= begin[:, None]) & (column < end[:, None])):
-        raise ValueError("sinkattn: attention_mask has padding amid the tokens of a row; it must be at the row's ends")
-    cached = kv_len - q_len
-    q_begin, q_end = ((x - cached).clamp(min=0) + row * q_len for x in (begin, end))
-    k_begin, k_end = begin + row * kv_len, end + row * kv_len
-    cu_seqlens_q = torch.stack((q_begin, q_begin, q_end), 1)
-    cu_seqlens_k = torch.stack((pad(k_end[:-1], (1, 0)), k_begin, k_end), 1)
-    return pad(cu_seqlens_q.flatten(), (1, 0)).to(torch.int32), pad(cu_seqlens_k.flatten(), (1, 0)).to(torch.int32)
+    compiling, keep = torch.compiler.is_compiling(), is_encoded_mask(made)
+    state = () if compiling else (version(made), version(position_ids), q_len, k_len)
+    if keep and not compiling:
+        kept: _Kept | None = _kept.get(cast(Tensor, made))
+        if kept is not None and kept[0] == state and kept[1] is position_ids:
+            return kept[2]
+    mask = None
+    if made is not None and not keep:
+        mask = made.to(PADDING)
+    elif made is not None and made.dtype != WHOLE:
+        mask = made[:, 0, 0, 0]
+    if compiling:
+        return Sequences(*sequence_bounds(mask, position_ids, batch, q_len, k_len))
+    found: Sequences | None = find_sequences(mask, position_ids, batch, q_len, k_len)
+    if found is not None and found.tokens is None and found.cu_seqlens_q.numel() == batch + 1:
+        found = None
+    if keep:
+        _kept[cast(Tensor, made)] = state, position_ids, found
+    return found
 
 
-# mask or position_ids -> state they were read in, position_ids beside a mask, bounds
-_Kept = tuple[tuple[int | None, ...], Tensor | None, tuple[Tensor, Tensor] | None]
-_kept: MutableMapping[Tensor | None, _Kept] = WeakIdKeyDictionary()
-
-
-def _sequence_bounds_once(
-    mask: Tensor | None, position_ids: Tensor | None, batch: int, q_len: int, k_len: int
-) -> tuple[Tensor, Tensor] | None:
-    """sequence_bounds, found in a forward's first layer and kept while the mask, or else position_ids, lives unchanged.
-
-    None when each batch row is one sequence. A compiled graph cannot branch on that: it always gets bounds.
-    """
-    if torch.compiler.is_compiling():
-        return cast(tuple[Tensor, Tensor], sequence_bounds(mask, position_ids, batch, q_len, k_len))
-    first, second = (position_ids, None) if mask is None else (mask, position_ids)
-    state = (_version(first), _version(second), batch, q_len, k_len)
-    kept: _Kept | None = _kept.get(first)
-    if kept is None or kept[0] != state or kept[1] is not second or None in state:
-        bounds = sequence_bounds(mask, position_ids, batch, q_len, k_len)
-        kept = (state, second, bounds if bounds[0].numel() > batch + 1 else None)
-        _kept[first] = kept
-    return kept[2]
-
-
-def _version(x: Tensor | None) -> int | None:
-    """How often x was changed in place; None for an inference tensor, which does not count."""
-    return 0 if x is None else None if x.is_inference() else x._version
+def version(x: Tensor | None) -> int:
+    """How often x was changed in place; inference tensors do not count."""
+    return 0 if x is None or x.is_inference() else x._version

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sinkattn.hf_masks import SEQUENCES, WHOLE, is_encoded_mask
+
 TESTED_VERL = ("0.9.1",)
 # Where verl keeps a model's config.json below a checkpoint's folder: an SFT step, a PPO step's actor and critic.
 MODEL_FOLDERS = ("huggingface", "actor/huggingface", "critic/huggingface")
@@ -138,6 +140,11 @@ def attention_forward(
         kwargs |= {"s_aux": s_aux, "position_ids": position_ids}
         return hf.attention_forward(module, query, key, value, attention_mask, **kwargs)
 
+    causal, window = hf.read_layer(module, attention_mask, kwargs.get("sliding_window"), kwargs.get("is_causal"))
+    kwargs |= {"sliding_window": window, "is_causal": causal}
+    made = attention_mask
+    if made is not None and is_encoded_mask(made) and made.dtype in (WHOLE, SEQUENCES):  # of this rank's part alone
+        attention_mask = None
     _refuse_unshared(size, query, key, attention_mask, s_aux, position_ids, kwargs)
     assert position_ids is not None
     if size > key.shape[1]:  # ranks that share a kv head each get it
@@ -149,7 +156,7 @@ def attention_forward(
     )
     if s_aux is not None:
         s_aux = s_aux.chunk(size)[ulysses.get_ulysses_sequence_parallel_rank()]
-    kwargs |= {"s_aux": s_aux, "position_ids": _all_position_ids(position_ids, ulysses), "whole_sequence": True}
+    kwargs |= {"s_aux": s_aux, "position_ids": _all_position_ids(position_ids, made, ulysses), "whole_sequence": True}
     out, _ = hf.attention_forward(module, query, key, value, None, **kwargs)
     return ulysses.gather_heads_scatter_seq(out, head_dim=2, seq_dim=1), None
 
@@ -195,23 +202,24 @@ def _refuse_unshared(
         raise NotImplementedError(f"sinkattn: {where} {bounds} do not say of which part they are; pass position_ids")
 
 
-# A rank's position_ids -> the state they were gathered in and all ranks' [1, tokens].
-_gathered: MutableMapping[Tensor, tuple[tuple[Any, ...], Tensor]] = WeakIdKeyDictionary()
+# A mask that the model made -> the state and position_ids that were gathered beside it, and all ranks' [1, tokens].
+_gathered: MutableMapping[Tensor, tuple[tuple[Any, ...], Tensor, Tensor]] = WeakIdKeyDictionary()
 
 
-def _all_position_ids(position_ids: Tensor, ulysses: Any) -> Tensor:
-    """All ranks' position_ids [1, tokens], gathered in a forward's first layer and kept while the rank's own live.
+def _all_position_ids(position_ids: Tensor, made: Tensor | None, ulysses: Any) -> Tensor:
+    """All ranks' position_ids [1, tokens], gathered once for the mask `made` and kept as long as it.
 
     Kept by the tensor, not by the forward: a checkpoint's second run finds them, and no rank waits there for another.
     """
     from sinkattn import hf
 
-    state = (hf._version(position_ids), ulysses.get_ulysses_sequence_parallel_group())
-    kept = _gathered.get(position_ids)
-    if kept is None or kept[0] != state or None in state:
-        kept = state, ulysses.all_gather_tensor(position_ids.contiguous()).view(1, -1)
-        _gathered[position_ids] = kept
-    return kept[1]
+    state = (hf.version(position_ids), ulysses.get_ulysses_sequence_parallel_group())
+    kept = None if made is None else _gathered.get(made)
+    if kept is None or kept[0] != state or kept[1] is not position_ids:
+        kept = state, position_ids, ulysses.all_gather_tensor(position_ids.contiguous()).view(1, -1)
+        if made is not None and is_encoded_mask(made):
+            _gathered[made] = kept
+    return kept[2]
 
 
 def clean_checkpoint(folder: str | Path) -> bool:

@@ -2,27 +2,37 @@
 """sinkattn as the attention of transformers models: the logits, gradients and tokens of eager attention."""
 
 import copy
-import gc
 import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
 
+from hf_cases import (
+    LENGTHS,
+    Calls,
+    assert_close,
+    assert_same_gradients,
+    boundaries,
+    gradients,
+    loss,
+    one_by_one,
+    positions,
+    tokens,
+)
 from tiny_gpt_oss import WINDOW, tiny_gpt_oss
 from transformers import DynamicCache, GptOssForCausalLM, StaticCache, masking_utils
 
 import sinkattn.hf as hf
 
-LENGTHS = [5, 1, 1, 14, 3, 1]  # of packed sequences: length-1 neighbours, one longer than the window
 hf.register()
 
 
@@ -36,43 +46,6 @@ def eager(model: GptOssForCausalLM) -> GptOssForCausalLM:
     twin = copy.deepcopy(model)
     twin.set_attn_implementation("eager")
     return twin
-
-
-def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
-    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def loss(logits: Tensor) -> Tensor:
-    """A scalar that every logit moves, differently."""
-    weight = torch.sin(torch.arange(logits.numel(), dtype=torch.float32)).view_as(logits)
-    return (logits.float() * weight).sum() / logits.numel()
-
-
-def gradients(model: torch.nn.Module, value: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    value.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_close(got: Tensor, want: Tensor, tolerance: float, name: str = "logits") -> None:
-    assert got.shape == want.shape
-    worst = (got - want).abs().max() / want.abs().max().clamp(min=1e-30)
-    assert worst <= tolerance, f"{name}: {worst:.2e} of the largest, allowed {tolerance:.0e}"
-
-
-def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    assert sum("sinks" in name for name in want) in (0, 2)
-    for name in want:
-        assert_close(got[name], want[name], 1e-4, name)
-
-
-def positions(lengths: list[int]) -> Tensor:
-    return torch.cat([torch.arange(n) for n in lengths])[None]
-
-
-def boundaries(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 # ---- training forward and backward
@@ -124,10 +97,12 @@ def test_padded_matches_eager(
     assert torch.equal(other, got)
 
 
-def test_padding_gets_zeros() -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64])
+def test_padding_gets_zeros(dtype: torch.dtype) -> None:
     q = torch.randn(2, 4, 6, 8)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]], dtype=dtype)
     out, _ = hf.attention_forward(torch.nn.Module(), q, q[:, :2], q[:, :2], mask, s_aux=torch.randn(4))
+    mask = mask.bool()
     assert (out[~mask] == 0).all()
     assert (out[mask] != 0).all()
 
@@ -136,10 +111,6 @@ def test_all_ones_mask_is_no_mask(model: GptOssForCausalLM) -> None:
     ids = tokens(2, 20)
     with torch.no_grad():
         assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, model(ids).logits)
-
-
-def one_by_one(model: GptOssForCausalLM, ids: Tensor, lengths: list[int]) -> Tensor:
-    return torch.cat([model(part).logits for part in ids.split(lengths, dim=1)], dim=1)
 
 
 def by_position_ids(ids: Tensor) -> dict[str, Any]:
@@ -184,11 +155,6 @@ def test_packed_rows_of_a_batch(model: GptOssForCausalLM, eager: GptOssForCausal
         assert_close(shared[1:], one_by_one(eager, ids[1:], LENGTHS), 1e-5)
 
 
-def test_length_one_neighbours() -> None:
-    bounds, _ = hf.sequence_bounds(None, torch.tensor([[0, 0, 0, 1, 0, 7, 8, 8]]), 1, 8, 8)
-    assert bounds.tolist() == [0, 1, 2, 4, 5, 7, 8]
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradient_checkpointing_is_exact(model: GptOssForCausalLM, use_reentrant: bool, packed: bool) -> None:
@@ -200,26 +166,6 @@ def test_gradient_checkpointing_is_exact(model: GptOssForCausalLM, use_reentrant
     got = gradients(model, loss(model(**inputs).logits))
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-class Calls(TorchDispatchMode):
-    """The sinkattn ops that ran, with their arguments by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, dict[str, Any], Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "sinkattn":
-            names = [argument.name for argument in func._schema.arguments]
-            self.seen.append(
-                (func._schema.name.split("::")[1], dict(zip(names, args, strict=False)) | (kwargs or {}), result)
-            )
-        return result
-
-    def named(self, name: str) -> list[tuple[dict[str, Any], Any]]:
-        return [(arguments, result) for op, arguments, result in self.seen if op == name]
 
 
 def test_lora_leaves_sinks_frozen_and_free(model: GptOssForCausalLM, eager: GptOssForCausalLM) -> None:
@@ -319,54 +265,7 @@ def test_chunked_prefill(
     assert_close(torch.cat(chunks, 1)[mask.bool()], want[mask.bool()], 1e-5)
 
 
-def test_static_cache_is_cut_to_what_is_used() -> None:
-    mask = hf.attention_mask(2, 3, 40, q_offset=torch.tensor([7]), kv_offset=0)
-    assert mask is not None
-    assert mask.shape == (2, 10)
-    assert mask.all()
-    assert hf.attention_mask(2, 3, 10, q_offset=7, kv_offset=0) is None
-    padding = torch.arange(20) < torch.tensor([[15], [12]])
-    cut = hf.attention_mask(2, 3, 10, q_offset=13, kv_offset=6, attention_mask=padding)
-    assert cut is not None
-    assert torch.equal(cut, padding[:, 6:16])
-
-
-# ---- sequence bounds
-
-
-def test_bounds_are_found_once_a_forward(model: GptOssForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    find = hf.sequence_bounds
-    monkeypatch.setattr(hf, "sequence_bounds", lambda *args: calls.append(args) or find(*args))
-    gc.collect()
-    kept = len(hf._kept)
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids, position_ids = tokens(1, sum(LENGTHS)), positions(LENGTHS)
-    loss(model(ids, position_ids=position_ids, use_cache=False).logits).backward()
-    assert len(calls) == 1
-    assert len(hf._kept) == kept + 1
-    calls.clear()
-    mask = torch.ones(1, ids.shape[1], dtype=torch.int64)
-    mask[:, :4] = 0
-    model(ids, attention_mask=mask, use_cache=False)
-    assert len(calls) == 2, "one for the mask of each kind of layer"
-    del position_ids
-    calls.clear()
-    gc.collect()
-    assert len(hf._kept) == kept
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_position_ids_changed_in_place(model: GptOssForCausalLM, eager: GptOssForCausalLM, inference: bool) -> None:
-    ids = tokens(1, 12)
-    with torch.inference_mode() if inference else torch.no_grad():
-        position_ids = torch.arange(12)[None]
-        assert_close(model(ids, position_ids=position_ids, use_cache=False).logits, eager(ids).logits, 1e-5)
-        position_ids[:, 7:] -= 7
-        assert_close(
-            model(ids, position_ids=position_ids, use_cache=False).logits, one_by_one(eager, ids, [7, 5]), 1e-5
-        )
+# ---- torch.compile
 
 
 @pytest.mark.parametrize("form", ["dense", "packed", "padded"])
@@ -456,10 +355,6 @@ def test_model_refusals(model: GptOssForCausalLM) -> None:
         model(ids, output_attentions=True)
     with pytest.raises(NotImplementedError, match="prefix_grouper"):
         model(ids, prefix_grouper=object())
-    mask = torch.ones_like(ids)
-    mask[0, 5] = 0
-    with pytest.raises(ValueError, match="amid the tokens"):
-        model(ids, attention_mask=mask)
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="covers 12 tokens"):
         model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
@@ -505,23 +400,26 @@ def test_attention_refusals() -> None:
         attend(module=with_sinks, s_aux=None)
 
 
-def test_masks_it_cannot_compute_are_refused(model: GptOssForCausalLM) -> None:
-    arguments: dict[str, Any] = {
-        "config": model.config,
-        "inputs_embeds": torch.zeros(1, 6, 64),
-        "attention_mask": None,
-        "past_key_values": None,
-    }
-    with pytest.raises(NotImplementedError, match="or_masks"):
-        masking_utils.create_causal_mask(**arguments, or_mask_function=masking_utils.causal_mask_function)
-    with pytest.raises(NotImplementedError, match="chunked_overlay"):
-        hf.attention_mask(1, 6, 6, mask_function=masking_utils.chunked_causal_mask_function(4, torch.zeros(1)))
+def test_import_without_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    spec = importlib.util.spec_from_file_location("hf_without_transformers", hf.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ModuleNotFoundError, match=r"pip install --no-build-isolation '\.\[hf\]'") as error:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert error.value.name == "transformers"
 
 
-def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf.transformers, "__version__", "4.57.6")
-    with pytest.raises(ImportError, match=r"4\.57\.6.*5\.5\.3"):
-        hf.register()
+def test_forgotten_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/troubleshooting.md has what transformers says."""
+    for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
+        monkeypatch.delitem(interface._global_mapping, "sinkattn")
+    said = 'Specified `attn_implementation="sinkattn"` is not supported'
+    with pytest.raises(ValueError, match=said):
+        tiny_gpt_oss()
+    with pytest.raises(ValueError, match=said):
+        tiny_gpt_oss("eager").set_attn_implementation("sinkattn")
+    assert said in (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
 
 
 def test_import_sinkattn_leaves_transformers_alone() -> None:

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install --no-build-isolation '.[test]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install --no-build-isolation '.[hf]'")
 
-from test_hf import Calls
+from hf_cases import Calls
 from tiny_gpt_oss import tiny_gpt_oss
 from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 

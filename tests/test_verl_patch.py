@@ -204,17 +204,26 @@ def test_a_rank_takes_its_slice_of_the_sinks(rank: int, monkeypatch: pytest.Monk
 
 
 def test_positions_are_gathered_again_once_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the mask that a forward made; without one, in each layer."""
     gathered = []
     ulysses = ulysses_of(2, monkeypatch)
     ulysses.all_gather_tensor = lambda x: gathered.append(x.clone()) or torch.cat([x, x])
-    positions = torch.arange(4)[None]
+    positions, mask = torch.arange(4)[None], hf.attention_mask(1, 4, 4)
     for _ in range(2):
-        assert verl_patch._all_position_ids(positions, ulysses).tolist() == [[0, 1, 2, 3] * 2]
+        assert verl_patch._all_position_ids(positions, mask, ulysses).tolist() == [[0, 1, 2, 3] * 2]
     assert len(gathered) == 1
     positions[0, 2:] = torch.arange(2)  # a sequence ends here now
     for _ in range(2):
-        assert verl_patch._all_position_ids(positions, ulysses).tolist() == [[0, 1, 0, 1] * 2]
+        assert verl_patch._all_position_ids(positions, mask, ulysses).tolist() == [[0, 1, 0, 1] * 2]
     assert len(gathered) == 2
+    positions.data[0, 1:] = 0  # which torch does not count
+    mask = hf.attention_mask(1, 4, 4)
+    for _ in range(2):
+        assert verl_patch._all_position_ids(positions, mask, ulysses).tolist() == [[0, 0, 0, 0] * 2]
+    assert len(gathered) == 3
+    for _ in range(2):
+        verl_patch._all_position_ids(positions, None, ulysses)
+    assert len(gathered) == 5
 
 
 REFUSED = {

@@ -263,7 +263,7 @@ MUTATIONS = [
     Mutation(
         "gathered positions kept past a change",
         VERL,
-        "state = (hf._version(position_ids),",
+        "state = (hf.version(position_ids),",
         "state = (0,",
         "tests/test_verl_patch.py::test_positions_are_gathered_again_once_they_change",
     ),
