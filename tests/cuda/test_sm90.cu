@@ -3,6 +3,7 @@
 // Barriers, copies and shuffles of csrc/cuda/ptx/sm90.cuh, each alone, in one block.
 
 #include "cuda/ptx/sm90.cuh"
+#include "cuda/tile/pipe.cuh"
 
 #include "check.cuh"
 
@@ -46,7 +47,7 @@ static bool barrier_phases_are_right() {
 __global__ void uses_of_a_ring(uint32_t *places, uint32_t *phases) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     Ring<3> ring;
-    for (int n = 0; n < 12; n++, ring = ring.next()) places[n] = ring.place(), phases[n] = ring.phase();
+    for (int n = 0; n < 12; n++, ring = ring.next()) places[n] = ring.stage(), phases[n] = ring.phase();
 #endif
 }
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_
     for (int n = 0; n < kCount / C::kRowStep; n++) {
         const int i = copy_row<C>() + n * C::kRowStep;
         const bool is_real = column < args.fwd.problem.head_dim && i >= begin && i < end;
-        const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, copy_chunk<C>());
+        const uint32_t at = shared_address(to) + swizzled<C::kRowBytes>(i, copy_chunk<C>());
         cp_async_16(at, is_real ? q : args.fwd.q.data, is_real);
         cp_async_16(at + kCount * C::kRowBytes, is_real ? dout : args.dout.data, is_real);
         head += smem.steps.head;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_keys(unsigned char *to, const sinkattn_fwd_
     for (int n = 0; n < kCount / C::kRowStep; n++) {
         const int i = copy_row<C>() + n * C::kRowStep;
         const bool is_real = column < args.problem.head_dim && i >= begin && i < end;
-        const uint32_t at = shared_address(to) + chunk_offset<C::kRowBytes>(i, copy_chunk<C>());
+        const uint32_t at = shared_address(to) + swizzled<C::kRowBytes>(i, copy_chunk<C>());
         cp_async_16(at, is_real ? k : args.k.data, is_real);
         cp_async_16(at + kCount * C::kRowBytes, is_real ? v : args.v.data, is_real);
         k += C::kRowStep * args.k.row_stride;
@@ -197,7 +197,7 @@ template <class C> __device__ __forceinline__ void find_stats(Smem<C> &smem, con
 #pragma unroll
     for (int n = 0; n < kCopies; n++) {
         const int at = copy_row<C>() + n * C::kRowStep;
-        const uint4 dout = *reinterpret_cast<const uint4 *>(smem.owned[1] + chunk_offset<C::kRowBytes>(at, copy_chunk<C>()));
+        const uint4 dout = *reinterpret_cast<const uint4 *>(smem.owned[1] + swizzled<C::kRowBytes>(at, copy_chunk<C>()));
         float delta = dot<typename C::Element>(outs[n], dout);
 #pragma unroll
         for (int x = C::kChunks / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
@@ -214,7 +214,7 @@ template <class C> __device__ __forceinline__ void find_stats(Smem<C> &smem, con
 template <class C, bool kMasked, bool kSums>
 __device__ __forceinline__ void gradient_step(Scores<C> &s, Scores<C> &dp, float (&sums)[2 * C::kBlocks], const Smem<C> &smem,
                                               int32_t first, int stage, float scale_log2) {
-    const int column = 2 * (threadIdx.x % 4);
+    const int column = fragment_column();
     int32_t begin[2 * C::kBlocks], sink_end[2 * C::kBlocks];
     uint32_t length[2 * C::kBlocks];
     Stats stats[2 * C::kBlocks];
@@ -332,7 +332,7 @@ __device__ __forceinline__ void write_gradient(unsigned char *shared, const Grad
 #pragma unroll
         for (int n = 0; n < C::kColumns / 8; n++) {
             const float *pair = &gradient[i / 2][n][2 * (i & 1)];
-            const int at = chunk_offset<C::kRowBytes>(warp_row<C>() + fragment_row(i), warp_chunk<C>() + n) + 4 * (lane % 4);
+            const int at = swizzled<C::kRowBytes>(warp_row<C>() + fragment_row(i), warp_chunk<C>() + n) + 4 * (lane % 4);
             *reinterpret_cast<uint32_t *>(shared + at) = pack_halves<typename C::Element>(pair[0] * factor, pair[1] * factor);
         }
     __syncwarp();
@@ -344,8 +344,7 @@ __device__ __forceinline__ void write_gradient(unsigned char *shared, const Grad
         if (own >= count || chunk * 8 >= head_dim) continue;
         const int64_t offset =
             C::kOwnsKeys ? own * tensor.row_stride : row_offset(tensor, smem.work, static_cast<int32_t>(smem.work.rows.begin) + own);
-        *reinterpret_cast<uint4 *>(to + offset + chunk * 8) =
-            *reinterpret_cast<const uint4 *>(shared + chunk_offset<C::kRowBytes>(own, chunk));
+        *reinterpret_cast<uint4 *>(to + offset + chunk * 8) = *reinterpret_cast<const uint4 *>(shared + swizzled<C::kRowBytes>(own, chunk));
     }
 }
 

@@ -21,6 +21,7 @@
 #include "cuda/bwd_sm90/tile.cuh"
 #include "cuda/bwd_sm90/work.cuh"
 #include "cuda/host/tensor_map.cuh"
+#include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 
 namespace sa::bwd_sm90 {
@@ -62,27 +63,27 @@ template <class C, TermsOf kTerms> struct Math {
 
     // S and dP of the tile that the ring holds.
     __device__ __forceinline__ void begin_scores(Scores &s) {
-        const uint32_t stage = warp_uniform(ring.place());
-        barrier_wait(&smem.rows_full[stage], ring.phase());
+        const uint32_t stage = warp_uniform(ring.stage());
+        smem.row_full[stage].wait(ring);
         wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, address(smem.keys) + 64 * math_group * kRowBytes,
                                                                               address(smem.queries[stage]));
     }
     __device__ __forceinline__ void begin_dp(Scores &dp) {
-        const uint32_t stage = warp_uniform(ring.place());
+        const uint32_t stage = warp_uniform(ring.stage());
         wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(dp, address(smem.values) + 64 * math_group * kRowBytes,
                                                                               address(smem.douts[stage]));
     }
 
     // P and dS from S and dP, which have been begun.
     template <bool kMasked> __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, int t) {
-        const RowStats<C> &stats = smem.stats[ring.place()];
+        const RowStats<C> &stats = smem.stats[ring.stage()];
         Seen seen;
         if (kMasked) {
             seen = find_seen<C>(smem, p, math_group, t);
             wgmma_wait<0>();
             computed(s);
             computed(dp);
-            if (any_unfinite<C>(s, dp)) clean_rows<C>(smem, ring.place());
+            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage());
         }
         if (!kMasked) {
             wgmma_wait<1>();
@@ -100,8 +101,8 @@ template <class C, TermsOf kTerms> struct Math {
 
     // The group's part of dQ goes to the adder, or out.
     template <int kPending> __device__ __forceinline__ void pass_on(float (&dq)[32], const OwnItem &item, int t) {
-        const uint32_t sum = dq_ring.place();
-        barrier_wait(&smem.dq_ready[sum], dq_ring.phase());
+        const uint32_t sum = dq_ring.stage();
+        smem.dq_ready[sum].wait(dq_ring);
         if (t < item.finish_end) {
             wgmma_wait<kPending>();
             computed(dq);
@@ -115,7 +116,7 @@ template <class C, TermsOf kTerms> struct Math {
         }
         async_fence();
         __syncwarp();
-        barrier_arrive(&smem.dq_full[sum]);
+        smem.dq_full[sum].arrive();
         dq_ring.n++;
     }
 
@@ -131,20 +132,20 @@ template <class C, TermsOf kTerms> struct Math {
                 find_operands<false>(s, dp, weights, ds, t);
             else
                 find_operands<true>(s, dp, weights, ds, t);
-            const uint32_t stage = warp_uniform(ring.place());
+            const uint32_t stage = warp_uniform(ring.stage());
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
             const Ring<C::kSums> last = {dq_ring.n - 1};
-            if (dq_ring.n > 0) barrier_wait(&smem.dq_full[last.place()], last.phase()); // nobody reads the last dS
+            if (dq_ring.n > 0) smem.dq_full[last.stage()].wait(last); // nobody reads the last dS
             write_ds<C>(smem, ds, math_group);
             async_fence();
-            bar_sync<C::kMathThreads>(1);
+            bar_sync<C::kMathThreads>(kMathBarrier);
             dq_product<C>(dq, address(smem.ds[C::kRows == 64 ? 0 : math_group]),
                           address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
             wgmma_wait<1>();
             computed(dv);
             computed(dk);
-            barrier_arrive(&smem.rows_empty[stage]);
+            smem.row_empty[stage].arrive();
             ring.n++;
             if (t == item.begin) break;
             begin_scores(s);
@@ -156,29 +157,29 @@ template <class C, TermsOf kTerms> struct Math {
 
     __device__ __forceinline__ void run() {
         for (Ring<2> items;; items.n++) {
-            const OwnItem &item = smem.items[items.place()];
-            barrier_wait(&smem.item_full[items.place()], items.phase());
+            const OwnItem &item = smem.items[items.stage()];
+            smem.item_full.wait(items);
             if (!item.exists) return;
             Gradients dk, dv;
 #pragma unroll
             for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
             for (int i = 0; i < kTermSums<C, kTerms>; i++) terms()[i * C::kMathThreads] = 0.0f;
-            barrier_wait(&smem.kv_full, items.n & 1);
+            smem.kv_full.wait({items.n});
             prepare_keys<C>(smem, item);
             if (item.begin < item.end) meet_tiles(dk, dv, item);
             if (smem.hides) add_hidden<C>(dv, smem, args, p, item, math_group);
             float poison[2]; // it belongs to the keys, which go now
             for (int r = 0; r < 2; r++) {
-                const int own = 64 * math_group + thread_row(r);
+                const int own = 64 * math_group + warpgroup_row(r);
                 poison[r] = smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
             }
             __syncwarp();
-            barrier_arrive(&smem.kv_empty);
+            smem.kv_empty[0].arrive();
             if (item.num_rounds > 1) add_carry<C>(dk, dv, buffers, item);
             if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, poison, args, p, item, math_group);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(terms(), smem, p, buffers, item);
             __syncwarp();
-            barrier_arrive(&smem.item_empty[items.place()]);
+            smem.item_empty.release(items);
         }
     }
 };
@@ -192,15 +193,15 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
-            barrier_init(&smem.item_full[i], 1);
-            barrier_init(&smem.item_empty[i], C::kMathThreads + C::kSums);
-            barrier_init(&smem.rows_full[i], 1);
-            barrier_init(&smem.rows_empty[i], C::kMathThreads);
-            barrier_init(&smem.dq_full[i], C::kMathThreads);
-            barrier_init(&smem.dq_ready[i], 1);
+            smem.item_full[i].init(1);
+            smem.item_empty[i].init(C::kMathThreads + C::kSums);
+            smem.row_full[i].init(1);
+            smem.row_empty[i].init(C::kMathThreads);
+            smem.dq_full[i].init(C::kMathThreads);
+            smem.dq_ready[i].init(1);
         }
-        barrier_init(&smem.kv_full, 1);
-        barrier_init(&smem.kv_empty, C::kMathThreads);
+        smem.kv_full[0].init(1);
+        smem.kv_empty[0].init(C::kMathThreads);
         barrier_init_fence();
     }
     for (int row = threadIdx.x; row < C::kRows; row += C::kThreads) {

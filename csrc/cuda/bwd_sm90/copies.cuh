@@ -8,9 +8,12 @@
 
 #include "cuda/bwd_sm90/work.cuh"
 #include "cuda/tile/finite.cuh"
+#include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 
 namespace sa::bwd_sm90 {
+
+enum NamedBarrier : int { kMathBarrier = 1 }; // of both math groups; 0 is __syncthreads
 
 struct Maps {
     CUtensorMap q, k, v, dout;
@@ -35,8 +38,10 @@ template <class C> struct Smem {
     sa_range seen_by[C::kKeys];     // rows that see each key
     bool poisoned[C::kKeys], hides; // keys that were not finite; whether some dO was
     bool finish_alone[C::kSums];    // nothing was added before to the tile to be finished
-    uint64_t item_full[2], item_empty[2], kv_full, kv_empty, rows_full[C::kStages], rows_empty[C::kStages];
-    uint64_t dq_ready[C::kSums], dq_full[C::kSums]; // room for a tile's dQ, or the sum before it; then its dQ, or the sum has been read
+    Barriers<2> item_full, item_empty;
+    Barriers<1> kv_full, kv_empty;
+    Barriers<C::kStages> row_full, row_empty;
+    Barriers<C::kSums> dq_ready, dq_full; // room for a tile's dQ, or the sum before it; then its dQ, or the sum has been read
 };
 
 // Where a tile's dQ is summed, from the item's last tile to its first: a slot, and how many tiles had it before.
@@ -84,35 +89,35 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
     };
     Ring<C::kStages> ring;
     for (Ring<2> items;; items.n++) {
-        OwnItem &item = smem.items[items.place()];
-        uint64_t *item_full = &smem.item_full[items.place()];
-        barrier_wait(&smem.item_empty[items.place()], items.phase() ^ 1);
+        OwnItem &item = smem.items[items.stage()];
+        Barrier &item_full = smem.item_full[items.stage()];
+        smem.item_empty.acquire(items);
         async_fence();
         const uint32_t n = atomicAdd(buffers.counter, 1u);
         item.exists = n < all * static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
-        if (!item.exists) return barrier_arrive(item_full);
+        if (!item.exists) return item_full.arrive();
         const int head = static_cast<int>(n / all);
         item.kv_head = head;
-        barrier_arrive_expect(item_full, sizeof(Item));
+        item_full.arrive_expect(sizeof(Item));
         bulk_load(&item, buffers.items + n % all, sizeof(Item), item_full);
-        barrier_wait(&smem.kv_empty, (items.n & 1) ^ 1);
-        barrier_wait(item_full, items.phase());
-        barrier_arrive_expect(&smem.kv_full, 2 * C::kHalves * C::kKeyHalf);
+        smem.kv_empty.acquire({items.n});
+        item_full.wait(items);
+        smem.kv_full[0].arrive_expect(2 * C::kHalves * C::kKeyHalf);
         for (int half = 0; half < C::kHalves; half++) {
-            load(smem.keys + half * C::kKeyHalf, &maps.k, &smem.kv_full, half, head, item.k_begin + item.key, item.batch);
-            load(smem.values + half * C::kKeyHalf, &maps.v, &smem.kv_full, half, head, item.k_begin + item.key, item.batch);
+            load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
+            load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
         }
         for (int t = item.end - 1; t >= item.begin; t--, ring.n++) {
-            uint64_t *full = &smem.rows_full[ring.place()];
-            barrier_wait(&smem.rows_empty[ring.place()], ring.phase() ^ 1);
+            uint64_t *full = smem.row_full[ring.stage()];
+            smem.row_empty.acquire(ring);
             barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
             const int row = item.q_begin + t * p.tokens;
             for (int half = 0; half < C::kHalves; half++) {
-                load(smem.queries[ring.place()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
-                load(smem.douts[ring.place()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
+                load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
+                load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
             }
             const int tile = item.first_tile + head * item.num_tiles + t;
-            bulk_load(&smem.stats[ring.place()], buffers.stats + static_cast<int64_t>(tile) * (stats_bytes / 4), stats_bytes, full);
+            bulk_load(&smem.stats[ring.stage()], buffers.stats + static_cast<int64_t>(tile) * (stats_bytes / 4), stats_bytes, full);
         }
     }
 }
@@ -121,11 +126,11 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
 template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
     const int num_slots = static_cast<int>(p.num_slots);
     float *dq = smem.dq[nth];
-    uint32_t use = 0; // of dq
-    int skip = nth;   // tiles until the next of this thread
+    Ring<1> use;    // of dq
+    int skip = nth; // tiles until the next of this thread
     for (Ring<2> items;; items.n++) {
-        const OwnItem &item = smem.items[items.place()];
-        barrier_wait(&smem.item_full[items.place()], items.phase());
+        const OwnItem &item = smem.items[items.stage()];
+        smem.item_full.wait(items);
         if (!item.exists) return;
         const auto first = static_cast<unsigned>(item.first_place + item.kv_head * item.num_places);
         Place place = {static_cast<int>(first % num_slots), first / num_slots};
@@ -139,17 +144,17 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
                 wait_for_turn(turns, value);
                 smem.finish_alone[nth] = turn == 0;
                 if (turn == 0) {
-                    barrier_arrive(&smem.dq_ready[nth]);
+                    smem.dq_ready[nth].arrive();
                 } else {
-                    barrier_arrive_expect(&smem.dq_ready[nth], C::kTileFloats * sizeof(float));
-                    bulk_load(dq, slot, C::kTileFloats * sizeof(float), &smem.dq_ready[nth]);
+                    smem.dq_ready[nth].arrive_expect(C::kTileFloats * sizeof(float));
+                    bulk_load(dq, slot, C::kTileFloats * sizeof(float), smem.dq_ready[nth]);
                 }
-                barrier_wait(&smem.dq_full[nth], use++ & 1); // the slot has been read
+                smem.dq_full[nth].wait(Ring<1>{use.n++}); // the slot has been read
                 store_release(turns, turn_value(place.generation + 1, 0));
             } else {
-                barrier_arrive(&smem.dq_ready[nth]);
+                smem.dq_ready[nth].arrive();
                 wait_for_turn(turns, value);
-                barrier_wait(&smem.dq_full[nth], use++ & 1);
+                smem.dq_full[nth].wait(Ring<1>{use.n++});
                 if (turn == 0)
                     bulk_store(slot, dq, C::kTileFloats * sizeof(float));
                 else
@@ -159,7 +164,7 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
                 store_release(turns, value + 1);
             }
         }
-        barrier_arrive(&smem.item_empty[items.place()]);
+        smem.item_empty.release(items);
     }
 }
 

@@ -10,13 +10,10 @@
 
 namespace sa::bwd_sm90 {
 
-// A thread's two of 64 rows of an accumulator.
-__device__ __forceinline__ int thread_row(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
-
 // Values of rows that are not finite become 0, and bad(row) is called.
 template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void zero_rows(unsigned char *tile, const Bad &bad) {
     for (int x = computed_here(threadIdx.x - 128); x < C::kHalves * kHalfBytes / 16; x += C::kMathThreads)
-        if (zero_unfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
+        if (zero_nonfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
 }
 
 template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const Item &item) {
@@ -26,23 +23,23 @@ template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, c
         smem.poisoned[i] = false;
     }
     if (i == 0) smem.hides = false;
-    bar_sync<C::kMathThreads>(1);
+    bar_sync<C::kMathThreads>(kMathBarrier);
     zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
         smem.poisoned[key] = true;
-        *reinterpret_cast<uint16_t *>(smem.values + key * kRowBytes + ((key & 7) << 4)) = 0x7fff;
+        *reinterpret_cast<uint16_t *>(smem.values + swizzled(key, 0)) = 0x7fff;
         async_fence(); // here alone: it waits for the stores of the item before
     });
-    bar_sync<C::kMathThreads>(1);
+    bar_sync<C::kMathThreads>(kMathBarrier);
 }
 
 // A row of Q or dO that is not finite makes a column of S or dP that is not, whatever the keys: one of the thread's two tells.
-template <class C> __device__ __forceinline__ bool any_unfinite(const float (&s)[C::kRows / 2], const float (&dp)[C::kRows / 2]) {
+template <class C> __device__ __forceinline__ bool any_nonfinite_product(const float (&s)[C::kRows / 2], const float (&dp)[C::kRows / 2]) {
     float zero = 0.0f;
 #pragma unroll
     for (int n = 0; n < C::kRows / 8; n++)
 #pragma unroll
         for (int i = 4 * n; i < 4 * n + 2; i++) zero = fmaf(s[i], 0.0f, fmaf(dp[i], 0.0f, zero));
-    return bar_any<C::kMathThreads>(1, zero != 0.0f);
+    return bar_any<C::kMathThreads>(kMathBarrier, zero != 0.0f);
 }
 
 // dS gets what was in dO from g - delta, dV at the end of the item.
@@ -50,7 +47,7 @@ template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int
     zero_rows<C, C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
     zero_rows<C, C::kRowHalf>(smem.douts[stage], [&](int) { smem.hides = true; });
     async_fence();
-    bar_sync<C::kMathThreads>(1);
+    bar_sync<C::kMathThreads>(kMathBarrier);
 }
 
 template <class C> __device__ __forceinline__ void dq_product(float (&dq)[32], uint32_t ds, uint32_t keys) {
@@ -72,18 +69,18 @@ struct Seen {
 
 template <class C> __device__ __forceinline__ Seen find_seen(const Smem<C> &smem, const BwdProblem &p, int math_group, int t) {
     const auto bits_before = [&](int token) {
-        const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - 2 * static_cast<int>(threadIdx.x % 4),
+        const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - fragment_column(),
                   count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
         return count < 32 ? (1u << count) - 1 : ~0u;
     };
     const auto bits = [&](const sa_range &rows) { return bits_before(rows.end) & ~bits_before(rows.begin); };
-    const sa_range *seen_by = smem.seen_by + 64 * math_group + thread_row(0);
+    const sa_range *seen_by = smem.seen_by + 64 * math_group + warpgroup_row(0);
     return {{bits(seen_by[0]), bits(seen_by[8])}};
 }
 
 template <class C, bool kMasked>
 __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const RowStats<C> &stats, const Seen &seen, float scale_log2) {
-    const int column = 2 * (threadIdx.x % 4);
+    const int column = fragment_column();
 #pragma unroll
     for (int n = 0; n < C::kRows / 8; n++) {
         const float2 lse = *reinterpret_cast<const float2 *>(&stats.lse[8 * n + column]);
@@ -121,7 +118,7 @@ __device__ __forceinline__ float sum_column(float (&columns)[8]) {
 template <class C, bool kMasked, TermsOf kTerms>
 __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], float *terms, const RowStats<C> &stats,
                                         const Seen &seen) {
-    const int column = 2 * (threadIdx.x % 4);
+    const int column = fragment_column();
     float of_tile[2] = {0.0f, 0.0f}, columns[8];
 #pragma unroll
     for (int n = 0; n < C::kRows / 8; n++) {
@@ -150,10 +147,10 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (
 }
 
 template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_group) {
-    const int thread = computed_here(threadIdx.x), key = 64 * math_group + thread % 128 / 32 * 16 + (thread & 15);
-    const uint32_t first = shared_address(smem.ds[0]) + key * kRowBytes + ((thread % 32 >> 4 ^ (key & 7)) << 4);
+    const int thread = computed_here(threadIdx.x), key = 64 * math_group + store_row(thread);
+    const uint32_t first = swizzled(shared_address(smem.ds[0]), kRowBytes, key, store_chunk(thread));
 #pragma unroll
-    for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4((first ^ 2 * n % 8 << 4) + n / 4 * static_cast<uint32_t>(sizeof smem.ds[0]), ds[n]);
+    for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0]), ds[n]);
 }
 
 // 8 lines of 16-bit pairs of the thread's row r, as whole chunks: columns column, column + 1 ... of each n, times a factor.
@@ -190,7 +187,7 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int row = (C::kRows == 64 ? 0 : 64 * math_group) + thread_row(r);
+        const int row = (C::kRows == 64 ? 0 : 64 * math_group) + warpgroup_row(r);
         write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, C::kRows == 64 ? 64 * math_group : 0,
                                        args.fwd.problem.head_dim, first + smem.token[row] < item.band.q_len);
     }
@@ -203,7 +200,7 @@ __device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, c
     constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kRows;
     auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
     auto *own = sums + (threadIdx.x / 32 - 4) * kColumns;
-    bar_sync<C::kMathThreads>(1); // the last dS has been read
+    bar_sync<C::kMathThreads>(kMathBarrier); // the last dS has been read
     if constexpr (kTerms == kTermsOf8) {
         for (int i = 0; i < 2; i++) {
             float sum = terms[i * C::kMathThreads];
@@ -213,7 +210,7 @@ __device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, c
     } else {
         for (int i = 0; i < kColumns / 32; i++) own[32 * i + lane_column()] = terms[i * C::kMathThreads];
     }
-    bar_sync<C::kMathThreads>(1);
+    bar_sync<C::kMathThreads>(kMathBarrier);
     const int head = threadIdx.x - 128;
     if (head >= p.group) return;
     float sum = 0.0f;
@@ -226,14 +223,14 @@ __device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, c
 template <class C>
 __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
                                            const BwdProblem &p, const OwnItem &item, int math_group) {
-    const sa_range *seen_by = smem.seen_by + 64 * math_group + thread_row(0);
+    const sa_range *seen_by = smem.seen_by + 64 * math_group + warpgroup_row(0);
 #pragma unroll 1
     for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
         const int t = n / C::kRows, row = n % C::kRows;
         const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
         if ((t >= item.full_begin && t < item.full_end) || token >= item.band.q_len) continue;
         const int64_t head = item.kv_head * p.group + row % p.group;
-        add_unfinite<typename C::Element>(
+        add_nonfinite<typename C::Element>(
             dv, static_cast<const uint16_t *>(args.dout.data) + sa_offset(&args.dout, item.batch, item.q_begin + token, head),
             args.fwd.problem.head_dim, [&](int r) { return token >= seen_by[8 * r].begin && token < seen_by[8 * r].end; });
     }
@@ -263,7 +260,7 @@ __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&
     };
     add(dk);
     add(dv);
-    bar_sync<C::kMathThreads>(1);
+    bar_sync<C::kMathThreads>(kMathBarrier);
     if (threadIdx.x == 128) store_release(turns, turn + 1);
 }
 
@@ -272,7 +269,7 @@ __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (
                                            const sinkattn_bwd_args &args, const BwdProblem &p, const OwnItem &item, int math_group) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int own = 64 * math_group + thread_row(r);
+        const int own = 64 * math_group + warpgroup_row(r);
         const int64_t key = item.key + own;
         const bool real = key < item.band.k_len;
         const float added = poison[r];

@@ -66,7 +66,7 @@ template <class C, Mask kMask>
 __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_t (&gradients)[2][4], float (&sums)[2],
                                               const float (&s)[16], const float (&dp)[16], const Smem &smem, int stage, int slot, int first,
                                               int before, const Problem &p) {
-    const int column = first + 2 * (threadIdx.x % 4), key = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int column = first + fragment_column(), key = warpgroup_row(0);
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         const float2 lse = *reinterpret_cast<const float2 *>(&smem.lse[stage][8 * n + column]);
@@ -113,8 +113,8 @@ __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, i
         const int distance = smem.token[stage][row] + before;
 #pragma unroll
         for (int i = 0; i < 32; i++)
-            if (bad >> (8 * (i / 4) + 2 * (threadIdx.x % 4) + (i & 1)) & 1 &&
-                static_cast<uint32_t>(distance - 8 * (i / 2 & 1)) <= static_cast<uint32_t>(p.behind))
+            if (bad >> (element_column(i) + fragment_column()) & 1 &&
+                static_cast<uint32_t>(distance - 8 * element_row(i)) <= static_cast<uint32_t>(p.behind))
                 dv[i] = NAN;
     }
 }
@@ -123,7 +123,7 @@ __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, i
 template <class Element>
 __device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const sinkattn_tensor &tensor, const Step &step, int r,
                                            int64_t head_dim) {
-    const int key = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x % 4);
+    const int key = warpgroup_row(0), column = 8 * (threadIdx.x % 4);
     const int num_keys = step.num_keys + r * kKeys;
     auto *to = static_cast<uint16_t *>(tensor.data) + sa_offset(&tensor, step.batch, step.key - r * kKeys + key, step.kv_head) + column;
     float nan = 0.0f;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void take_step(float (&dk)[32], float (&dv)[32], floa
         computed(dp);
         computed(dv);
         computed(dk);
-        if (!half && !opens) barrier_arrive(&smem.empty[(n - 1) % kStages]);
+        if (!half && !opens) smem.step_empty.release({n - 1});
         if (all) {
             differentiate<C, kAll>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
         } else if (some && !C::kHide && p.head_shift > 0) {
@@ -211,14 +211,14 @@ __device__ __forceinline__ void take_step(float (&dk)[32], float (&dv)[32], floa
         if (flags & kOwnsRows) {
             const uint32_t to = shared_address(smem.ds[n % 2][kGroups - 1 - r]);
 #pragma unroll
-            for (int t = 0; t < 2; t++) stmatrix_x4(to + (pair_at ^ (2 * half + t) << 5), gradients[t]);
+            for (int t = 0; t < 2; t++) stmatrix_x4(to + pairs_on(pair_at, 2 * half + t), gradients[t]);
         }
     }
     wgmma_fence();
     add_gradients<Element>(dk, dv, weights, gradients, q + kHalfBytes, dout + kHalfBytes, true);
     async_fence(); // dS is on its way while the products run
     __syncwarp();
-    barrier_arrive(&smem.ds_full[n % 2]);
+    smem.ds_full.arrive({n});
     if (C::kHide) {
         wgmma_wait<0>();
         computed(dv);
@@ -233,11 +233,11 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
     float *warp_sums = smem.sums[own_warp], dk[32] = {}, dv[32] = {}, sums[2] = {};
     // r counts the token groups that saw the math group's keys; as if before the first of them.
     int r = (kGroups + 1 - math_group) % kGroups, slot = r == kGroups - 1 ? kSlots - 1 : math_group;
-    const int pair_at = chunk_at(16 * warp + lane % 16, lane / 16);
+    const int pair_at = swizzled(16 * warp + lane % 16, lane / 16);
     bool adds = false; // to dK and dV, or begins them: zeroing the accumulators makes ptxas serialize all wgmma
     uint32_t n = 0;
     const auto wait_for_step = [&]() {
-        barrier_wait(&smem.ready[n % kStages], n / kStages & 1);
+        smem.step_ready.wait({n});
         return warp_uniform(smem.steps[n % kStages].flags);
     };
     while (true) { // a token group
@@ -270,10 +270,10 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
             adds = true;
         } else {
             while (true) {
-                barrier_arrive(&smem.ds_full[n % 2]);
+                smem.ds_full.arrive({n});
                 if (__any_sync(0xffffffffu, flags & kCloses)) break;
                 __syncwarp();
-                barrier_arrive(&smem.empty[n % kStages]);
+                smem.step_empty.release({n});
                 n++;
                 flags = wait_for_step();
             }
@@ -282,11 +282,11 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
         if (step.owned() >> r & 1 && (r == kGroups - 1 || flags & kSpanEnd)) {
             const bool bad_dk = write_keys<typename C::Element>(dk, p.scale, args.dk, step, r, args.fwd.problem.head_dim),
                        bad_dv = write_keys<typename C::Element>(dv, 1.0f, args.dv, step, r, args.fwd.problem.head_dim);
-            if ((bad_dk || bad_dv) && !C::kHide) smem.unfinite = 1;
+            if ((bad_dk || bad_dv) && !C::kHide) smem.nonfinite = 1;
         }
         if (C::kSums && flags & kSpanEnd) write_sums(smem, warp_sums, args, p, step, own_warp);
         __syncwarp();
-        barrier_arrive(&smem.empty[n % kStages]);
+        smem.step_empty.release({n});
         n++;
     }
 }
@@ -297,13 +297,13 @@ __device__ __forceinline__ void walk_range(Smem &smem, const sinkattn_bwd_args &
                                            unsigned *error_word) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; i++) {
-            barrier_init(&smem.full[i], 1 + 32);
-            barrier_init(&smem.ready[i], kPreparers);
-            barrier_init(&smem.empty[i], 32 * kWarps);
+            smem.step_full[i].init(1 + 32);
+            smem.step_ready[i].init(kPreparers);
+            smem.step_empty[i].init(32 * kWarps);
         }
-        for (int i = 0; i < 2; i++) barrier_init(&smem.ds_full[i], 32 * kWarps);
+        for (int i = 0; i < 2; i++) smem.ds_full[i].init(32 * kWarps);
         barrier_init_fence();
-        smem.unfinite = 0;
+        smem.nonfinite = 0;
     }
     if (C::kSums)
         for (int64_t h = threadIdx.x / 16; h < args.fwd.problem.num_q_heads; h += kThreads / 16)
@@ -352,7 +352,7 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
         if (C::kSums) add_sums(smem, args, p);
     } else {
         walk_range<C>(smem, args, maps, p, error_word);
-        if (threadIdx.x == 0) p.redo[blockIdx.x] = smem.unfinite;
+        if (threadIdx.x == 0) p.redo[blockIdx.x] = smem.nonfinite;
         if (threadIdx.x == 0 && blockIdx.x == 0) p.redo[gridDim.x] = 0;
     }
 #else

@@ -7,6 +7,7 @@
 #include "cuda/bwd_window_sm90/walk.cuh"
 #include "cuda/tile/finite.cuh"
 #include "cuda/tile/mma.cuh"
+#include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 
 namespace sa::bwd_window_sm90 {
@@ -14,8 +15,9 @@ namespace sa::bwd_window_sm90 {
 constexpr int kThreads = 128 * (kGroups + 1), kWarps = 4 * kGroups; // of the math groups
 constexpr int kPreparers = 96, kRowWarps = 2;                       // threads of the row group but for the producer; warps that have rows
 constexpr int kStages = 4, kSlots = 4, kTileBytes = 64 * kRowBytes, kBlockBytes = 16 * kRowBytes;
-constexpr int kHeads = 64;              // of a group, at most
-constexpr int kNoToken = INT32_MAX / 2; // sees no key
+enum NamedBarrier : int { kRowBarrier = 1 }; // of the row group; 0 is __syncthreads
+constexpr int kHeads = 64;                   // of a group, at most
+constexpr int kNoToken = INT32_MAX / 2;      // sees no key
 
 template <class Element_, bool kSums_, bool kHide_> struct Config {
     using Element = Element_;
@@ -36,12 +38,13 @@ struct Smem {
     float sums[kWarps][kHeads], terms[4][kRowWarps][kHeads];
     Step steps[kStages];
     Walk walk;
-    uint64_t full[kStages], ready[kStages], empty[kStages], ds_full[2];
+    Barriers<kStages> step_full, step_ready, step_empty; // ready: the row warps have prepared it
+    Barriers<2> ds_full;
     union {
         int64_t scan[kThreads / 32];
         double sink_sums[kThreads / 32];
     };
-    int unfinite;
+    int nonfinite;
 };
 
 struct Maps {
@@ -60,17 +63,18 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
                                         uint32_t limit, int finished) {
     const int lane = threadIdx.x % 32;
     while (made <= limit) {
-        const int stage = made % kStages;
-        uint64_t *full = &smem.full[stage];
+        const Ring<kStages> use{made};
+        const int stage = use.stage();
+        Barrier &full = smem.step_full[stage];
         Step step;
         step.flags = 0;
-        if (made > 0 && next_tokens(step, smem.steps[(made - 1) % kStages], p)) {
-            barrier_wait(&smem.empty[stage], (made / kStages & 1) ^ 1);
+        if (made > 0 && next_tokens(step, smem.steps[Ring<kStages>{made - 1}.stage()], p)) {
+            smem.step_empty.acquire(use);
             if (lane == 0) smem.steps[stage] = step;
             __syncwarp();
         } else {
             if (next_newest(smem.walk) > finished + 2) return true;
-            barrier_wait(&smem.empty[stage], (made / kStages & 1) ^ 1);
+            smem.step_empty.acquire(use);
             __syncwarp();
             if (lane == 0) next_heads(smem.steps[stage], smem.walk, args.fwd, p);
             __syncwarp();
@@ -80,7 +84,7 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
         const bool exists = step.flags & kExists;
         if (lane == 0 && exists) {
             store_wait_read<1>(); // dQ of the step before last, which lay where out comes
-            barrier_arrive_expect(full, (3 + 2 * __popc(step.loaded())) * kTileBytes);
+            full.arrive_expect((3 + 2 * __popc(step.loaded())) * kTileBytes);
             tensor_load(smem.q[stage], &maps.q, full, 0, step.head, step.row, step.batch);
             tensor_load(smem.dout[stage], &maps.dout, full, 0, step.head, step.row, step.batch);
             tensor_load(smem.out[stage], &maps.out, full, 0, step.head, step.row, step.batch);
@@ -92,7 +96,7 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
                 tensor_load(smem.v[slot], &maps.v, full, 0, step.kv_head, key, step.batch);
             }
         } else if (lane == 0) {
-            barrier_arrive(full);
+            full.arrive();
         }
         const int token = lane >> p.head_shift, head = lane & ((1 << p.head_shift) - 1);
         const int64_t at = (static_cast<int64_t>(step.batch) * args.fwd.problem.num_q_heads + step.head + head) * args.fwd.problem.q_len +
@@ -105,26 +109,11 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
             cp_async_4(shared_address(&smem.lse[stage][lane + i]), static_cast<const float *>(args.fwd.lse) + from, real);
             if (args.dlse) cp_async_4(shared_address(&smem.g[stage][lane + i]), static_cast<const float *>(args.dlse) + from, real);
         }
-        barrier_arrive_copied(full);
+        full.arrive_copied();
         if (!exists) return false;
     }
     return true;
 }
-
-// Zeroes what is not finite among the 8 elements at `chunk`; a bit for each of them.
-template <class Element> __device__ __forceinline__ uint32_t zero_chunk(unsigned char *chunk) {
-    auto *each = reinterpret_cast<uint16_t *>(chunk);
-    uint32_t found = 0;
-#pragma unroll 1
-    for (int i = 0; i < 8; i++) {
-        if ((each[i] & kExponent<Element>) != kExponent<Element>) continue;
-        each[i] = 0;
-        found |= 1u << i;
-    }
-    return found;
-}
-
-__device__ __forceinline__ int chunk_at(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
 
 // Half a key at a time: zeros past the sequence, since a masked pair's dS times K must be zero.
 template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int slot, int num_keys) {
@@ -135,20 +124,20 @@ template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int sl
         uint32_t bad_k = 0, bad_v = 0;
 #pragma unroll
         for (int c = 4 * half; c < 4 * half + 4; c++) {
-            auto *chunk = reinterpret_cast<uint4 *>(smem.k[slot] + chunk_at(key, c));
+            auto *chunk = reinterpret_cast<uint4 *>(smem.k[slot] + swizzled(key, c));
             const uint4 x = *chunk;
             if (key >= num_keys) {
                 *chunk = {};
-            } else if (unfinite<typename C::Element>(x.x) || unfinite<typename C::Element>(x.y) || unfinite<typename C::Element>(x.z) ||
-                       unfinite<typename C::Element>(x.w)) {
+            } else if (any_nonfinite<typename C::Element>(x.x) || any_nonfinite<typename C::Element>(x.y) ||
+                       any_nonfinite<typename C::Element>(x.z) || any_nonfinite<typename C::Element>(x.w)) {
                 found = true;
             }
             if (C::kHide) {
-                bad_k |= zero_chunk<typename C::Element>(smem.k[slot] + chunk_at(key, c));
-                bad_v |= zero_chunk<typename C::Element>(smem.v[slot] + chunk_at(key, c));
+                bad_k |= zero_chunk<typename C::Element>(smem.k[slot] + swizzled(key, c));
+                bad_v |= zero_chunk<typename C::Element>(smem.v[slot] + swizzled(key, c));
             }
         }
-        if (found && !C::kHide) smem.unfinite = 1;
+        if (found && !C::kHide) smem.nonfinite = 1;
         if (C::kHide) {
             const uint32_t bad = (bad_k ? 1 : 0) | (bad_v ? 2 : 0), both = bad | __shfl_xor_sync(0xffffffffu, bad, 1);
             if (half == 0) smem.bad_keys[slot][key] = both;
@@ -171,7 +160,7 @@ template <class C> __device__ __forceinline__ void clean_row(Smem &smem, int sta
         uint32_t bad = 0;
 #pragma unroll 1
         for (int c = 0; c < 4; c++) {
-            const int at = chunk_at(row, 4 * half + c);
+            const int at = swizzled(row, 4 * half + c);
             if (!real) {
                 *reinterpret_cast<uint4 *>(smem.q[stage] + at) = {};
                 *reinterpret_cast<uint4 *>(smem.dout[stage] + at) = {};
@@ -190,8 +179,9 @@ template <class C> __device__ __forceinline__ void clean_row(Smem &smem, int sta
 template <class C>
 __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, Sink &sink, float &terms) {
     using Element = typename C::Element;
-    const int stage = n % kStages, lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 - 1;
-    barrier_wait(&smem.full[stage], n / kStages & 1);
+    const Ring<kStages> use{n};
+    const int stage = use.stage(), lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 - 1;
+    smem.step_full.wait(use);
     const Step &step = smem.steps[stage];
     const int flags = step.flags;
     if (flags & kExists) {
@@ -239,7 +229,7 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
         if (C::kHide || flags & (kOpens | kEdge)) async_fence(); // else nothing was written that wgmma reads; it waits for dQ's stores
     }
     __syncwarp();
-    barrier_arrive(&smem.ready[stage]);
+    smem.step_ready[stage].arrive();
     return flags & kExists;
 }
 
@@ -261,8 +251,7 @@ __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, ui
 
 // dQ of step n to where its rows of out were, which nobody reads any more.
 template <class Element> __device__ __forceinline__ void stage_dq(const float (&dq)[32], Smem &smem, uint32_t n, const Problem &p) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
-    const uint32_t to = shared_address(smem.out[n % kStages]) + chunk_at(row, lane / 16);
+    const uint32_t to = shared_address(smem.out[n % kStages]) + swizzled(threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16);
 #pragma unroll
     for (int t = 0; t < 4; t++) {
         uint32_t x[4];
@@ -271,7 +260,7 @@ template <class Element> __device__ __forceinline__ void stage_dq(const float (&
             const float *pair = &dq[8 * t + 2 * i];
             x[i] = pack_halves<Element>(pair[0] * p.scale, pair[1] * p.scale);
         }
-        stmatrix_x4(to ^ t << 5, x);
+        stmatrix_x4(pairs_on(to, t), x);
     }
     async_fence();
 }
@@ -290,7 +279,7 @@ __device__ __forceinline__ void send_dq(const Smem &smem, const Maps &maps, uint
 // dQ of a step with rows that do not exist, of the others: two lanes exchange halves of a chunk, and a row's four write two whole chunks.
 template <class Element>
 __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
-    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
+    const int row = warpgroup_row(threadIdx.x, 0), column = 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
     const bool odd = threadIdx.x & 1;
     const int first = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, step.batch, step.row + first, step.head + head) + column;
@@ -314,7 +303,7 @@ __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step
 
 // True when the step was its token group's last.
 template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
-    barrier_wait(&smem.ds_full[n % 2], n / 2 & 1);
+    smem.ds_full.wait({n});
     const Step &step = smem.steps[n % kStages];
     const int flags = step.flags;
     const bool owns = __any_sync(0xffffffffu, flags & kOwnsRows);
@@ -341,7 +330,7 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
     }
     // All four warps have left the step before and this one's product, and staged dQ: the producer may send that, and make another of that
     // step, of dS and of the keys.
-    bar_sync<128>(1);
+    bar_sync<128>(kRowBarrier);
     return flags & kCloses;
 }
 

@@ -55,11 +55,13 @@ template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, Tile kTile, 
     static_assert(kTeamThreads % kChunks == 0, "threads share the work evenly");
 };
 
+enum NamedBarrier : int { kTeamBarrier = 1 }; // one a team, from this one on; 0 is __syncthreads
+
 template <class C> __device__ __forceinline__ void team_sync(int team) {
     if constexpr (C::kTeamWarps == 1)
         __syncwarp();
     else
-        bar_sync<C::kTeamThreads>(team + 1);
+        bar_sync<C::kTeamThreads>(kTeamBarrier + team);
 }
 
 // What the rows see, by each warp for itself. Returns where the lane's first row of Q is.
@@ -134,7 +136,7 @@ __device__ __forceinline__ Doubts attend(typename C::Rows &rows, unsigned char *
         softmax_step(s, rows, fabsf(params.scale_log2), num_rows);
         if constexpr (!C::kKeysInM)
             if (__builtin_expect(masked && params.band.q_len > 1, false))
-                hide_unfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
+                hide_nonfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
         pv_product(rows, s, q + keys + lane_v + C::kTileBytes + first_chunk * 16);
         team_sync<C>(team); // and nobody reads it any more
         if (n + ahead < loader.last) loader.template load<false>(q + keys, n + ahead, guess);

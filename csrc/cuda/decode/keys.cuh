@@ -41,7 +41,7 @@ __device__ __forceinline__ void qk_product(float (&s)[C::kEights][4], const Rows
 #pragma unroll
         for (int n = 0; n < C::kEights; n++) {
             uint32_t keys[4];
-            ldmatrix_x4(keys, chunks_on(k, step) + n * C::kHeadBytes);
+            ldmatrix_x4(keys, pairs_on(k, step) + n * C::kHeadBytes);
             mma_m16n8k16<typename C::Element>(s[n], keys, rows.q[step][n][0], rows.q[step][n][1]);
         }
     if (scale < 0.0f)
@@ -94,7 +94,7 @@ template <class C> __device__ __forceinline__ void pv_product(RowsInN<C> &rows, 
 #pragma unroll
         for (int n = 0; n < C::kEights; n++) {
             uint32_t values[4];
-            ldmatrix_x4_trans(values, chunks_on(v, j) + n * C::kHeadBytes);
+            ldmatrix_x4_trans(values, pairs_on(v, j) + n * C::kHeadBytes);
             mma_m16n8k16<typename C::Element>(rows.o[j][n], values, b[n][0], b[n][1]);
             if constexpr (kSplits<C>) mma_m16n8k16<Bf16>(rows.o[j][n], values, rest[n][0], rest[n][1]);
         }

@@ -93,11 +93,11 @@ template <class C> struct Loader {
                     if (!is_seen(key + i)) seen &= ~(1u << i);
             }
             const uint16_t *k_from = k + k_offset, *v_from = v + v_offset;
-            to = chunk_address(to, C::kRowBytes, row, chunk);
+            to = swizzled(to, C::kRowBytes, row, chunk);
             if constexpr (kBegins) guess.wait();
 #pragma unroll
             for (int i = 0; i < kTileK; i += kRowStep) {
-                copy((to ^ (i % 8 << 4)) + i * C::kRowBytes, k_from, v_from, seen >> i & 1);
+                copy(rows_on<C::kRowBytes>(to, i), k_from, v_from, seen >> i & 1);
                 k_from += wide(params.k_row) * kRowStep;
                 v_from += wide(params.v_row) * kRowStep;
             }
@@ -121,7 +121,7 @@ template <class C> struct Loader {
             const bool seen = is_seen(key + i);
             check_page(its_page, seen);
             place(its_page, key + i);
-            copy(chunk_address(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * params.k_row, v + v_at - wide(row) * params.v_row,
+            copy(swizzled(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * params.k_row, v + v_at - wide(row) * params.v_row,
                  seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
         }
         page = find_page(n + C::kTeams);
@@ -210,7 +210,7 @@ __device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to
 #pragma unroll 1
         for (int x = threadIdx.x; x < kTileQ * C::kChunks; x += C::kThreads) {
             const int row = x / C::kChunks, chunk = x % C::kChunks;
-            cp_async_16(chunk_address(to, C::kRowBytes, row, chunk), query_row(fragment, params, row) + chunk * 8,
+            cp_async_16(swizzled(to, C::kRowBytes, row, chunk), query_row(fragment, params, row) + chunk * 8,
                         row < fragment.stream.num_rows && chunk * 8 < params.head_dim);
         }
     }

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One tile of a decode: 16 rows against 16 keys, by one warp, on mma.sync. C::kRowBytes are a row of Q, K and V in shared memory, whose
-// 16-byte chunk c lies at c ^ (row % 8), so that ldmatrix meets no bank twice; C::kColumns are the warp's columns of O.
+// One tile of a decode: 16 rows against 16 keys, by one warp, on mma.sync. C::kRowBytes are a swizzled row of Q, K and V in shared
+// memory; C::kColumns are the warp's columns of O.
 #pragma once
 
 #include <type_traits>
 
 #include "cuda/decode/work.cuh"
 #include "cuda/ptx/sm80.cuh"
+#include "cuda/tile/finite.cuh"
+#include "cuda/tile/fragment.cuh"
 
 namespace sa::decode {
-
-__device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row_bytes, int row, int chunk) {
-    return base + row * row_bytes + ((chunk ^ (row & 7)) << 4);
-}
 
 // Where ldmatrix finds a lane's row of the tile in front: chunk 0 or 1 of a key of K, and of V.
 struct LaneRows {
@@ -22,12 +20,8 @@ struct LaneRows {
 
 template <class C> __device__ __forceinline__ LaneRows lane_rows() {
     const int lane = threadIdx.x % 32;
-    return {chunk_address(0, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1),
-            chunk_address(0, C::kRowBytes, lane & 15, lane >> 4)};
+    return {swizzled(0, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), swizzled(0, C::kRowBytes, lane & 15, lane >> 4)};
 }
-
-// From chunk c of a row to chunk c + 2 n of it, c < 2; rows lie at multiples of 128 bytes.
-__device__ __forceinline__ uint32_t chunks_on(uint32_t address, int n) { return (address ^ (n % 4 << 5)) + n / 4 * 128; }
 
 // What a warp keeps of a stream. Rows lane / 4 + 8 i; pivot in log2 units, sum over this lane's columns.
 template <class C> struct Rows {
@@ -54,9 +48,9 @@ template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], 
 #pragma unroll
     for (int step = 0; step < C::kHeadDim / 16; step++) {
         uint32_t keys[4], a[4];
-        ldmatrix_x4(keys, chunks_on(k, step));
+        ldmatrix_x4(keys, pairs_on(k, step));
         if constexpr (!C::kQueriesInRegisters)
-            ldmatrix_x4(a, chunks_on(q, step));
+            ldmatrix_x4(a, pairs_on(q, step));
         else
             for (int x = 0; x < 4; x++) a[x] = rows.q[step][x];
         mma_m16n8k16<typename C::Element>(s[0], a, keys[0], keys[1]);
@@ -140,7 +134,7 @@ template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, con
 #pragma unroll
     for (int n = 0; n < C::kColumns / 16; n++) {
         uint32_t values[4];
-        ldmatrix_x4_trans(values, chunks_on(v, n));
+        ldmatrix_x4_trans(values, pairs_on(v, n));
         mma_m16n8k16<typename C::Element>(rows.o[2 * n], a, values[0], values[1]);
         mma_m16n8k16<typename C::Element>(rows.o[2 * n + 1], a, values[2], values[3]);
         if constexpr (kSplits<C>) {
@@ -150,21 +144,18 @@ template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, con
     }
 }
 
-template <class C> __device__ __forceinline__ bool is_unfinite(uint32_t half) {
-    return (half & kExponent<typename C::Element>) == kExponent<typename C::Element>;
-}
-
 // A masked key's P is 0, but 0 * NaN is not: where a value that is not finite meets rows that do not see it, it is zeroed in shared memory
 // and added by hand to the rows that do. Each warp looks at its own columns, which no other reads.
 template <class C>
-__device__ __forceinline__ void hide_unfinite(unsigned char *values, Rows<C> &rows, const Row *seen, int32_t tile, int first_chunk) {
+__device__ __forceinline__ void hide_nonfinite(unsigned char *values, Rows<C> &rows, const Row *seen, int32_t tile, int first_chunk) {
     constexpr int kMine = C::kColumns / 8;
     const int lane = threadIdx.x % 32;
     const auto chunk_at = [&](int key, int n) { return values + key * C::kRowBytes + (((first_chunk + n) ^ (key & 7)) << 4); };
     bool bad = false;
     for (int x = lane; x < kTileK * kMine; x += 32) {
         const uint4 halves = *reinterpret_cast<const uint4 *>(chunk_at(x / kMine, x % kMine));
-        for (const uint32_t pair : {halves.x, halves.y, halves.z, halves.w}) bad |= is_unfinite<C>(pair) || is_unfinite<C>(pair >> 16);
+        for (const uint32_t pair : {halves.x, halves.y, halves.z, halves.w})
+            bad |= is_nonfinite<typename C::Element>(pair) || is_nonfinite<typename C::Element>(pair >> 16);
     }
     if (!__any_sync(0xffffffffu, bad)) return;
 #pragma unroll 1
@@ -175,8 +166,8 @@ __device__ __forceinline__ void hide_unfinite(unsigned char *values, Rows<C> &ro
             const uint32_t pair = reinterpret_cast<const uint32_t *>(chunk_at(key, n))[lane % 4];
 #pragma unroll
             for (int x = 0; x < 2; x++) {
-                const uint16_t half = static_cast<uint16_t>(pair >> 16 * x);
-                const float value = is_unfinite<C>(half) ? widen<typename C::Element>(half) : 0.0f;
+                const uint32_t half = static_cast<uint16_t>(pair >> 16 * x);
+                const float value = nonfinite_part<typename C::Element>(half);
 #pragma unroll
                 for (int i = 0; i < 2; i++) rows.o[n][2 * i + x] += meets[i] ? value : 0.0f;
             }
@@ -185,7 +176,7 @@ __device__ __forceinline__ void hide_unfinite(unsigned char *values, Rows<C> &ro
     __syncwarp();
     for (int x = lane; x < kTileK * kMine * 8; x += 32) {
         auto &half = reinterpret_cast<uint16_t *>(chunk_at(x / 8 / kMine, x / 8 % kMine))[x % 8];
-        if (is_unfinite<C>(half)) half = 0;
+        if (is_nonfinite<typename C::Element>(static_cast<uint32_t>(half))) half = 0;
     }
     __syncwarp();
 }

@@ -7,8 +7,8 @@
 //
 // A block has one tile of rows, all heads of a group side by side; Q stays in shared memory, S, P and O in registers. A warp owns
 // kRowBlocks x 16 rows alone, so the softmax needs no shared memory. A row's sums run over key tiles anchored at key 0, and a masked key
-// adds zero: its bits do not depend on its neighbours. Shared memory: Q, then per stage K and V; rows of kHeadDim elements whose 16-byte
-// chunk c lies at c ^ (row % 8), so that ldmatrix meets no bank twice. head_dim below kHeadDim is filled with zeros by the loads.
+// adds zero: its bits do not depend on its neighbours. Shared memory: Q, then per stage K and V; swizzled rows of kHeadDim elements.
+// head_dim below kHeadDim is filled with zeros by the loads.
 
 #include "cuda/host/backend.h"
 #include "cuda/tile/mma.cuh"
@@ -118,7 +118,7 @@ template <class C> struct Loader {
     __device__ __forceinline__ explicit Loader(int64_t head_dim)
         : row(threadIdx.x / C::kChunks), chunk(threadIdx.x % C::kChunks), valid(chunk * 8 < head_dim) {}
 
-    __device__ __forceinline__ uint32_t offset(int i) const { return chunk_offset<C::kRowBytes>(row + i * kRowStep, chunk); }
+    __device__ __forceinline__ uint32_t offset(int i) const { return swizzled<C::kRowBytes>(row + i * kRowStep, chunk); }
 
     __device__ __forceinline__ void load_queries(uint32_t to, const Block &block, const sinkattn_tensor &tensor,
                                                  sa_divisor by_group) const {
@@ -153,7 +153,7 @@ template <class C> struct Loader {
 // Scores to -inf where the row does not see the key. first is the tile's first key.
 template <class C>
 __device__ __forceinline__ void mask_tile(float (&s)[C::kRowBlocks][C::kTileK / 8][4], const RowTable<C> &table, int32_t first) {
-    const int32_t column = first + 2 * (threadIdx.x % 4);
+    const int32_t column = first + fragment_column();
 #pragma unroll
     for (int i = 0; i < 2 * C::kRowBlocks; i++) {
         const int row = thread_row<C>(i);
@@ -221,7 +221,7 @@ __device__ __forceinline__ void weigh_values(float (&o)[C::kRowBlocks][C::kHeadD
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; n += 2) {
             uint32_t values[4];
-            ldmatrix_x4_trans(values, v + chunk_offset<C::kRowBytes>(16 * step + (lane & 15), n + (lane >> 4)));
+            ldmatrix_x4_trans(values, v + swizzled<C::kRowBytes>(16 * step + left_row(lane), n + left_chunk(lane)));
 #pragma unroll
             for (int b = 0; b < C::kRowBlocks; b++) {
                 mma_m16n8k16<typename C::Element>(o[b][n], p[b], values[0], values[1]);
@@ -234,9 +234,8 @@ __device__ __forceinline__ void weigh_values(float (&o)[C::kRowBlocks][C::kHeadD
 // A masked key's P is 0, but 0 * NaN is not: values that are not finite are added by hand to the rows that see them, then zeroed in shared
 // memory. Every thread of the block comes here.
 template <class C>
-__device__ __forceinline__ void hide_unfinite(unsigned char *values, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4],
-                                              const RowTable<C> &table, int32_t first) {
-    const auto unfinite = [](uint16_t half) { return (half & kExponent<typename C::Element>) == kExponent<typename C::Element>; };
+__device__ __forceinline__ void hide_nonfinite(unsigned char *values, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4],
+                                               const RowTable<C> &table, int32_t first) {
 #pragma unroll 1
     for (int key = 0; key < C::kTileK; key++) {
         bool sees[2 * C::kRowBlocks];
@@ -244,11 +243,11 @@ __device__ __forceinline__ void hide_unfinite(unsigned char *values, float (&o)[
         for (int i = 0; i < 2 * C::kRowBlocks; i++) sees[i] = table.sees(thread_row<C>(i), first + key);
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; n++) {
-            const auto *chunk = reinterpret_cast<const uint16_t *>(values + chunk_offset<C::kRowBytes>(key, n));
+            const auto *chunk = reinterpret_cast<const uint16_t *>(values + swizzled<C::kRowBytes>(key, n));
 #pragma unroll
             for (int x = 0; x < 2; x++) {
                 const uint16_t half = chunk[2 * (threadIdx.x % 4) + x];
-                const float value = unfinite(half) ? widen<typename C::Element>(half) : 0.0f;
+                const float value = nonfinite_part<typename C::Element>(half);
 #pragma unroll
                 for (int i = 0; i < 2 * C::kRowBlocks; i++)
                     if (sees[i]) o[i / 2][n][2 * (i & 1) + x] += value;
@@ -256,10 +255,8 @@ __device__ __forceinline__ void hide_unfinite(unsigned char *values, float (&o)[
         }
     }
     __syncthreads();
-    for (int x = threadIdx.x; x < C::kKeyBytes / 2; x += C::kThreads) {
-        auto &half = reinterpret_cast<uint16_t *>(values)[x];
-        if (unfinite(half)) half = 0;
-    }
+    for (int x = threadIdx.x; x < C::kKeyBytes / 2; x += C::kThreads)
+        zero_nonfinite<typename C::Element>(reinterpret_cast<uint16_t *>(values)[x]);
     __syncthreads();
 }
 
@@ -286,7 +283,7 @@ __device__ __forceinline__ void write_out(unsigned char *shared, float (&o)[C::k
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; n++) {
             const float *pair = &o[i / 2][n][2 * (i & 1)];
-            *reinterpret_cast<uint32_t *>(shared + chunk_offset<C::kRowBytes>(row, n) + 4 * (lane % 4)) =
+            *reinterpret_cast<uint32_t *>(shared + swizzled<C::kRowBytes>(row, n) + 4 * (lane % 4)) =
                 pack_halves<typename C::Element>(pair[0] * factor, pair[1] * factor);
         }
     }
@@ -297,7 +294,7 @@ __device__ __forceinline__ void write_out(unsigned char *shared, float (&o)[C::k
         const int row = warp_row<C>() + x / C::kChunks, chunk = x % C::kChunks;
         if (first + row >= end || chunk * 8 >= args.problem.head_dim) continue;
         *reinterpret_cast<uint4 *>(out + Place(first + row, group, by_group).offset(args.out) + chunk * 8) =
-            *reinterpret_cast<const uint4 *>(shared + chunk_offset<C::kRowBytes>(row, chunk));
+            *reinterpret_cast<const uint4 *>(shared + swizzled<C::kRowBytes>(row, chunk));
     }
 }
 
@@ -354,7 +351,7 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
             const bool masked = !sa_key_tile_is_full(&tiles, t);
             if (masked) mask_tile<C>(s, table, first);
             raise_pivots<C>(from, s, o, rows, scale_log2);
-            if (hide && masked) hide_unfinite<C>(shared + values_at, o, table, first);
+            if (hide && masked) hide_nonfinite<C>(shared + values_at, o, table, first);
             weigh_values<C>(o, s, rows, from, scale_log2, q + values_at);
             t = next;
         }

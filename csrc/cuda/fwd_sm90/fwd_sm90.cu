@@ -19,6 +19,7 @@
 #include "cuda/fwd_sm90/softmax.cuh"
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/tile/finite.cuh"
+#include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 #include "cuda/work/launch_counter.cuh"
 
@@ -29,9 +30,9 @@ template <class C> struct Smem {
     alignas(1024) unsigned char queries[2][C::kHalves * C::kQueryHalf];
     alignas(1024) unsigned char keys[C::kStages][C::kHalves * C::kKeyHalf], values[C::kStages][C::kHalves * C::kKeyHalf];
     Rows<C> rows[C::kSlots];
-    alignas(2) bool unfinite[C::kStages][C::kCheckers];
-    uint64_t q_full[2], q_empty[2];
-    uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_ready[C::kStages], v_empty[C::kStages];
+    alignas(2) bool nonfinite[C::kStages][C::kCheckers];
+    Barriers<2> q_full, q_empty;
+    Barriers<C::kStages> k_full, k_empty, v_full, v_ready, v_empty; // ready: checked for values that are not finite
 };
 
 struct Maps {
@@ -50,8 +51,8 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
     if (leader && p.counter) open_counter(p.counter, __ldcg(p.counter), p.tag);
     unsigned item = blockIdx.x, round = 0;
     for (Ring<C::kSlots> ring;; ring.n++) {
-        Rows<C> &rows = smem.rows[ring.place()];
-        barrier_wait(&smem.rows[ring.place()].empty, ring.phase() ^ 1);
+        Rows<C> &rows = smem.rows[ring.stage()];
+        smem.rows[ring.stage()].empty.wait_previous(ring);
         bool exists = false;
         while (!exists && item < p.num_items) {
             const unsigned tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
@@ -66,14 +67,14 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
         if (leader) rows.exists = exists;
         __syncwarp(); // the lanes see the work
         if (exists) describe_rows<C>(rows, args, p);
-        barrier_arrive(&smem.rows[ring.place()].full);
+        smem.rows[ring.stage()].full.arrive();
         if (!exists) return;
     }
 }
 
 template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, const Maps &maps, const Problem &p) {
-    const auto load_keys = [&](unsigned char *to, const CUtensorMap &map, uint64_t *full, const Work &work, int t) {
-        barrier_arrive_expect(full, C::kHalves * C::kKeyHalf);
+    const auto load_keys = [&](unsigned char *to, const CUtensorMap &map, Barrier &full, const Work &work, int t) {
+        full.arrive_expect(C::kHalves * C::kKeyHalf);
         for (int half = 0; half < C::kHalves; half++)
             tensor_load(to + half * C::kKeyHalf, &map, full, 64 * half, static_cast<int>(work.kv_head),
                         static_cast<int>(work.sequence.k_begin) + t * C::kTileK, static_cast<int>(work.sequence.batch));
@@ -81,23 +82,23 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
     Ring<C::kStages> ring;
     for (Ring<C::kSlots> tiles;; tiles.n++) {
         const Ring<2> queries{tiles.n};
-        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
-        if (!smem.rows[tiles.place()].exists) return;
-        uint64_t *q_full = &smem.q_full[queries.place()];
-        barrier_wait(&smem.q_empty[queries.place()], queries.phase() ^ 1);
-        const Work &work = smem.rows[tiles.place()].work;
+        smem.rows[tiles.stage()].full.wait(tiles);
+        if (!smem.rows[tiles.stage()].exists) return;
+        Barrier &q_full = smem.q_full[queries.stage()];
+        smem.q_empty.acquire(queries);
+        const Work &work = smem.rows[tiles.stage()].work;
         const int end = work.tiles.end;
         int t = sa_key_tile_from(&work.tiles, 0); // once Q is there, a tile without keys may be gone
-        barrier_arrive_expect(q_full, C::kHalves * p.tokens * p.group * kRowBytes);
+        q_full.arrive_expect(C::kHalves * p.tokens * p.group * kRowBytes);
         for (int half = 0; half < C::kHalves; half++)
-            tensor_load(smem.queries[queries.place()] + half * C::kQueryHalf, &maps.q, q_full, 64 * half,
+            tensor_load(smem.queries[queries.stage()] + half * C::kQueryHalf, &maps.q, q_full, 64 * half,
                         static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
                         static_cast<int>(work.sequence.batch));
         for (; t < end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
-            barrier_wait(&smem.k_empty[ring.place()], ring.phase() ^ 1);
-            load_keys(smem.keys[ring.place()], maps.k, &smem.k_full[ring.place()], work, t);
-            barrier_wait(&smem.v_empty[ring.place()], ring.phase() ^ 1);
-            load_keys(smem.values[ring.place()], maps.v, &smem.v_full[ring.place()], work, t);
+            smem.k_empty.acquire(ring);
+            load_keys(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, t);
+            smem.v_empty.acquire(ring);
+            load_keys(smem.values[ring.stage()], maps.v, smem.v_full[ring.stage()], work, t);
         }
     }
 }
@@ -106,23 +107,23 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
     const int checker = threadIdx.x / 32 - 2;
     Ring<C::kStages> ring;
     for (Ring<C::kSlots> tiles;; tiles.n++) {
-        barrier_wait(&smem.rows[tiles.place()].full, tiles.phase());
-        if (!smem.rows[tiles.place()].exists) return;
-        const Work &work = smem.rows[tiles.place()].work;
+        smem.rows[tiles.stage()].full.wait(tiles);
+        if (!smem.rows[tiles.stage()].exists) return;
+        const Work &work = smem.rows[tiles.stage()].work;
         for (int t = sa_key_tile_from(&work.tiles, 0); t < work.tiles.end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
             bool found = false;
-            barrier_wait(&smem.v_full[ring.place()], ring.phase());
+            smem.v_full.wait(ring);
             if (!sa_key_tile_is_full(&work.tiles, t)) {
                 constexpr int kBytes = C::kHalves * C::kKeyHalf, kLookers = 32 * C::kCheckers, kFirst = 64;
-                found = some_unfinite<typename C::Element, kLookers>(smem.values[ring.place()], kBytes, threadIdx.x - kFirst);
-                if (found) zero_unfinite<typename C::Element, kLookers>(smem.values[ring.place()], kBytes, threadIdx.x - kFirst);
+                found = any_nonfinite<typename C::Element, kLookers>(smem.values[ring.stage()], kBytes, threadIdx.x - kFirst);
+                if (found) zero_nonfinite<typename C::Element, kLookers>(smem.values[ring.stage()], kBytes, threadIdx.x - kFirst);
                 async_fence();
             }
             found = __any_sync(0xffffffffu, found);
-            if (threadIdx.x % 32 == 0) smem.unfinite[ring.place()][checker] = found;
-            barrier_arrive(&smem.v_ready[ring.place()]);
+            if (threadIdx.x % 32 == 0) smem.nonfinite[ring.stage()][checker] = found;
+            smem.v_ready[ring.stage()].arrive();
         }
-        barrier_arrive(&smem.rows[tiles.place()].empty);
+        smem.rows[tiles.stage()].empty.arrive();
     }
 }
 
@@ -137,7 +138,7 @@ __device__ __forceinline__ void add_hidden(float (&o)[C::kHeadDim / 2], const si
     const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
 #pragma unroll 1
     for (int j = t * C::kTileK; j < (t + 1) * C::kTileK && j < rows.work.sequence.k_len; j++)
-        add_unfinite<typename C::Element>(o, data + key_offset(rows.work, args.v, j), args.problem.head_dim, [&](int i) {
+        add_nonfinite<typename C::Element>(o, data + key_offset(rows.work, args.v, j), args.problem.head_dim, [&](int i) {
             return (j >= rows.begin[token[i]] && j < rows.end[token[i]]) || j < rows.sink_end[token[i]];
         });
 }
@@ -165,7 +166,7 @@ __device__ __forceinline__ bool write_out(const unsigned char *slot, const sinka
     const int num_tokens = work.tokens.end - work.tokens.begin, first = math_group * p.copied;
     const int64_t token = work.sequence.q_begin + work.tokens.begin, head = work.kv_head * p.group;
     async_fence();
-    bar_sync<128>(1 + math_group);
+    bar_sync<128>(kMathBarrier + math_group);
     if (p.copied && first + p.copied <= num_tokens) {
         if (threadIdx.x % 128) return true;
         for (int half = 0; half < C::kHalves; half++)
@@ -184,7 +185,7 @@ __device__ __forceinline__ bool write_out(const unsigned char *slot, const sinka
             *reinterpret_cast<const uint4 *>(slot + column / 64 * C::kQueryHalf + row * kRowBytes + ((column / 8 % 8 ^ row % 8) << 4));
     }
     async_fence();
-    bar_sync<128>(1 + math_group);
+    bar_sync<128>(kMathBarrier + math_group);
     return false;
 }
 
@@ -197,12 +198,12 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     const bool leader = threadIdx.x % 128 == 0;
     float s[C::kTileK / 2], total[2];
     uint32_t weights[C::kTileK / 16][4];
-    barrier_wait(&smem.k_full[ring.place()], ring.phase());
-    qk_product<C>(s, q, shared_address(smem.keys[ring.place()]));
+    smem.k_full.wait(ring);
+    qk_product<C>(s, q, shared_address(smem.keys[ring.stage()]));
     const bool masked = !sa_key_tile_is_full(&key_tiles, t);
     wgmma_wait<0>();
     computed(s);
-    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
+    if (threadIdx.x % 32 == 0) smem.k_empty.release(ring);
     scored();
     if (masked) mask_tile<C>(s, p, rows, math_group, t);
     follow_maxima<C>(s, o, softmax, p, rows, math_group, t);
@@ -210,24 +211,24 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
     bool starting = begins_after<C>(softmax, p, rows, math_group, t);
     // Asked before the product that lets the stage go.
-    const auto has_hidden = [&](uint32_t place) { return *reinterpret_cast<const uint16_t *>(smem.unfinite[place]) != 0; };
-    barrier_wait(&smem.v_ready[ring.place()], ring.phase());
-    bool hidden = has_hidden(ring.place());
+    const auto has_hidden = [&](uint32_t place) { return *reinterpret_cast<const uint16_t *>(smem.nonfinite[place]) != 0; };
+    smem.v_ready.wait(ring);
+    bool hidden = has_hidden(ring.stage());
     pack<typename C::Element>(weights, s);
     const auto finish_values = [&] {
         wgmma_wait<0>();
         computed(o);
-        if (leader) barrier_arrive(&smem.v_empty[ring.place()]);
+        if (leader) smem.v_empty.release(ring);
         if (hidden) add_hidden<C>(o, args, p, rows, math_group, t);
         ring.n++;
     };
     // The scores of the next key tile, under the product of this one's weights and values.
     int next = sa_key_tile_from(&key_tiles, t + 1);
-    if (next < end) barrier_wait(&smem.k_full[ring.next().place()], ring.next().phase());
+    if (next < end) smem.k_full.wait(ring.next());
     while (next < end) {
         const auto keys = ring.next();
-        qk_product<C>(s, q, shared_address(smem.keys[keys.place()]));
-        wgmma_pb<typename C::Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.place()]));
+        qk_product<C>(s, q, shared_address(smem.keys[keys.stage()]));
+        wgmma_pb<typename C::Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.stage()]));
         const bool next_masked = !sa_key_tile_is_full(&key_tiles, next);
         const int after_next = sa_key_tile_from(&key_tiles, next + 1);
         wgmma_wait<1>();
@@ -241,19 +242,19 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
         }
         exponentials<C>(s, total, softmax, p.scale_log2);
         const bool large = __any_sync(0xffffffffu, total[0] > kLarge<typename C::Element> || total[1] > kLarge<typename C::Element>);
-        barrier_wait(&smem.v_ready[keys.place()], keys.phase());
-        const bool next_hidden = has_hidden(keys.place());
-        if (after_next < end) barrier_wait(&smem.k_full[keys.next().place()], keys.next().phase());
+        smem.v_ready.wait(keys);
+        const bool next_hidden = has_hidden(keys.stage());
+        if (after_next < end) smem.k_full.wait(keys.next());
         finish_values();
-        if (large) outgrow<C>(s, total, o, softmax, p, rows, math_group, next, q, shared_address(smem.keys[keys.place()]));
-        if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[keys.place()]);
+        if (large) outgrow<C>(s, total, o, softmax, p, rows, math_group, next, q, shared_address(smem.keys[keys.stage()]));
+        if (threadIdx.x % 32 == 0) smem.k_empty.release(keys);
         for (int r = 0; r < 2; r++) softmax.sum[r] += total[r];
         t = next;
         hidden = next_hidden;
         next = after_next;
         pack<typename C::Element>(weights, s);
     }
-    wgmma_pb<typename C::Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.place()]));
+    wgmma_pb<typename C::Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.stage()]));
     finish_softmax<C>(factor, softmax, args, p, rows, math_group);
     finish_values();
 }
@@ -261,11 +262,11 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
 // Lets a key tile go of which the group's rows see nothing. Keys only behind the wait for values: the loader fills both again when all
 // warps have let the keys go, and one that still waited would miss a phase.
 template <class C> __device__ __forceinline__ void skip_tile(Smem<C> &smem, Ring<C::kStages> ring) {
-    barrier_wait(&smem.k_full[ring.place()], ring.phase());
-    barrier_wait(&smem.v_ready[ring.place()], ring.phase());
+    smem.k_full.wait(ring);
+    smem.v_ready.wait(ring);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&smem.k_empty[ring.place()]);
-    if (threadIdx.x % 128 == 0) barrier_arrive(&smem.v_empty[ring.place()]);
+    if (threadIdx.x % 32 == 0) smem.k_empty.release(ring);
+    if (threadIdx.x % 128 == 0) smem.v_empty.release(ring);
 }
 
 template <class C>
@@ -279,13 +280,13 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
         const auto end_copy = [&] {
             if (!copying || !leader) return;
             store_wait_read<0>();
-            barrier_arrive(&smem.q_empty[queries.next().place()]); // the one before
+            smem.q_empty.release(queries.next()); // of two stages, also the previous one
         };
-        Rows<C> &rows = smem.rows[tiles.place()];
-        barrier_wait(&rows.full, tiles.phase());
+        Rows<C> &rows = smem.rows[tiles.stage()];
+        rows.full.wait(tiles);
         if (!rows.exists) break;
-        barrier_wait(&smem.q_full[queries.place()], queries.phase());
-        const uint32_t q = shared_address(smem.queries[queries.place()]) + 64 * math_group * kRowBytes;
+        smem.q_full.wait(queries);
+        const uint32_t q = shared_address(smem.queries[queries.stage()]) + 64 * math_group * kRowBytes;
         float o[C::kHeadDim / 2] = {}, factor[2];
         Softmax softmax;
         const int end = rows.group_tiles[math_group].end, t = sa_key_tile_from(&rows.group_tiles[math_group], 0);
@@ -302,7 +303,7 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
             finish_softmax<C>(factor, softmax, args, p, rows, math_group);
             end_copy();
         }
-        unsigned char *slot = smem.queries[queries.place()] + 64 * math_group * kRowBytes;
+        unsigned char *slot = smem.queries[queries.stage()] + 64 * math_group * kRowBytes;
         stage_out<C>(q, o, factor);
         copying = write_out<C>(slot, args, maps, p, rows, math_group);
 #pragma unroll 1
@@ -310,8 +311,8 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
             skip_tile<C>(smem, ring);
             ring.n++;
         }
-        barrier_arrive(&rows.empty);
-        if (leader && !copying) barrier_arrive(&smem.q_empty[queries.place()]);
+        rows.empty.arrive();
+        if (leader && !copying) smem.q_empty.release(queries);
     }
     if (leader) store_wait();
 }
@@ -325,19 +326,19 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kSlots; i++) {
-            barrier_init(&smem.rows[i].full, 32);
-            barrier_init(&smem.rows[i].empty, 128 * C::kGroups + 32 * C::kCheckers);
+            smem.rows[i].full.init(32);
+            smem.rows[i].empty.init(128 * C::kGroups + 32 * C::kCheckers);
         }
         for (int i = 0; i < 2; i++) {
-            barrier_init(&smem.q_full[i], 1);
-            barrier_init(&smem.q_empty[i], C::kGroups);
+            smem.q_full[i].init(1);
+            smem.q_empty[i].init(C::kGroups);
         }
         for (int i = 0; i < C::kStages; i++) {
-            barrier_init(&smem.k_full[i], 1);
-            barrier_init(&smem.k_empty[i], 4 * C::kGroups);
-            barrier_init(&smem.v_full[i], 1);
-            barrier_init(&smem.v_ready[i], 32 * C::kCheckers);
-            barrier_init(&smem.v_empty[i], C::kGroups);
+            smem.k_full[i].init(1);
+            smem.k_empty[i].init(4 * C::kGroups);
+            smem.v_full[i].init(1);
+            smem.v_ready[i].init(32 * C::kCheckers);
+            smem.v_empty[i].init(C::kGroups);
         }
         barrier_init_fence();
     }

@@ -4,10 +4,13 @@
 // know of them.
 #pragma once
 
+#include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 #include "cuda/work/items.cuh"
 
 namespace sa::fwd_sm90 {
+
+enum NamedBarrier : int { kMathBarrier = 1 }; // one a math group, from this one on; 0 is __syncthreads
 
 template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kSlots_> struct Config {
     using Element = Element_;
@@ -23,7 +26,7 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_,
 
 // A tile of rows, and what the math needs of it, token by token and head by head. Row r is head r % group of token r / group.
 template <class C> struct Rows {
-    uint64_t full, empty;
+    Barrier full, empty;
     Work work;
     bool exists;
     sa_key_tiles group_tiles[C::kGroups];                      // that rows of a math group see, of work.tiles

@@ -22,7 +22,7 @@ struct ThreadRow {
     __device__ __forceinline__ ThreadRow(const Problem &p, int math_group, int i) {
         unsigned thread = threadIdx.x % 128;
         asm volatile("" : "+r"(thread)); // worked out anew where it is needed: there is no register to keep it in
-        const int row = 64 * math_group + static_cast<int>(thread / 32 * 16 + thread % 32 / 4) + 8 * i;
+        const int row = 64 * math_group + warpgroup_row(thread, i);
         token = row * p.group_inverse >> 16;
         head = row - token * p.group;
     }
@@ -31,13 +31,13 @@ struct ThreadRow {
 // Scores to -inf where the row does not see the key: past its last one, or before its window and not a sink.
 template <class C>
 __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Problem &p, const Rows<C> &rows, int math_group, int t) {
-    const int column = t * C::kTileK + 2 * (threadIdx.x % 4);
+    const int column = t * C::kTileK + fragment_column();
     const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
     if (t >= rows.group_tiles[math_group].full_end) {
         const int end[2] = {rows.end[token[0]] - column, rows.end[token[1]] - column};
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++)
-            if (8 * (i / 4) + (i & 1) >= end[i / 2 & 1]) s[i] = -INFINITY;
+            if (element_column(i) >= end[element_row(i)]) s[i] = -INFINITY;
     }
     if (t < rows.group_tiles[math_group].full_begin) {
         int begin[2], sink_end[2];
@@ -47,8 +47,8 @@ __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Probl
         }
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++) {
-            const int j = 8 * (i / 4) + (i & 1);
-            if (j < begin[i / 2 & 1] && j >= sink_end[i / 2 & 1]) s[i] = -INFINITY;
+            const int j = element_column(i), r = element_row(i);
+            if (j < begin[r] && j >= sink_end[r]) s[i] = -INFINITY;
         }
     }
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool begins(int i, const Softmax &softmax, const Prob
 // Whether any row of the group begins after tile t: one answer for all its warps, which wait for products by it.
 template <class C>
 __device__ __forceinline__ bool begins_after(const Softmax &softmax, const Problem &p, const Rows<C> &rows, int math_group, int t) {
-    return bar_any<128>(1 + math_group,
+    return bar_any<128>(kMathBarrier + math_group,
                         begins<C>(0, softmax, p, rows, math_group, t + 1) || begins<C>(1, softmax, p, rows, math_group, t + 1));
 }
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&
     for (int r = 0; r < 2; r++) from[r] = softmax.pivot[r] == -INFINITY ? 0.0f : softmax.pivot[r];
 #pragma unroll
     for (int i = 0; i < C::kTileK / 2; i++) {
-        s[i] = exp2_approx(fmaf(s[i], scale_log2, -from[i / 2 & 1]));
+        s[i] = exp2_approx(fmaf(s[i], scale_log2, -from[element_row(i)]));
         sum[i % 4] += s[i];
     }
 #pragma unroll
@@ -134,24 +134,23 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
 #pragma unroll 1
         for (int step = 0; step < C::kHeadDim / 16; step++) {
             uint32_t left[4], right[4];
-            ldmatrix_x4(left, q + step / 4 * C::kQueryHalf + chunk_offset<kRowBytes>(lane % 16, 2 * (step % 4) + lane / 16));
-            ldmatrix_x4(right, k + step / 4 * C::kKeyHalf +
-                                   chunk_offset<kRowBytes>(8 * n + lane % 8 + lane / 16 * 8, 2 * (step % 4) + lane / 8 % 2));
+            ldmatrix_x4(left, q + step / 4 * C::kQueryHalf + swizzled(left_row(lane), 2 * (step % 4) + left_chunk(lane)));
+            ldmatrix_x4(right, k + step / 4 * C::kKeyHalf + swizzled(8 * n + right_row(lane), 2 * (step % 4) + right_chunk(lane)));
             mma_m16n8k16<typename C::Element>(x[0], left, right[0], right[1]);
             mma_m16n8k16<typename C::Element>(x[1], left, right[2], right[3]);
         }
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            if (large[i / 2 & 1]) s[4 * n + i] = x[i / 4][i % 4];
+            if (large[element_row(i)]) s[4 * n + i] = x[i / 4][i % 4];
     }
     __syncwarp(); // the lanes have read the keys
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int token = ThreadRow(p, math_group, r).token, column = t * C::kTileK + 2 * (lane % 4);
+        const int token = ThreadRow(p, math_group, r).token, column = t * C::kTileK + fragment_column();
         const int begin = rows.begin[token] - column, end = rows.end[token] - column, sink_end = rows.sink_end[token] - column;
 #pragma unroll
         for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
-            const int j = 8 * (i / 4) + (i & 1);
+            const int j = element_column(i);
             if (large[r] && (j >= end || (j < begin && j >= sink_end))) s[i] = -INFINITY;
         }
         follow_maximum<C>(r, maximum<C>(r, s, p.scale_log2), o, softmax, large[r]);

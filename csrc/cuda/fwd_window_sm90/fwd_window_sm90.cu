@@ -22,7 +22,7 @@
 namespace sa::fwd_window_sm90 {
 namespace {
 
-// The i-th of the two rows of a thread's accumulators, of which element x belongs to row (x / 2) % 2; its token and head in the tile.
+// The i-th of a thread's two rows of an accumulator, its token and head in the tile.
 struct ThreadRow {
     int row, token, head;
 
@@ -30,7 +30,7 @@ struct ThreadRow {
         unsigned thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); // read anew wherever it is needed: there is no register to keep it in
         thread %= 128;
-        row = static_cast<int>(thread / 32 * 16 + thread % 32 / 4) + 8 * i;
+        row = warpgroup_row(thread, i);
         token = row >> p.group_log2;
         head = row & (p.group - 1);
     }
@@ -72,17 +72,17 @@ template <class Element> __device__ __forceinline__ void qk_product(float (&s)[7
 
 // Scores of hidden keys to -inf. Written out for all columns only where more than those of an inner tile may be hidden.
 __device__ __forceinline__ void mask(float (&s)[72], const Columns &seen, const Problem &p) {
-    const int column = 2 * (threadIdx.x % 4);
+    const int column = fragment_column();
     const int begin[2] = {seen.begin[0] - column, seen.begin[1] - column}, end[2] = {seen.end[0] - column, seen.end[1] - column};
     const auto hide_first = [&](int n) {
 #pragma unroll
         for (int i = 4 * n; i < 4 * n + 4; i++)
-            if (8 * n + (i & 1) < begin[i / 2 & 1]) s[i] = -INFINITY;
+            if (element_column(i) < begin[element_row(i)]) s[i] = -INFINITY;
     };
     const auto hide_last = [&](int n) {
 #pragma unroll
         for (int i = 4 * n; i < 4 * n + 4; i++)
-            if (8 * n + (i & 1) >= end[i / 2 & 1]) s[i] = -INFINITY;
+            if (element_column(i) >= end[element_row(i)]) s[i] = -INFINITY;
     };
     if (seen.edge) {
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ __forceinline__ void exponentials(uint32_t (&weights)[9][4], Softmax 
     }
 #pragma unroll
     for (int i = 0; i < 72; i += 2) {
-        const int r = i / 2 & 1;
+        const int r = element_row(i);
         const float x = exp2_approx(fmaf(s[i], p.scale_log2, -from[r])), y = exp2_approx(fmaf(s[i + 1], p.scale_log2, -from[r]));
         rows.sum[r] += x + y;
         weights[i / 8][i / 2 % 4] = pack_halves<Element>(x, y);
@@ -162,22 +162,21 @@ __device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_ar
                                            const Columns &seen) {
 #pragma unroll 1
     for (int j = min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]); j++)
-        add_unfinite<Element>(o,
-                              static_cast<const uint16_t *>(args.v.data) +
-                                  sa_offset(&args.v, span.sequence.batch, span.sequence.k_begin + first_key + j, span.kv_head),
-                              args.problem.head_dim, [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
+        add_nonfinite<Element>(o,
+                               static_cast<const uint16_t *>(args.v.data) +
+                                   sa_offset(&args.v, span.sequence.batch, span.sequence.k_begin + first_key + j, span.kv_head),
+                               args.problem.head_dim, [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
 }
 
 template <class Element> __device__ __forceinline__ void stage_out(unsigned char *slot, const float (&o)[32], const float (&factor)[2]) {
-    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, half = threadIdx.x % 32 / 16;
-    const uint32_t to = shared_address(slot) + row * kRowBytes + ((half ^ (row & 7)) << 4);
+    const uint32_t to = shared_address(slot) + swizzled(store_row(threadIdx.x), store_chunk(threadIdx.x));
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
         uint32_t packed[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
             packed[i] = pack_halves<Element>(o[4 * n + 2 * i] * factor[i & 1], o[4 * n + 2 * i + 1] * factor[i & 1]);
-        stmatrix_x4(to ^ n << 4, packed);
+        stmatrix_x4(pairs_on(to, n / 2), packed);
     }
 }
 
@@ -190,8 +189,8 @@ __device__ __forceinline__ void write_rows(const unsigned char *slot, const sink
         const int64_t i = token + row / group;
         if (i < 0 || i >= span.sequence.q_len || chunk * 8 >= args.problem.head_dim) continue;
         const int64_t at = sa_offset(&args.out, span.sequence.batch, span.sequence.q_begin + i, span.kv_head * group + row % group);
-        *reinterpret_cast<uint4 *>(out + at + chunk * 8) =
-            *reinterpret_cast<const uint4 *>(slot + row * kRowBytes + ((chunk ^ (row & 7)) << 4));
+        auto *to = reinterpret_cast<uint4 *>(out + at + chunk * 8);
+        *to = *reinterpret_cast<const uint4 *>(slot + swizzled(row, chunk));
     }
 }
 
@@ -200,9 +199,9 @@ __device__ __forceinline__ void write_tile(Smem &smem, Ring<kSlots> slots, const
                                            const Span &span, int ahead, const Problem &p, int math_group) {
     const bool whole = ahead >= span.low_token && ahead + p.tokens <= span.high_token;
     const sa_position_t token = span.token + ahead;
-    unsigned char *slot = smem.slots[math_group][slots.place()];
+    unsigned char *slot = smem.slots[math_group][slots.stage()];
     async_fence();
-    bar_sync<128>(1 + math_group);
+    bar_sync<128>(kMathBarrier + math_group);
     if (!whole) write_rows(slot, args, span, token, p.group);
     if (threadIdx.x % 128) return;
     if (whole)
@@ -210,7 +209,7 @@ __device__ __forceinline__ void write_tile(Smem &smem, Ring<kSlots> slots, const
                      static_cast<int>(span.sequence.batch));
     store_commit();
     store_wait_read<1>();
-    if (slots.n) barrier_arrive(&smem.q_empty[math_group][Ring<kSlots>{slots.n - 1}.place()]);
+    if (slots.n) smem.q_empty[math_group].release({slots.n - 1});
 }
 
 template <class Element>
@@ -219,20 +218,20 @@ __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &arg
     int tile = math_group;
     Ring<kSlots> slots;
     for (Ring<kStages> stages;; stages.n++) {
-        const uint32_t stage = stages.place();
-        barrier_wait(&smem.kv_full[stage], stages.phase());
+        const uint32_t stage = stages.stage();
+        smem.kv_full.wait(stages);
         const Span &span = smem.spans[stage];
         if (!span.exists) break;
         for (; tile < span.num_tiles; tile += kGroups, slots.n++) {
             const int ahead = (span.first_tile + tile) * p.tokens; // of the span's first token
-            unsigned char *slot = smem.slots[math_group][slots.place()];
+            unsigned char *slot = smem.slots[math_group][slots.stage()];
             const uint32_t first_row = ahead * kRowBytes;
             float s[72], o[32], factor[2];
             uint32_t weights[9][4];
-            barrier_wait(&smem.q_full[math_group][slots.place()], slots.phase());
+            smem.q_full[math_group].wait(slots);
             qk_product<Element>(s, shared_address(slot), shared_address(smem.keys[stage]) + first_row);
             const Columns seen(span.low_key - ahead, span.high_key - ahead, p);
-            barrier_wait(&smem.kv_ready[stage], stages.phase());
+            smem.kv_ready.wait(stages);
             wgmma_wait<0>();
             computed(s);
             mask(s, seen, p);
@@ -241,13 +240,13 @@ __device__ __forceinline__ void compute(Smem &smem, const sinkattn_fwd_args &arg
             finish_softmax(factor, result, args, span, ahead, p, smem.s_aux[stage]);
             wgmma_wait<0>();
             computed(o);
-            if (smem.unfinite[stage])
+            if (smem.nonfinite[stage])
                 add_hidden<Element>(o, args, span, span.key + ahead, Columns(span.low_key - ahead, span.high_key - ahead, p));
             stage_out<Element>(slot, o, factor);
             write_tile(smem, slots, args, maps, span, ahead, p, math_group);
         }
         tile -= span.num_tiles;
-        barrier_arrive(&smem.kv_empty[stage]);
+        smem.kv_empty.release(stages);
     }
     if (threadIdx.x % 128 == 0) store_wait();
 }
@@ -262,15 +261,15 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&maps.q, &maps.k, &maps.v, &maps.out}) tensor_map_prefetch(map);
         for (int i = 0; i < kStages; i++) {
-            barrier_init(&smem.planned[i], 1);
-            barrier_init(&smem.kv_full[i], 1);
-            barrier_init(&smem.kv_ready[i], 32);
-            barrier_init(&smem.kv_empty[i], kMathThreads + 32);
+            smem.planned[i].init(1);
+            smem.kv_full[i].init(1);
+            smem.kv_ready[i].init(32);
+            smem.kv_empty[i].init(kMathThreads + 32);
         }
         for (int g = 0; g < kGroups; g++)
             for (int i = 0; i < kSlots; i++) {
-                barrier_init(&smem.q_full[g][i], 1);
-                barrier_init(&smem.q_empty[g][i], 1);
+                smem.q_full[g][i].init(1);
+                smem.q_empty[g][i].init(1);
             }
         barrier_init_fence();
     }

@@ -6,12 +6,14 @@
 
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/tile/finite.cuh"
+#include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 #include "cuda/work/items.cuh"
 
 namespace sa::fwd_window_sm90 {
 
 constexpr int kGroups = 4, kMathThreads = 128 * kGroups, kThreads = kMathThreads + 128;
+enum NamedBarrier : int { kMathBarrier = 1 }; // one a math group, from this one on; 0 is __syncthreads
 constexpr int kMathRegisters = 104, kOtherRegisters = 64;
 constexpr int kTileRows = sa_fwd_cuda_sm90_window_tile_q, kKeys = sa_fwd_cuda_sm90_window_tile_k;
 constexpr int kMaxSpan = 96, kSpanKeys = kMaxSpan + kKeys;
@@ -34,9 +36,10 @@ struct Smem {
     unsigned char keys[kStages][kKeyBytes], values[kStages][kKeyBytes];
     unsigned char slots[kGroups][kSlots][kSlotBytes];
     Span spans[kStages];
-    uint64_t planned[kStages], kv_full[kStages], kv_ready[kStages], kv_empty[kStages], q_full[kGroups][kSlots], q_empty[kGroups][kSlots];
+    Barriers<kStages> planned, kv_full, kv_ready, kv_empty; // planned: the span is described; ready: values checked, s_aux there
+    Barriers<kSlots> q_full[kGroups], q_empty[kGroups];
     float s_aux[kStages][kTileRows];
-    bool unfinite[kStages];
+    bool nonfinite[kStages];
 };
 
 struct Maps {
@@ -133,19 +136,19 @@ __device__ __forceinline__ void load_keys(Smem &smem, const sinkattn_fwd_args &a
     const auto heads = static_cast<unsigned>(args.problem.num_kv_heads);
     Walk walk{blockIdx.x / heads, blockIdx.x % heads, 0};
     for (Ring<kStages> stages;; stages.n++) {
-        const uint32_t stage = stages.place();
+        const uint32_t stage = stages.stage();
         const Span span = next_span(walk, args, p);
-        barrier_wait(&smem.kv_empty[stage], stages.phase() ^ 1);
+        smem.kv_empty.acquire(stages);
         if (threadIdx.x % 32 == 0) {
             smem.spans[stage] = span;
-            barrier_arrive(&smem.planned[stage]);
+            smem.planned[stage].arrive();
             if (!span.exists) {
-                barrier_arrive(&smem.kv_full[stage]);
+                smem.kv_full[stage].arrive();
             } else {
-                barrier_arrive_expect(&smem.kv_full[stage], 2 * (p.span + kKeys) * kRowBytes);
+                smem.kv_full[stage].arrive_expect(2 * (p.span + kKeys) * kRowBytes);
                 const int key = static_cast<int>(span.sequence.k_begin + span.key), batch = static_cast<int>(span.sequence.batch);
-                tensor_load(smem.keys[stage], &maps.k, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
-                tensor_load(smem.values[stage], &maps.v, &smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
+                tensor_load(smem.keys[stage], &maps.k, smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
+                tensor_load(smem.values[stage], &maps.v, smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
             }
         }
         if (!span.exists) break;
@@ -157,19 +160,19 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
     int group = 0;
     Ring<kSlots> slots;
     for (Ring<kStages> stages;; stages.n++) {
-        const uint32_t stage = stages.place();
-        barrier_wait(&smem.planned[stage], stages.phase());
+        const uint32_t stage = stages.stage();
+        smem.planned.wait(stages);
         const Span &span = smem.spans[stage];
         if (!span.exists) break;
         const int head = static_cast<int>(span.kv_head * p.group),
                   first = static_cast<int>(span.sequence.q_begin + span.token) + span.first_tile * p.tokens,
                   batch = static_cast<int>(span.sequence.batch);
         for (int tile = 0; tile < span.num_tiles; tile++) {
-            const uint32_t slot = slots.place();
-            uint64_t *full = &smem.q_full[group][slot];
-            barrier_wait(&smem.q_empty[group][slot], slots.phase() ^ 1);
+            const uint32_t slot = slots.stage();
+            Barrier &full = smem.q_full[group][slot];
+            smem.q_empty[group].acquire(slots);
             if (threadIdx.x % 32 == 0) {
-                barrier_arrive_expect(full, kSlotBytes);
+                full.arrive_expect(kSlotBytes);
                 tensor_load(smem.slots[group][slot], &maps.q, full, 0, head, first + tile * p.tokens, batch);
             }
             if (++group == kGroups) {
@@ -177,7 +180,7 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
                 slots.n++;
             }
         }
-        barrier_arrive(&smem.kv_empty[stage]);
+        smem.kv_empty.release(stages);
     }
 }
 
@@ -185,18 +188,18 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
 template <class Element> __device__ __forceinline__ void check_values(Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
     const int lane = threadIdx.x % 32, bytes = (p.span + kKeys) * kRowBytes;
     for (Ring<kStages> stages;; stages.n++) {
-        const uint32_t stage = stages.place();
-        barrier_wait(&smem.kv_full[stage], stages.phase());
+        const uint32_t stage = stages.stage();
+        smem.kv_full.wait(stages);
         const Span &span = smem.spans[stage];
         if (!span.exists) break;
         for (int i = lane; i < p.group; i += 32)
             smem.s_aux[stage][i] =
                 span.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i)) : -INFINITY;
-        const bool some = __any_sync(0xffffffffu, some_unfinite<Element, 32>(smem.values[stage], bytes, lane));
-        if (some) zero_unfinite<Element, 32>(smem.values[stage], bytes, lane);
-        if (lane == 0) smem.unfinite[stage] = some;
+        const bool some = __any_sync(0xffffffffu, any_nonfinite<Element, 32>(smem.values[stage], bytes, lane));
+        if (some) zero_nonfinite<Element, 32>(smem.values[stage], bytes, lane);
+        if (lane == 0) smem.nonfinite[stage] = some;
         async_fence();
-        barrier_arrive(&smem.kv_ready[stage]);
+        smem.kv_ready.arrive(stages);
     }
 }
 

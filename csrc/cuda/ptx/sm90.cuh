@@ -45,15 +45,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  : "memory");
 }
 
-// Where the n-th use of a ring of kLength places lies, and the parity of that use. Every role counts for itself.
-template <int kLength> struct Ring {
-    uint32_t n = 0; // of 2^32 uses at most
-
-    __device__ __forceinline__ uint32_t place() const { return n % kLength; }
-    __device__ __forceinline__ uint32_t phase() const { return n / kLength & 1; }
-    __device__ __forceinline__ Ring next() const { return {n + 1}; }
-};
-
 // ---- bulk tensor copies; coordinates outside the tensor read zeros and are not written ----
 
 __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {

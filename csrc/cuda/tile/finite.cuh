@@ -1,70 +1,123 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// 0 * NaN is not 0: values that are not finite are zeroed before the math sees them, and added to the rows that see them.
+// Values that are not finite. A masked weight is 0, but 0 * NaN is NaN: such values are zeroed before the product and added back, one by
+// one, to the rows that see them. Tests and zeroing work on bits: an exponent of all ones is an infinity or a NaN.
 #pragma once
 
-#include "cuda/ptx/sm90.cuh"
+#include "cuda/ptx/sm80.cuh"
+#include "cuda/tile/fragment.cuh"
 
 namespace sa {
 
-template <class Element> __device__ __forceinline__ bool unfinite(uint32_t pair) {
+// ---- test ----
+
+// Bits: uint16_t or uint32_t, as the caller has the half at hand.
+template <class Element, class Bits> __device__ __forceinline__ bool is_nonfinite(Bits half) {
+    return (half & kExponent<Element>) == kExponent<Element>;
+}
+
+template <class Element> __device__ __forceinline__ bool any_nonfinite(uint32_t pair) {
     constexpr uint32_t kLow = kExponent<Element>, kHigh = kLow << 16;
     return (pair & kLow) == kLow || (pair & kHigh) == kHigh;
 }
 
-// By kThreads threads, of which this is the i-th. True where something was zeroed.
-template <class Element, int kThreads> __device__ __forceinline__ bool zero_unfinite(unsigned char *values, int bytes, int i) {
-    bool found = false;
-    for (int x = i; x < bytes / 16; x += kThreads) {
-        uint4 &chunk = reinterpret_cast<uint4 *>(values)[x];
-        const uint4 halves = chunk;
-        if (!(unfinite<Element>(halves.x) || unfinite<Element>(halves.y) || unfinite<Element>(halves.z) || unfinite<Element>(halves.w)))
-            continue;
-        found = true;
-        auto *each = reinterpret_cast<uint16_t *>(&chunk);
-        for (int n = 0; n < 8; n++)
-            if ((each[n] & kExponent<Element>) == kExponent<Element>) each[n] = 0;
-    }
-    return found;
+// The halves of a pair that are not finite, and zeros for the others.
+template <class Element> __device__ __forceinline__ uint32_t nonfinite_halves(uint32_t pair) {
+    constexpr uint32_t kLow = kExponent<Element>, kHigh = kLow << 16;
+    return ((pair & kLow) == kLow ? pair & 0x0000ffffu : 0u) | ((pair & kHigh) == kHigh ? pair & 0xffff0000u : 0u);
 }
 
 // x * 0 + sum, by halves: NaN once x is NaN or infinite.
-template <class Element> __device__ __forceinline__ uint32_t add_unfinite_halves(uint32_t sum, uint32_t x);
-template <> __device__ __forceinline__ uint32_t add_unfinite_halves<Bf16>(uint32_t sum, uint32_t x) {
+template <class Element> __device__ __forceinline__ uint32_t add_times_zero(uint32_t sum, uint32_t x);
+template <> __device__ __forceinline__ uint32_t add_times_zero<Bf16>(uint32_t sum, uint32_t x) {
     asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
     return sum;
 }
-template <> __device__ __forceinline__ uint32_t add_unfinite_halves<Fp16>(uint32_t sum, uint32_t x) {
+template <> __device__ __forceinline__ uint32_t add_times_zero<Fp16>(uint32_t sum, uint32_t x) {
     asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
     return sum;
 }
 
-// Whether any of the values that this thread looks at, the i-th of kThreads, is not finite.
-template <class Element, int kThreads> __device__ __forceinline__ bool some_unfinite(const unsigned char *values, int bytes, int i) {
+// Whether any 16-byte chunk of `bytes` is not finite, of those that thread i of kThreads reads.
+template <class Element, int kThreads> __device__ __forceinline__ bool any_nonfinite(const unsigned char *values, int bytes, int i) {
     uint32_t sum[4] = {};
 #pragma unroll 4
     for (int x = i; x < bytes / 16; x += kThreads) {
         const uint4 chunk = reinterpret_cast<const uint4 *>(values)[x];
-        sum[0] = add_unfinite_halves<Element>(sum[0], chunk.x);
-        sum[1] = add_unfinite_halves<Element>(sum[1], chunk.y);
-        sum[2] = add_unfinite_halves<Element>(sum[2], chunk.z);
-        sum[3] = add_unfinite_halves<Element>(sum[3], chunk.w);
+        sum[0] = add_times_zero<Element>(sum[0], chunk.x);
+        sum[1] = add_times_zero<Element>(sum[1], chunk.y);
+        sum[2] = add_times_zero<Element>(sum[2], chunk.z);
+        sum[3] = add_times_zero<Element>(sum[3], chunk.w);
     }
-    bool some = false;
-    for (int n = 0; n < 4; n++) some |= unfinite<Element>(sum[n]);
-    return some;
+    bool any = false;
+    for (int n = 0; n < 4; n++) any |= any_nonfinite<Element>(sum[n]);
+    return any;
 }
 
-// From global memory. `row` holds the values of a key; sees(i) says whether the thread's i-th row sees it.
+// Of a warp's accumulators.
+template <int kBlocks, int kColumns> __device__ __forceinline__ bool is_finite(const float (&o)[kBlocks][kColumns][4]) {
+    float nan = 0.0f;
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++)
+#pragma unroll
+        for (int n = 0; n < kColumns; n++)
+#pragma unroll
+            for (int x = 0; x < 4; x++) nan = fmaf(o[block][n][x], 0.0f, nan);
+    return nan == 0.0f;
+}
+
+// ---- zero ----
+
+template <class Element> __device__ __forceinline__ void zero_nonfinite(uint16_t &half) {
+    if (is_nonfinite<Element>(half)) half = 0;
+}
+
+// The 8 values of a chunk; bit n of the result says that value n was zeroed.
+template <class Element> __device__ __forceinline__ uint32_t zero_chunk(unsigned char *chunk) {
+    auto *each = reinterpret_cast<uint16_t *>(chunk);
+    uint32_t found = 0;
+#pragma unroll 1
+    for (int n = 0; n < 8; n++) {
+        if (!is_nonfinite<Element>(each[n])) continue;
+        each[n] = 0;
+        found |= 1u << n;
+    }
+    return found;
+}
+
+// The chunks of `bytes` that are thread i's, of kThreads. True where something was zeroed.
+template <class Element, int kThreads> __device__ __forceinline__ bool zero_nonfinite(unsigned char *values, int bytes, int i) {
+    bool found = false;
+    for (int x = i; x < bytes / 16; x += kThreads) {
+        uint4 &chunk = reinterpret_cast<uint4 *>(values)[x];
+        const uint4 pairs = chunk;
+        if (!(any_nonfinite<Element>(pairs.x) || any_nonfinite<Element>(pairs.y) || any_nonfinite<Element>(pairs.z) ||
+              any_nonfinite<Element>(pairs.w)))
+            continue;
+        found = true;
+        auto *each = reinterpret_cast<uint16_t *>(&chunk);
+        for (int n = 0; n < 8; n++) zero_nonfinite<Element>(each[n]);
+    }
+    return found;
+}
+
+// ---- add back ----
+
+// What was zeroed of a value: 0 of one that is finite.
+template <class Element, class Bits> __device__ __forceinline__ float nonfinite_part(Bits half) {
+    return is_nonfinite<Element>(half) ? widen<Element>(static_cast<uint16_t>(half)) : 0.0f;
+}
+
+// To a wgmma accumulator, from global memory. `row` holds the values of a key; sees(i) says whether the thread's i-th row sees it.
 template <class Element, int kLength, class Sees>
-__device__ __forceinline__ void add_unfinite(float (&o)[kLength], const uint16_t *row, int64_t head_dim, const Sees &sees) {
-    int first = 2 * (threadIdx.x % 4);
-    asm volatile("" : "+r"(first)); // or the columns were kept in registers where nobody needs them
+__device__ __forceinline__ void add_nonfinite(float (&o)[kLength], const uint16_t *row, int64_t head_dim, const Sees &sees) {
+    int first = fragment_column();
+    asm volatile("" : "+r"(first)); // compiler fence: keeps the columns out of registers elsewhere
 #pragma unroll
     for (int i = 0; i < kLength; i++) {
-        const int x = 8 * (i / 4) + first + (i & 1);
-        if (x >= head_dim || !sees(i / 2 & 1)) continue;
-        if ((row[x] & kExponent<Element>) == kExponent<Element>) o[i] += widen<Element>(row[x]);
+        const int x = first + element_column(i);
+        if (x >= head_dim || !sees(element_row(i))) continue;
+        if (is_nonfinite<Element>(row[x])) o[i] += widen<Element>(row[x]);
     }
 }
 

@@ -1,23 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products of tiles for mma.sync. A tile is rows of 16-bit elements in shared memory whose 16-byte chunk c lies at c ^ (row % 8), so that
-// ldmatrix meets no bank twice. A warp owns 16 kBlocks rows of a product; element x of accumulator [b][n] is row
-// 16 b + 8 (x / 2) + lane / 4, column 8 n + 2 (lane % 4) + x % 2.
+// Products of tiles by mma.sync. A warp owns 16 kBlocks rows of a product; element x of accumulator [b][n] is row
+// 16 b + fragment_row(x / 2), column 8 n + fragment_column() + x % 2.
 #pragma once
 
 #include "cuda/ptx/sm80.cuh"
+#include "cuda/tile/finite.cuh"
+#include "cuda/tile/fragment.cuh"
 
 namespace sa {
 
-template <int kRowBytes> __device__ __forceinline__ int chunk_offset(int row, int chunk) {
-    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
-}
-
-// The i-th of the rows, 2 a block, that a thread's accumulators belong to.
-__device__ __forceinline__ int fragment_row(int i) { return 8 * i + threadIdx.x % 32 / 4; }
-
 // s = a b^T. a: the warp's first row, b: the tile whose rows are the columns of s.
-template <class Element, int kRowBytes, int kBlocks, int kColumns>
+template <class Element, int kBytes, int kBlocks, int kColumns>
 __device__ __forceinline__ void product_abt(float (&s)[kBlocks][kColumns][4], uint32_t a, uint32_t b) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -27,15 +21,15 @@ __device__ __forceinline__ void product_abt(float (&s)[kBlocks][kColumns][4], ui
 #pragma unroll
             for (int x = 0; x < 4; x++) s[block][n][x] = 0.0f;
 #pragma unroll
-    for (int step = 0; step < kRowBytes / 32; step++) {
+    for (int step = 0; step < kBytes / 32; step++) {
         uint32_t left[kBlocks][4];
 #pragma unroll
         for (int block = 0; block < kBlocks; block++)
-            ldmatrix_x4(left[block], a + chunk_offset<kRowBytes>(16 * block + (lane & 15), 2 * step + (lane >> 4)));
+            ldmatrix_x4(left[block], a + swizzled<kBytes>(16 * block + left_row(lane), 2 * step + left_chunk(lane)));
 #pragma unroll
         for (int n = 0; n < kColumns; n += 2) {
             uint32_t right[4];
-            ldmatrix_x4(right, b + chunk_offset<kRowBytes>(8 * n + (lane & 7) + ((lane >> 4) << 3), 2 * step + ((lane >> 3) & 1)));
+            ldmatrix_x4(right, b + swizzled<kBytes>(8 * n + right_row(lane), 2 * step + right_chunk(lane)));
 #pragma unroll
             for (int block = 0; block < kBlocks; block++) {
                 mma_m16n8k16<Element>(s[block][n], left[block], right[0], right[1]);
@@ -58,7 +52,7 @@ __device__ __forceinline__ void left_of(uint32_t (&left)[kBlocks][4], const floa
 }
 
 // o += p b. The columns of o are b's from chunk first_chunk on.
-template <class Element, int kRowBytes, int kBlocks, int kDepth, int kColumns>
+template <class Element, int kBytes, int kBlocks, int kDepth, int kColumns>
 __device__ __forceinline__ void product_pb(float (&o)[kBlocks][kColumns][4], const float (&p)[kBlocks][kDepth][4], uint32_t b,
                                            int first_chunk) {
     const int lane = threadIdx.x % 32;
@@ -69,7 +63,7 @@ __device__ __forceinline__ void product_pb(float (&o)[kBlocks][kColumns][4], con
 #pragma unroll
         for (int n = 0; n < kColumns; n += 2) {
             uint32_t right[4];
-            ldmatrix_x4_trans(right, b + chunk_offset<kRowBytes>(16 * step + (lane & 15), first_chunk + n + (lane >> 4)));
+            ldmatrix_x4_trans(right, b + swizzled<kBytes>(16 * step + left_row(lane), first_chunk + n + left_chunk(lane)));
 #pragma unroll
             for (int block = 0; block < kBlocks; block++) {
                 mma_m16n8k16<Element>(o[block][n], left[block], right[0], right[1]);
@@ -82,16 +76,15 @@ __device__ __forceinline__ void product_pb(float (&o)[kBlocks][kColumns][4], con
 // Row `lane` of a times row `lane` of b, which are 32 rows of 64 elements each: the diagonal of a b^T.
 template <class Element> __device__ __forceinline__ float row_dot(uint32_t a, uint32_t b) {
     const int lane = computed_here(threadIdx.x % 32);
-    const uint32_t left_at = a + chunk_offset<128>(lane % 16, lane / 16),
-                   right_at = b + chunk_offset<128>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t left_at = a + swizzled(lane % 16, lane / 16), right_at = b + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     float d[2][2][4] = {};
 #pragma unroll
     for (int t = 0; t < 4; t++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             uint32_t left[4], right[4];
-            ldmatrix_x4(left, (left_at ^ t << 5) + i * 16 * 128);
-            ldmatrix_x4(right, (right_at ^ t << 5) + i * 16 * 128);
+            ldmatrix_x4(left, pairs_on(left_at, t) + i * 16 * kRowBytes);
+            ldmatrix_x4(right, pairs_on(right_at, t) + i * 16 * kRowBytes);
             mma_m16n8k16<Element>(d[i][0], left, right[0], right[1]);
             mma_m16n8k16<Element>(d[i][1], left, right[2], right[3]);
         }
@@ -106,16 +99,10 @@ template <class Element> __device__ __forceinline__ float row_dot(uint32_t a, ui
     return sum;
 }
 
-// The halves of a pair that are not finite; zeros for the others.
-template <class Element> __device__ __forceinline__ uint32_t unfinite_halves(uint32_t pair) {
-    constexpr uint32_t kLow = kExponent<Element>, kHigh = kLow << 16;
-    return ((pair & kLow) == kLow ? pair & 0x0000ffffu : 0u) | ((pair & kHigh) == kHigh ? pair & 0xffff0000u : 0u);
-}
-
 // product_pb where b holds values that are not finite and p zeros for the rows of b that must have no effect: 0 * NaN is not 0. Such
 // values are left out, then added one row of b at a time where meets(i, row): the thread's i-th row of o meets that row of b. What meets
 // none of them has the bits of product_pb.
-template <class Element, int kRowBytes, int kBlocks, int kDepth, int kColumns, class Meets>
+template <class Element, int kBytes, int kBlocks, int kDepth, int kColumns, class Meets>
 __device__ __forceinline__ void product_pb_hiding(float (&o)[kBlocks][kColumns][4], const float (&p)[kBlocks][kDepth][4], uint32_t b,
                                                   int first_chunk, const Meets &meets) {
     const int lane = threadIdx.x % 32;
@@ -126,10 +113,10 @@ __device__ __forceinline__ void product_pb_hiding(float (&o)[kBlocks][kColumns][
 #pragma unroll
         for (int n = 0; n < kColumns; n += 2) {
             uint32_t right[4], hidden[4];
-            ldmatrix_x4_trans(right, b + chunk_offset<kRowBytes>(16 * step + (lane & 15), first_chunk + n + (lane >> 4)));
+            ldmatrix_x4_trans(right, b + swizzled<kBytes>(16 * step + left_row(lane), first_chunk + n + left_chunk(lane)));
 #pragma unroll
             for (int x = 0; x < 4; x++) {
-                hidden[x] = unfinite_halves<Element>(right[x]);
+                hidden[x] = nonfinite_halves<Element>(right[x]);
                 right[x] ^= hidden[x];
             }
 #pragma unroll
@@ -158,17 +145,6 @@ __device__ __forceinline__ void product_pb_hiding(float (&o)[kBlocks][kColumns][
             }
         }
     }
-}
-
-template <int kBlocks, int kColumns> __device__ __forceinline__ bool is_finite(const float (&o)[kBlocks][kColumns][4]) {
-    float nan = 0.0f;
-#pragma unroll
-    for (int block = 0; block < kBlocks; block++)
-#pragma unroll
-        for (int n = 0; n < kColumns; n++)
-#pragma unroll
-            for (int x = 0; x < 4; x++) nan = fmaf(o[block][n][x], 0.0f, nan);
-    return nan == 0.0f;
 }
 
 } // namespace sa

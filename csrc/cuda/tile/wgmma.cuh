@@ -4,10 +4,9 @@
 #pragma once
 
 #include "cuda/ptx/sm90.cuh"
+#include "cuda/tile/fragment.cuh"
 
 namespace sa {
-
-constexpr int kRowBytes = 128; // of a row of 64 elements in shared memory, its 16-byte chunk c at c ^ (row % 8)
 
 // d = a b^T over kLength elements of a row.
 template <class Element, int kLength, int kHalfA, int kHalfB, int kSize>
