@@ -14,10 +14,10 @@ sinkattn_status sa_status(sinkattn_code code, const char *format, ...) __attribu
 const char *sa_dtype_name(sinkattn_dtype dtype);
 const char *sa_op_name(sinkattn_op op);
 
-/* Returns what a call says, unless it is SINKATTN_OK. */
-#define SA_TRY(call)                                                                                                                       \
+/* Returns what a call says, unless it is SINKATTN_OK. Variadic: template arguments have commas. */
+#define SA_TRY(...)                                                                                                                        \
     do {                                                                                                                                   \
-        const sinkattn_status sa_tried = (call);                                                                                           \
+        const sinkattn_status sa_tried = (__VA_ARGS__);                                                                                    \
         if (sa_tried.code != SINKATTN_OK) return sa_tried;                                                                                 \
     } while (0)
 

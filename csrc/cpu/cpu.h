@@ -124,12 +124,10 @@ void sa_pack_nvfp4(const sinkattn_decode_args *args, const sinkattn_plan *plan, 
 #define SA_CPU_LAUNCHERS(op) SA_CPU_LAUNCHER(op, scalar)
 #endif
 
-/* Bytes of workspace a plan needs: what its run takes, counted by the same code. sa_cpu_workspace is variants.def's; it asks the op's own.
- */
-int64_t sa_cpu_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
+/* Bytes of workspace a plan needs: what its run takes, counted by the same code. */
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 int64_t sa_cpu_bwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 int64_t sa_cpu_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
-int64_t sa_cpu_oracle_workspace(const sinkattn_problem *problem);
+int64_t sa_cpu_oracle_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
 #endif

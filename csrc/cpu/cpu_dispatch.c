@@ -107,9 +107,3 @@ sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device) {
     memcpy(device->name, cpu_name, sizeof cpu_name);
     return sa_ok();
 }
-
-int64_t sa_cpu_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    if (sinkattn_variant(plan->variant)->arch == SINKATTN_CPU_ORACLE) return sa_cpu_oracle_workspace(problem);
-    if (problem->op == SINKATTN_FWD) return sa_cpu_fwd_workspace(problem, plan);
-    return problem->op == SINKATTN_BWD ? sa_cpu_bwd_workspace(problem, plan) : sa_cpu_decode_workspace(problem, plan);
-}

@@ -208,7 +208,8 @@ static void backward_tail(const sinkattn_bwd_args *args) {
 }
 
 /* The workspace holds the call's lengths. */
-int64_t sa_cpu_oracle_workspace(const sinkattn_problem *problem) {
+int64_t sa_cpu_oracle_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    (void)plan;
     sa_scratch scratch = {NULL, 0};
     sinkattn_decode_args args = {.fwd.problem = *problem};
     sa_take_cu_seqlens(&scratch, &args.fwd);

@@ -4,7 +4,7 @@
 // read here, so that a captured graph holds for all of them; what does not fit, and what an unmapped page would take, is left out and
 // reported in the error word. Two sequences that write one slot leave a mixture of both.
 
-#include "cuda/host/backend.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/ptx/sm80.cuh"
 #include "cuda/work/items.cuh"
 
@@ -72,8 +72,7 @@ extern "C" sinkattn_status sa_append_cuda(const sinkattn_append_args *args, cons
                          static_cast<long long>(problem.batch), static_cast<long long>(rows), static_cast<long long>(problem.num_kv_heads));
     sa::Params params = {*args, static_cast<uint32_t>(rows), static_cast<uint32_t>(chunks_a_head), static_cast<uint32_t>(num_chunks),
                          nullptr};
-    sinkattn_status status = sa_cuda_error_word(&params.error_word);
-    if (status.code) return status;
+    SA_TRY(sa_cuda_error_word(&params.error_word));
     const dim3 grid(static_cast<unsigned>(problem.batch * rows), static_cast<unsigned>(layers));
     return sa::launch_overlapping<sa::append_kernel>("sa_append_cuda", grid, sa::kThreads, 0, context->stream, params);
 }

@@ -168,28 +168,26 @@ sinkattn_fwd_args forward_of(const sinkattn_decode_args &args, const Memory &mem
 
 sinkattn_status plan_forward(const sinkattn_problem &problem, sinkattn_plan *plan) {
     int ordinal = 0;
-    sinkattn_status status = sa_cuda_status("cudaGetDevice", cudaGetDevice(&ordinal));
     sinkattn_device device = {};
-    if (!status.code) status = sinkattn_query_cuda(ordinal, &device);
-    return status.code ? status : sinkattn_make_plan(&problem, &device, plan);
+    SA_TRY(sa_cuda_status("cudaGetDevice", cudaGetDevice(&ordinal)));
+    SA_TRY(sinkattn_query_cuda(ordinal, &device));
+    return sinkattn_make_plan(&problem, &device, plan);
 }
 
 sinkattn_status run(const sinkattn_decode_args &args, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     if (problem.batch == 0 || problem.q_len == 0) return sa_ok();
-    sinkattn_status status = check_strides(args);
-    if (status.code) return status;
+    SA_TRY(check_strides(args));
     const int64_t step = slots_between(args.fwd.k, problem), num_slots = (problem.batch - 1) * step + problem.k_len;
     const Memory memory = lay_out(problem, context.workspace);
     const sinkattn_fwd_args fwd = forward_of(args, memory, num_slots);
     sinkattn_plan plan = {};
     unsigned *error_word = nullptr;
-    status = plan_forward(fwd.problem, &plan); // which refuses more slots than int32 counts, before they are written
-    if (!status.code && problem.batch > UINT16_MAX)
-        status = sa_status(SINKATTN_UNSUPPORTED, "batch is %lld; an invariant CUDA decode takes less than 2^16",
-                           static_cast<long long>(problem.batch));
-    if (!status.code) status = sa_cuda_error_word(&error_word);
-    if (status.code) return status;
+    SA_TRY(plan_forward(fwd.problem, &plan)); // refuses more slots than int32 counts, before they are written
+    if (problem.batch > UINT16_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "batch is %lld; an invariant CUDA decode takes less than 2^16",
+                         static_cast<long long>(problem.batch));
+    SA_TRY(sa_cuda_error_word(&error_word));
 
     const auto stream = static_cast<cudaStream_t>(context.stream);
     const auto blocks = [](int64_t threads) { return static_cast<unsigned>(sa_ceil_div(threads, kThreads)); };
@@ -197,8 +195,7 @@ sinkattn_status run(const sinkattn_decode_args &args, const sinkattn_context &co
     if (problem.page_size && problem.k_len)
         gather_pages<<<dim3(kGatherBlocks, static_cast<unsigned>(problem.batch)), kThreads, 0, stream>>>(args, memory, error_word);
     const sinkattn_context inner = {memory.forward, kCounterBytes, {}, context.stream};
-    status = sinkattn_fwd(&fwd, &plan, &inner);
-    if (status.code) return status;
+    SA_TRY(sinkattn_fwd(&fwd, &plan, &inner));
     const int64_t rows = problem.batch * problem.num_q_heads * problem.q_len;
     const auto order = [&](const float *from, void *to) {
         order_lse<<<blocks(rows), kThreads, 0, stream>>>(from, static_cast<float *>(to), problem.batch, problem.num_q_heads, problem.q_len);
@@ -211,7 +208,9 @@ sinkattn_status run(const sinkattn_decode_args &args, const sinkattn_context &co
 } // namespace
 } // namespace sa
 
-extern "C" int64_t sa_cuda_invariant_workspace(const sinkattn_problem *problem) { return sa::lay_out(*problem, nullptr).bytes; }
+extern "C" int64_t sa_cuda_invariant_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
+    return sa::lay_out(*problem, nullptr).bytes;
+}
 
 extern "C" sinkattn_status sa_decode_cuda_sm80_prefill(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
     return sa::run(*static_cast<const sinkattn_decode_args *>(args), *context);

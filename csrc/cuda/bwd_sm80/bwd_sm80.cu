@@ -13,7 +13,7 @@
 
 #include "cuda/bwd_sm80/keys.cuh"
 #include "cuda/bwd_sm80/workspace.cuh"
-#include "cuda/host/backend.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/tile/mma.cuh"
 #include "cuda/work/sink_terms.cuh"
 
@@ -402,7 +402,7 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
 }
 
 template <class C>
-sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &workspace, int64_t num_tiles, cudaStream_t stream) {
+sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &workspace, int64_t num_tiles, void *stream) {
     const int64_t num_blocks = num_tiles * args.fwd.problem.num_kv_heads;
     if (num_blocks == 0) return sa_ok();
     if (num_blocks > INT32_MAX)
@@ -410,14 +410,10 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &wo
                          C::kOwnsKeys ? "keys" : "rows");
     static_assert(C::kChunks > 16 || sizeof(Smem<C>) <= 99 * 1024, "what a block of compute capability 8.6 may use");
     unsigned *error_word;
-    sinkattn_status status = sa_cuda_error_word(&error_word);
-    if (status.code) return status;
-    status = allow_shared<bwd_kernel<C>>(sizeof(Smem<C>));
-    if (status.code) return status;
+    SA_TRY(sa_cuda_error_word(&error_word));
     const float scale = static_cast<float>(sa_softmax_scale(&args.fwd.problem));
-    bwd_kernel<C>
-        <<<static_cast<unsigned>(num_blocks), C::kThreads, sizeof(Smem<C>), stream>>>(args, workspace, num_tiles, scale, error_word);
-    return sa_cuda_status("sa_bwd_cuda_sm80", cudaGetLastError());
+    return launch_blocks<bwd_kernel<C>>("sa_bwd_cuda_sm80", static_cast<unsigned>(num_blocks), C::kThreads, sizeof(Smem<C>), stream, args,
+                                        workspace, num_tiles, scale, error_word);
 }
 
 template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_context &context) {
@@ -428,13 +424,12 @@ template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinka
         return sa_status(SINKATTN_UNSUPPORTED, "%lld rows of a kv head, %lld keys; this kernel counts less than 2^31 of either",
                          static_cast<long long>(rows), static_cast<long long>(problem.k_len));
     const Workspace workspace = workspace_of(args, context);
-    const auto stream = static_cast<cudaStream_t>(context.stream);
-    sinkattn_status status = launch_kernel<RowsConfig>(args, workspace, num_row_tiles(problem, RowsConfig::kTile), stream);
-    if (!status.code) status = launch_kernel<KeysConfig>(args, workspace, num_key_tiles(problem, KeysConfig::kTile), stream);
-    if (status.code || !workspace.terms) return status;
-    add_sink_terms<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(
-        args, workspace.terms, problem.packed ? 1 : problem.batch, problem.q_len);
-    return sa_cuda_status("sa_bwd_cuda_sm80", cudaGetLastError());
+    SA_TRY(launch_kernel<RowsConfig>(args, workspace, num_row_tiles(problem, RowsConfig::kTile), context.stream));
+    SA_TRY(launch_kernel<KeysConfig>(args, workspace, num_key_tiles(problem, KeysConfig::kTile), context.stream));
+    if (!workspace.terms) return sa_ok();
+    const int64_t num_streams = problem.packed ? 1 : problem.batch;
+    return launch_blocks<add_sink_terms>("sa_bwd_cuda_sm80", static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, context.stream,
+                                         args, workspace.terms, num_streams, problem.q_len);
 }
 
 // Tiles of rows and keys as in variants.def; what each meets at a time, and the blocks a warp owns, as the registers allow.
@@ -450,7 +445,9 @@ sinkattn_status launch_dtype(const void *arguments, const sinkattn_context *cont
 
 } // namespace
 
-extern "C" int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *problem) { return bwd_workspace_bytes(*problem); }
+extern "C" int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
+    return bwd_workspace_bytes(*problem);
+}
 
 extern "C" sinkattn_status sa_bwd_cuda_sm80_d64(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
     return launch_dtype<64, sa_bwd_cuda_sm80_d64_tile_q, 64, 2, sa_bwd_cuda_sm80_d64_tile_k, 32, 2>(args, context);

@@ -20,6 +20,7 @@
 #include "cuda/bwd_sm90/copies.cuh"
 #include "cuda/bwd_sm90/tile.cuh"
 #include "cuda/bwd_sm90/work.cuh"
+#include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
@@ -234,15 +235,6 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 
 // ---- host ----
 
-template <class C, TermsOf kTerms>
-sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p, const BwdBuffers &buffers, int blocks,
-                              cudaStream_t stream) {
-    const sinkattn_status status = allow_shared<bwd_kernel<C, kTerms>>(sizeof(Smem<C>));
-    if (!status.code)
-        bwd_kernel<C, kTerms><<<static_cast<unsigned>(blocks), C::kThreads, sizeof(Smem<C>), stream>>>(args, maps, p, buffers);
-    return status;
-}
-
 template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     const BwdSizes sizes = sizes_of<C>(problem);
@@ -273,27 +265,24 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
                                 reinterpret_cast<float *>(base + sizes.carries_at),
                                 args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
                                 reinterpret_cast<float *>(base + sizes.key_terms_at)};
-    Encode encode = nullptr;
     unsigned *error_word;
     Maps maps;
-    sinkattn_status status = find_encode(&encode);
-    if (!status.code) status = sa_cuda_error_word(&error_word);
-    if (!status.code) status = encode_map(encode, &maps.q, problem, args.fwd.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
-    if (!status.code)
-        status = encode_map(encode, &maps.dout, problem, args.dout, problem.q_len, problem.num_q_heads, p.tokens, p.group, "dout");
-    if (!status.code) status = encode_map(encode, &maps.k, problem, args.fwd.k, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "k");
-    if (!status.code) status = encode_map(encode, &maps.v, problem, args.fwd.v, problem.k_len, problem.num_kv_heads, C::kKeys, 1, "v");
-    if (status.code) return status;
-    const auto stream = static_cast<cudaStream_t>(context.stream);
-    table_kernel<C><<<1, kTableThreads, 0, stream>>>(args, p, buffers, error_word);
-    rows_kernel<C><<<static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream>>>(args, p, buffers);
-    const auto launch_keys = !args.ds_aux       ? launch_kernel<C, kNoTerms>
-                             : 8 % p.group == 0 ? launch_kernel<C, kTermsOf8>
-                                                : launch_kernel<C, kTermsOfAny>;
-    status = launch_keys(args, maps, p, buffers, plan.workers, stream);
-    if (status.code) return status;
-    if (args.ds_aux) sink_kernel<<<static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream>>>(args, p, buffers);
-    return sa_cuda_status("sa_bwd_cuda_sm90", cudaGetLastError());
+    SA_TRY(sa_cuda_error_word(&error_word));
+    SA_TRY(map_rows(&maps.q, problem, args.fwd.q, p.tokens, p.group, "q"));
+    SA_TRY(map_rows(&maps.dout, problem, args.dout, p.tokens, p.group, "dout"));
+    SA_TRY(map_keys(&maps.k, problem, args.fwd.k, C::kKeys, "k"));
+    SA_TRY(map_keys(&maps.v, problem, args.fwd.v, C::kKeys, "v"));
+    const char *name = "sa_bwd_cuda_sm90";
+    void *stream = context.stream;
+    SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
+    SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
+    const auto launch_keys = !args.ds_aux ? launch_blocks<bwd_kernel<C, kNoTerms>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+                             : 8 % p.group == 0
+                                 ? launch_blocks<bwd_kernel<C, kTermsOf8>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+                                 : launch_blocks<bwd_kernel<C, kTermsOfAny>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>;
+    SA_TRY(launch_keys(name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
+    if (!args.ds_aux) return sa_ok();
+    return launch_blocks<sink_kernel>(name, static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream, args, p, buffers);
 }
 
 template <int kHeadDim, int kRows, int kKeys>
@@ -305,8 +294,11 @@ sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, c
 
 } // namespace
 
-extern "C" int64_t sa_cuda_bwd_sm90_workspace(const sinkattn_problem *problem, int64_t head_dim) {
-    if (head_dim == 64) return sizes_of<Config<Bf16, 64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>>(*problem).bytes;
+extern "C" int64_t sa_cuda_bwd_sm90_d64_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
+    return sizes_of<Config<Bf16, 64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>>(*problem).bytes;
+}
+
+extern "C" int64_t sa_cuda_bwd_sm90_d128_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
     return sizes_of<Config<Bf16, 128, sa_bwd_cuda_sm90_d128_tile_q, sa_bwd_cuda_sm90_d128_tile_k>>(*problem).bytes;
 }
 

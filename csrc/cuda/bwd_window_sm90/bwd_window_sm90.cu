@@ -26,6 +26,7 @@
 
 #include "cuda/bwd_window_sm90/rows.cuh"
 #include "cuda/bwd_window_sm90/walk.cuh"
+#include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/tile/mma.cuh"
 #include "cuda/tile/wgmma.cuh"
@@ -364,20 +365,10 @@ static inline int64_t num_sums(const sinkattn_problem &problem, const sinkattn_p
     return problem.s_aux_dtype ? problem.num_q_heads * plan.workers * kWarps : 0;
 }
 
-template <class C>
-sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, int blocks, unsigned *error_word,
-                              cudaStream_t stream) {
-    const sinkattn_status status = allow_shared<bwd_window_kernel<C>>(sizeof(Smem));
-    if (status.code) return status;
-    bwd_window_kernel<C><<<blocks, kThreads, sizeof(Smem), stream>>>(args, maps, p, error_word);
-    return sa_cuda_status("sa_bwd_cuda_sm90_window", cudaGetLastError());
-}
-
 template <class Element, bool kSums>
 sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     static_assert(sizeof(Smem) <= 227 * 1024, "what a block of compute capability 9.0 may use");
     const sinkattn_problem &problem = args.fwd.problem;
-    const auto stream = static_cast<cudaStream_t>(context.stream);
     Problem p;
     p.behind = static_cast<int>(sa_window_keys(&problem.mask)) - 1;
     p.reach = (p.behind + kKeys - 1) / kKeys;
@@ -390,31 +381,26 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.sums = reinterpret_cast<float *>(workspace);
     p.redo = reinterpret_cast<unsigned *>(workspace) + num_sums(problem, plan);
     const int heads = 1 << p.head_shift, tokens = kRows / heads;
-    Encode encode = nullptr;
     unsigned *error_word;
     Maps maps;
-    sinkattn_status status = find_encode(&encode);
-    if (!status.code) status = sa_cuda_error_word(&error_word);
-    const auto encode_rows = [&](CUtensorMap *map, const sinkattn_tensor &tensor, const char *name) {
-        if (!status.code) status = encode_map(encode, map, problem, tensor, problem.q_len, problem.num_q_heads, tokens, heads, name);
-    };
-    const auto encode_keys = [&](CUtensorMap *map, const sinkattn_tensor &tensor, const char *name) {
-        if (!status.code) status = encode_map(encode, map, problem, tensor, problem.k_len, problem.num_kv_heads, kKeys, 1, name);
-    };
-    encode_rows(&maps.q, args.fwd.q, "q");
-    encode_rows(&maps.dout, args.dout, "dout");
-    encode_rows(&maps.out, args.fwd.out, "out");
-    encode_rows(&maps.dq, args.dq, "dq");
-    encode_keys(&maps.k, args.fwd.k, "k");
-    encode_keys(&maps.v, args.fwd.v, "v");
-    if (!status.code) status = launch_kernel<Config<Element, kSums, false>>(args, maps, p, plan.workers, error_word, stream);
-    if (!status.code) status = launch_kernel<Config<Element, kSums, true>>(args, maps, p, plan.workers, error_word, stream);
-    return status;
+    SA_TRY(sa_cuda_error_word(&error_word));
+    SA_TRY(map_rows(&maps.q, problem, args.fwd.q, tokens, heads, "q"));
+    SA_TRY(map_rows(&maps.dout, problem, args.dout, tokens, heads, "dout"));
+    SA_TRY(map_rows(&maps.out, problem, args.fwd.out, tokens, heads, "out"));
+    SA_TRY(map_rows(&maps.dq, problem, args.dq, tokens, heads, "dq"));
+    SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kKeys, "k"));
+    SA_TRY(map_keys(&maps.v, problem, args.fwd.v, kKeys, "v"));
+    const char *name = "sa_bwd_cuda_sm90_window";
+    const auto blocks = static_cast<unsigned>(plan.workers);
+    SA_TRY(launch_blocks<bwd_window_kernel<Config<Element, kSums, false>>>(name, blocks, kThreads, sizeof(Smem), context.stream, args, maps,
+                                                                           p, error_word));
+    return launch_blocks<bwd_window_kernel<Config<Element, kSums, true>>>(name, blocks, kThreads, sizeof(Smem), context.stream, args, maps,
+                                                                          p, error_word);
 }
 
 } // namespace
 
-extern "C" int64_t sa_cuda_bwd_window_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+extern "C" int64_t sa_cuda_bwd_sm90_window_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     return 4 * (num_sums(*problem, *plan) + plan->workers + 1) + 3;
 }
 

@@ -24,7 +24,7 @@
 #include "cuda/decode/nvfp4.cuh"
 #include "cuda/decode/tile.cuh"
 #include "cuda/decode/work.cuh"
-#include "cuda/host/backend.h"
+#include "cuda/host/launch.cuh"
 
 namespace sa::decode {
 namespace {
@@ -309,13 +309,10 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     if (problem.batch == 0 || problem.q_len == 0) return sa_ok();
     typename C::Arguments params = {};
     int32_t blocks = 1;
-    sinkattn_status status = check_sizes(args, plan);
-    if (!status.code) status = choose_stages<C>(&params.stages, &blocks);
-    if (!status.code) status = sa_cuda_error_word(&params.error_word);
-    if (status.code) return status;
-
-    status = allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes);
-    if (status.code) return status;
+    SA_TRY(check_sizes(args, plan));
+    SA_TRY(choose_stages<C>(&params.stages, &blocks));
+    SA_TRY(sa_cuda_error_word(&params.error_word));
+    SA_TRY(allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes)); // of all stages, though fewer may do
     const uint32_t grid = cut_work<C>(params, problem, plan, blocks);
 
     const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };
@@ -366,14 +363,14 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.two_pass = problem.num_splits < 0;
     if constexpr (C::kExtras) set_extras(params, args);
 
-    const size_t shared_bytes = C::kQueryBytes + static_cast<size_t>(params.stages) * C::kStageBytes;
-    status = launch_clusters<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes,
-                                               context.stream, params);
-    if (status.code || !params.two_pass || plan.num_splits == 1) return status;
+    const int shared_bytes = C::kQueryBytes + params.stages * C::kStageBytes;
+    SA_TRY(launch_clusters<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes,
+                                             context.stream, params));
+    if (!params.two_pass || plan.num_splits == 1) return sa_ok();
     if constexpr (C::kThreads == 128 && !C::kKeysInM) // as num_splits always has
-        status = launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
-                                                      context.stream, params);
-    return status;
+        return launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
+                                                    context.stream, params);
+    return sa_ok();
 }
 
 // Whether two kv heads of 8 rows are to be one of 16: where such pairs fill two blocks an SM, of three stages each, with long streams.
@@ -385,9 +382,9 @@ template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_ar
            sa_max(args.fwd.k.head_stride, args.fwd.v.head_stride) <= INT32_MAX / 2;
     if (!*fit) return sa_ok();
     int32_t stages = 0, blocks = 0;
-    const sinkattn_status status = choose_stages<C>(&stages, &blocks);
+    SA_TRY(choose_stages<C>(&stages, &blocks));
     *fit = stages > 2 && blocks == C::kBlocks;
-    return status;
+    return sa_ok();
 }
 
 // Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
@@ -402,14 +399,12 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
         bool fit = false;
         if (sa_is_balanced(&problem, &plan) && problem.batch == 1 && streams == problem.num_kv_heads && problem.k_len <= kMostClusterKeys &&
             plan.workers / (kCluster * streams) == 2) {
-            const sinkattn_status status = runs_code_of_90<decode_kernel<Clusters>>(&fit);
-            if (status.code) return status;
+            SA_TRY(runs_code_of_90<decode_kernel<Clusters>>(&fit));
         }
         if (fit) return launch<Clusters>(args, plan, context);
         if constexpr (kTile == Tile::kKeys) {
             using Pairs = Config<Element, kHeadDim, 4, kExtras, Tile::kKeysOfTwoHeads>;
-            const sinkattn_status status = pairs_fit<Pairs>(&fit, args, plan);
-            if (status.code) return status;
+            SA_TRY(pairs_fit<Pairs>(&fit, args, plan));
             if (fit) return launch<Pairs>(args, plan, context);
         }
         if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)

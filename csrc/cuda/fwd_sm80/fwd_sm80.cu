@@ -10,7 +10,7 @@
 // adds zero: its bits do not depend on its neighbours. Shared memory: Q, then per stage K and V; swizzled rows of kHeadDim elements.
 // head_dim below kHeadDim is filled with zeros by the loads.
 
-#include "cuda/host/backend.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/tile/mma.cuh"
 #include "cuda/tile/sink.cuh"
 #include "cuda/work/items.cuh"
@@ -367,15 +367,11 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     if (num_blocks > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_blocks));
     unsigned *error_word;
-    sinkattn_status status = sa_cuda_error_word(&error_word);
-    if (status.code) return status;
-    status = allow_shared<fwd_kernel<C>>(C::kSharedBytes);
-    if (status.code) return status;
+    SA_TRY(sa_cuda_error_word(&error_word));
     const sa_divisor by_group = sa_divisor_of(static_cast<uint32_t>(args.problem.num_q_heads / args.problem.num_kv_heads));
     const float scale_log2 = static_cast<float>(sa_softmax_scale(&args.problem)) * kLog2e;
-    fwd_kernel<C><<<static_cast<unsigned>(num_blocks), C::kThreads, C::kSharedBytes, static_cast<cudaStream_t>(context.stream)>>>(
-        args, num_tiles, by_group, scale_log2, error_word);
-    return sa_cuda_status("sa_fwd_cuda_sm80", cudaGetLastError());
+    return launch_blocks<fwd_kernel<C>>("sa_fwd_cuda_sm80", static_cast<unsigned>(num_blocks), C::kThreads, C::kSharedBytes, context.stream,
+                                        args, num_tiles, by_group, scale_log2, error_word);
 }
 
 template <int kHeadDim, int kTileQ, int kTileK, int kRowBlocks, int kMinBlocks = 1>

@@ -17,6 +17,7 @@
 
 #include "cuda/fwd_sm90/rows.cuh"
 #include "cuda/fwd_sm90/softmax.cuh"
+#include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/tile/finite.cuh"
 #include "cuda/tile/pipe.cuh"
@@ -378,21 +379,16 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
         p.counter = launch_counter(context.workspace);
         p.tag = next_launch_tag();
     }
-    Encode encode = nullptr;
     unsigned *error_word;
     Maps maps;
-    sinkattn_status status = find_encode(&encode);
-    if (!status.code) status = sa_cuda_error_word(&error_word);
-    if (!status.code) status = encode_map(encode, &maps.q, problem, args.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
-    if (!status.code) status = encode_map(encode, &maps.k, problem, args.k, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "k");
-    if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, C::kTileK, 1, "v");
-    if (!status.code && p.copied)
-        status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.copied, p.group, "out");
-    if (!status.code) status = allow_shared<fwd_kernel<C>>(sizeof(Smem<C>));
-    if (status.code) return status;
+    SA_TRY(sa_cuda_error_word(&error_word));
+    SA_TRY(map_rows(&maps.q, problem, args.q, p.tokens, p.group, "q"));
+    SA_TRY(map_keys(&maps.k, problem, args.k, C::kTileK, "k"));
+    SA_TRY(map_keys(&maps.v, problem, args.v, C::kTileK, "v"));
+    if (p.copied) SA_TRY(map_rows(&maps.out, problem, args.out, p.copied, p.group, "out"));
     const unsigned blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));
-    fwd_kernel<C><<<blocks, C::kThreads, sizeof(Smem<C>), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
-    return sa_cuda_status("sa_fwd_cuda_sm90", cudaGetLastError());
+    return launch_blocks<fwd_kernel<C>>("sa_fwd_cuda_sm90", blocks, C::kThreads, sizeof(Smem<C>), context.stream, args, maps, p,
+                                        error_word);
 }
 
 template <int kHeadDim, int kTileQ, int kTileK, int kStages, int kSlots>

@@ -15,6 +15,7 @@
 // of 640 threads begins with 96 each; setmaxnreg moves 32 of the loaders' group to the math.
 
 #include "cuda/fwd_window_sm90/loads.cuh"
+#include "cuda/host/launch.cuh"
 #include "cuda/tile/finite.cuh"
 #include "cuda/tile/sink.cuh"
 #include "cuda/tile/wgmma.cuh"
@@ -308,20 +309,15 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
     p.head_step = blocks % heads;
     p.spans_a_batch = problem.packed ? 0 : static_cast<unsigned>(problem.q_len / p.span + 2);
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
-    Encode encode = nullptr;
     unsigned *error_word;
     Maps maps;
-    sinkattn_status status = find_encode(&encode);
-    if (!status.code) status = sa_cuda_error_word(&error_word);
-    if (!status.code) status = encode_map(encode, &maps.q, problem, args.q, problem.q_len, problem.num_q_heads, p.tokens, p.group, "q");
-    if (!status.code) status = encode_map(encode, &maps.k, problem, args.k, problem.k_len, problem.num_kv_heads, p.span + kKeys, 1, "k");
-    if (!status.code) status = encode_map(encode, &maps.v, problem, args.v, problem.k_len, problem.num_kv_heads, p.span + kKeys, 1, "v");
-    if (!status.code)
-        status = encode_map(encode, &maps.out, problem, args.out, problem.q_len, problem.num_q_heads, p.tokens, p.group, "out");
-    if (!status.code) status = allow_shared<window_kernel<Element>>(sizeof(Smem));
-    if (status.code) return status;
-    window_kernel<Element><<<blocks, kThreads, sizeof(Smem), static_cast<cudaStream_t>(context.stream)>>>(args, maps, p, error_word);
-    return sa_cuda_status("sa_fwd_cuda_sm90_window", cudaGetLastError());
+    SA_TRY(sa_cuda_error_word(&error_word));
+    SA_TRY(map_rows(&maps.q, problem, args.q, p.tokens, p.group, "q"));
+    SA_TRY(map_keys(&maps.k, problem, args.k, p.span + kKeys, "k"));
+    SA_TRY(map_keys(&maps.v, problem, args.v, p.span + kKeys, "v"));
+    SA_TRY(map_rows(&maps.out, problem, args.out, p.tokens, p.group, "out"));
+    return launch_blocks<window_kernel<Element>>("sa_fwd_cuda_sm90_window", blocks, kThreads, sizeof(Smem), context.stream, args, maps, p,
+                                                 error_word);
 }
 
 } // namespace

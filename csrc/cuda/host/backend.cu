@@ -118,13 +118,6 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
                      cu_seqlens, cache_seqlens, block_table);
 }
 
-extern "C" int64_t sa_cuda_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    const auto run = sa_variant_at(plan->variant)->run;
-    if (run == sa_decode_cuda_sm80_prefill) return sa_cuda_invariant_workspace(problem);
-    if (problem->op == SINKATTN_DECODE) return sa_cuda_decode_workspace(problem, plan);
-    if (problem->op == SINKATTN_FWD) return problem->packed ? sa::kCounterBytes : 0;
-    if (run == sa_bwd_cuda_sm90_window) return sa_cuda_bwd_window_workspace(problem, plan);
-    if (run == sa_bwd_cuda_sm90_d64) return sa_cuda_bwd_sm90_workspace(problem, 64);
-    if (run == sa_bwd_cuda_sm90_d128) return sa_cuda_bwd_sm90_workspace(problem, 128);
-    return sa_cuda_bwd_sm80_workspace(problem);
+extern "C" int64_t sa_cuda_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
+    return problem->packed ? sa::kCounterBytes : 0;
 }

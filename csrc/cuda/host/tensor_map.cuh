@@ -28,25 +28,37 @@ static inline sinkattn_status find_encode(Encode *encode) {
     return sa_ok();
 }
 
-// [batch, rows, heads, head_dim], in boxes of `tokens` rows x `heads_a_box` heads x 64.
-static inline sinkattn_status encode_map(Encode encode, CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor,
-                                         int64_t rows, int64_t heads, int tokens, int heads_a_box, const char *name) {
+// [batch, rows, heads, head_dim], in boxes of box_rows rows x box_heads heads x 64.
+static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t rows,
+                                         int64_t heads, int box_rows, int box_heads, const char *name) {
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
                                 static_cast<cuuint64_t>(p.packed ? 1 : p.batch)};
-    const int64_t step[] = {tensor.head_stride, tensor.row_stride, p.packed ? tensor.row_stride : tensor.batch_stride};
+    const int64_t step[] = {tensor.head_stride, tensor.row_stride, tensor.batch_stride};
     cuuint64_t strides[3];
-    for (int i = 0; i < 3; i++) { // of a size of one any stride is legal, though not to the driver
-        const bool odd = step[i] <= 0 || step[i] % 8;
-        strides[i] = sizes[i + 1] == 1 && odd ? 16 : static_cast<cuuint64_t>(step[i] * 2);
-    }
-    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(heads_a_box), static_cast<cuuint32_t>(tokens), 1}, steps[] = {1, 1, 1, 1};
+    for (int i = 0; i < 3; i++) // of a size of one any stride is legal, though not to the driver
+        strides[i] = sizes[i + 1] == 1 ? 16 : static_cast<cuuint64_t>(step[i] * 2);
+    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1}, steps[] = {1, 1, 1, 1};
     const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    Encode encode = nullptr;
+    SA_TRY(find_encode(&encode));
     const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                    CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return sa_ok();
     return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
                      static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
                      static_cast<long long>(tensor.head_stride));
+}
+
+// Of a tensor like q: tiles of `tokens` tokens x `heads` heads.
+static inline sinkattn_status map_rows(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int tokens, int heads,
+                                       const char *name) {
+    return encode_map(map, p, tensor, p.q_len, p.num_q_heads, tokens, heads, name);
+}
+
+// Of a tensor like k: tiles of `keys` keys of one head.
+static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int keys,
+                                       const char *name) {
+    return encode_map(map, p, tensor, p.k_len, p.num_kv_heads, keys, 1, name);
 }
 
 } // namespace sa

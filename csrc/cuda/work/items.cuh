@@ -11,7 +11,7 @@
 namespace sa {
 
 // The tiles of the rows in variants.def, for the kernels to be compiled with.
-#define SA_VARIANT(op, backend, arch, dtypes, max_head_dim, tile_q, tile_k, serves)                                                        \
+#define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves)                                      \
     constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;
 #include "core/variants.def"
 

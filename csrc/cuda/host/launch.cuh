@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Launching a kernel, and what the runtime is asked once a device before it.
+#pragma once
+
+#include "cuda/host/backend.h"
+
+namespace sa {
+
+// Calls ask() once a device, a bit of `asked` each, since asking the runtime takes a sixth of a launch; from the 65th device on, whose bit
+// is 0, each time.
+template <class Ask> cudaError_t once_a_device(uint64_t *asked, uint64_t *bit, const Ask &ask) {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    *bit = device < 64 ? UINT64_C(1) << device : 0;
+    if (error != cudaSuccess || (__atomic_load_n(asked, __ATOMIC_ACQUIRE) & *bit)) return error;
+    error = ask();
+    if (error == cudaSuccess) __atomic_fetch_or(asked, *bit, __ATOMIC_RELEASE);
+    return error;
+}
+
+// Grants blocks of a kernel more than 48 KiB of dynamic shared memory. `bytes` is the same in every call.
+template <auto kKernel> sinkattn_status allow_shared(int bytes) {
+    static uint64_t allowed;
+    uint64_t bit;
+    const auto allow = [&] { return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); };
+    return sa_cuda_status("cudaFuncSetAttribute", once_a_device(&allowed, &bit, allow));
+}
+
+// Whether this device runs the kernel's code for 9.0, which can wait for its predecessor and form clusters.
+template <auto kKernel> sinkattn_status runs_code_of_90(bool *yes) {
+    static uint64_t asked, found;
+    uint64_t bit;
+    const auto ask = [&] {
+        cudaFuncAttributes code = {};
+        const cudaError_t error = cudaFuncGetAttributes(&code, kKernel);
+        if (error == cudaSuccess && code.ptxVersion >= 90) __atomic_fetch_or(&found, bit, __ATOMIC_RELAXED);
+        return error;
+    };
+    const sinkattn_status status = sa_cuda_status("cudaFuncGetAttributes", once_a_device(&asked, &bit, ask));
+    *yes = (__atomic_load_n(&found, __ATOMIC_RELAXED) & bit) != 0;
+    return status;
+}
+
+template <auto kKernel, class... Arguments>
+sinkattn_status launch_blocks(const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream,
+                              const Arguments &...arguments) {
+    if (shared_bytes) SA_TRY(allow_shared<kKernel>(shared_bytes));
+    kKernel<<<grid, threads, static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream)>>>(arguments...);
+    return sa_cuda_status(what, cudaGetLastError());
+}
+
+// Programmatic dependent launch: the kernel starts while its predecessor ends, and waits for it itself. In clusters of `cluster` blocks;
+// both on sm_90 only.
+template <auto kKernel, class... Arguments>
+sinkattn_status launch_clusters(const char *what, dim3 grid, unsigned cluster, unsigned threads, int shared_bytes, void *stream,
+                                const Arguments &...arguments) {
+    bool waits = false;
+    SA_TRY(runs_code_of_90<kKernel>(&waits));
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {cluster, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = attributes;
+    config.numAttrs = !waits ? 0 : cluster > 1 ? 2 : 1;
+    return sa_cuda_status(what, cudaLaunchKernelEx(&config, kKernel, arguments...));
+}
+
+template <auto kKernel, class... Arguments>
+sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream,
+                                   const Arguments &...arguments) {
+    return launch_clusters<kKernel>(what, grid, 1, threads, shared_bytes, stream, arguments...);
+}
+
+} // namespace sa
