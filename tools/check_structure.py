@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what no compiler checks: include arrows, rooms, where window arithmetic stands, lengths, SPDX lines.
+"""Checks what no compiler checks: include arrows, rooms, where window arithmetic, barriers' phases and
+swizzles stand, lengths, SPDX lines.
 
 Prints one ``file:line: sentence`` for each finding and exits with 1 if there is any.
 
@@ -44,6 +45,18 @@ INCLUDE = re.compile(r'\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # The mask's fields are read where the mask is computed and where it is validated.
 MASK_FIELD = re.compile(r"(?:\.|->)(?:has_)?(?:left|right|shift)\b|\bwindow_size_(?:left|right)\s*[-+*/]\s*\w")
 MASK_FILES = {"csrc/core/mask.h", "csrc/core/validate.c"}
+
+# Words of a CUDA vocabulary -> the files that may use them, and where others find what they need.
+VOCABULARY = (
+    (
+        re.compile(r"\bbarrier_(?:init|wait|arrive)\(|\.phase\(\)"),
+        "cuda/tile/pipe.cuh",
+        "barriers and their phases belong to",
+    ),
+    (re.compile(r"\^ \(\w+ & 7\)\) << 4"), "cuda/tile/fragment.cuh", "swizzles belong to"),
+)
+# Its compiler orders the operands of an exclusive or by where they are written.
+EXPLICIT = {"csrc/cuda/decode/tile.cuh"}
 
 # A definition's first line opens a brace that one at the same column closes: 0 or, in a struct, 4. A continued first
 # line is taken to have begun at 0; data has "= {".
@@ -116,6 +129,16 @@ def check_mask(path: Path, code: list[str], root: Path) -> Iterator[Finding]:
             yield path, number, f"window arithmetic belongs to core/mask.h: {line.strip()}"
 
 
+def check_vocabulary(path: Path, code: list[str], csrc: Path) -> Iterator[Finding]:
+    name = path.relative_to(csrc).as_posix()
+    if not name.startswith("cuda/") or name.startswith("cuda/ptx/") or f"csrc/{name}" in EXPLICIT:
+        return
+    for pattern, owner, sentence in VOCABULARY:
+        for number, line in enumerate(code, 1):
+            if name != owner and pattern.search(line):
+                yield path, number, f"{sentence} {owner}: {line.strip()}"
+
+
 def check_lengths(path: Path, code: list[str], root: Path) -> Iterator[Finding]:
     file_lines, function_lines = LONGER.get(path.relative_to(root).as_posix(), (MAX_FILE_LINES, MAX_FUNCTION_LINES))
     if len(code) > file_lines:
@@ -149,6 +172,7 @@ def findings(root: Path) -> Iterator[Finding]:
             yield from check_arrows(path, lines, csrc)
             yield from check_room(path, text, csrc)
             yield from check_mask(path, code, root)
+            yield from check_vocabulary(path, code, csrc)
     for top in ("sinkattn", "tests", "examples", "benchmarks", "tools"):
         for path in sorted((root / top).rglob("*.py*")):
             if path.suffix not in {".py", ".pyi"}:
