@@ -335,6 +335,19 @@ def test_known_models_turn_their_keys(model_type: str) -> None:
     assert cache.layers[0].dropped == 40 - SINKS - 7
 
 
+def test_max_cache_shape_is_what_a_step_sees() -> None:
+    """Token by token, once tokens are dropped."""
+    model, seen = make_model("cpu"), []
+    cache = StreamingCache(model, WINDOW, SINKS)
+    layer: Any = cache.layers[1]
+    update = layer.update
+    layer.update = lambda *args, **kwargs: (x := update(*args, **kwargs), seen.append(x[0].shape[-2]))[0]
+    with torch.no_grad():
+        for token in tokens(1, SINKS + WINDOW + 5).split(1, 1):
+            model(token, past_key_values=cache, use_cache=True)
+    assert max(seen) == seen[-1] == layer.get_max_cache_shape() == SINKS + WINDOW
+
+
 @pytest.mark.parametrize("model_type", _ROTATED_MODELS)
 def test_packed_rows_raise(model_type: str) -> None:
     """Before an empty cache, with a mask and without; and one sequence whose positions start late is none of them."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 FWD, BWD, DECODE = (f"csrc/cpu/cpu_{op}.c" for op in ("fwd", "bwd", "decode"))
-VERL = "sinkattn/verl_patch.py"
+HF, VERL = "sinkattn/hf.py", "sinkattn/verl_patch.py"
 ROWS, MASK, NUMERICS, LAYOUT = "csrc/cpu/cpu_rows.h", "csrc/core/mask.h", "csrc/core/numerics.h", "csrc/core/layout.h"
 EDGES, INVARIANCE, HOSTILE = (
     "tests/test_edges.py::test_",
@@ -266,6 +266,76 @@ MUTATIONS = [
         "state = (hf.version(position_ids),",
         "state = (0,",
         "tests/test_verl_patch.py::test_positions_are_gathered_again_once_they_change",
+    ),
+    Mutation(
+        "window of the mask ignored",
+        HF,
+        "causal, window = decode_mask(cast(Tensor, mask))",
+        "causal, _ = decode_mask(cast(Tensor, mask))",
+        "tests/test_hf_masks.py::test_window_of_the_mask_alone",
+    ),
+    Mutation(
+        "masks not judged in a graph",
+        "sinkattn/hf_masks.py",
+        "    if not known:",
+        "    if not known and not torch.compiler.is_compiling():",
+        "tests/test_hf_masks.py::test_unknown_masks_raise",
+    ),
+    Mutation(
+        "other positions taken for those that were read",
+        HF,
+        "kept[0] == state and kept[1] is position_ids",
+        "kept[0] == state",
+        "tests/test_hf_sequences.py::test_a_mask_and_other_positions",
+    ),
+    Mutation(
+        "positions kept past a change",
+        HF,
+        "(version(made), version(position_ids), q_len",
+        "(version(made), 0, q_len",
+        "tests/test_hf_sequences.py::test_a_mask_and_other_positions",
+    ),
+    Mutation(
+        "mask kept past a change",
+        HF,
+        "(version(made), version(position_ids), q_len",
+        "(0, version(position_ids), q_len",
+        "tests/test_hf_sequences.py::test_a_mask_and_other_positions",
+    ),
+    Mutation(
+        "restarts beside padding ignored",
+        "sinkattn/hf_sequences.py",
+        "restarts & tokens[:, 1:] & tokens[:, :-1]",
+        "restarts & False",
+        "tests/test_hf_sequences.py::test_packed_positions_beside_padding",
+    ),
+    Mutation(
+        "padding of cross-attention taken for its own",
+        HF,
+        "if not causal and kv_len != q_len and",
+        "if False and",
+        "tests/test_hf_masks.py::test_masks_of_wrong_shapes_are_refused",
+    ),
+    Mutation(
+        "short masks accepted",
+        HF,
+        "not q_len <= kv_len <= k_len",
+        "not kv_len <= k_len",
+        "tests/test_hf_masks.py::test_masks_of_wrong_shapes_are_refused",
+    ),
+    Mutation(
+        "indexers accepted",
+        HF,
+        'getattr(config, "index_topk", None) is not None',
+        'getattr(config, "index_topk", None) is config',
+        "tests/test_hf_masks.py::test_masks_beside_the_mask_function_are_refused",
+    ),
+    Mutation(
+        "most keys of a StreamingCache one long",
+        "sinkattn/cache.py",
+        "return self.num_sink_tokens + self.window",
+        "return self.num_sink_tokens + self.window + 1",
+        "tests/test_cache.py::test_max_cache_shape_is_what_a_step_sees",
     ),
     Mutation(
         "ring sums ds_aux in the sinks' dtype",
