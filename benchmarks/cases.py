@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +20,10 @@ FLOPS_PER_PAIR = {
 
 @dataclass(frozen=True)
 class Case:
-    """Causal self-attention of `batch` sequences of one length, or of one packed row of sequences."""
+    """Causal self-attention of `batch` sequences of one length, or of one packed row of sequences.
+
+    The last three fields make it a chunk, not causal, or give it sink tokens; of the peers only FA4 knows them.
+    """
 
     length: int
     head_dim: int
@@ -32,6 +35,9 @@ class Case:
     packed: tuple[int, ...] = ()  # lengths of the sequences, length in all
     device: str = "cpu"
     name: str = ""  # the id, where it is not made of the sizes
+    k_length: int = 0  # keys of a sequence whose last rows are a chunk of `length`; 0: as many as rows
+    right: int = 0  # keys after the row that it sees; -1: all
+    num_sink_tokens: int = 0  # first keys that stay visible behind a window
 
     @property
     def id(self) -> str:
@@ -41,16 +47,22 @@ class Case:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        return self.window - 1, 0
+        return self.window - 1, self.right
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return self.packed or (self.length,) * self.batch
 
+    @property
+    def group(self) -> int:
+        """Query heads of one kv head."""
+        return self.num_q_heads // self.num_kv_heads
+
     def gflop(self, direction: str) -> float:
         """Work of the visible pairs, in 1e9 operations."""
-        pairs = sum(sinkattn.visible_pairs(n, n, self.window_size) for n in self.lengths) * self.num_q_heads
-        return FLOPS_PER_PAIR[direction] * self.head_dim * pairs / 1e9
+        mask = self.window_size, self.num_sink_tokens
+        pairs = sum(sinkattn.visible_pairs(n, self.k_length or n, *mask) for n in self.lengths)
+        return FLOPS_PER_PAIR[direction] * self.head_dim * pairs * self.num_q_heads / 1e9
 
 
 def _grid(lengths: tuple[int, ...], head_dims: tuple[int, ...]) -> list[Case]:
@@ -107,3 +119,92 @@ _PREFILL = [
 PREFILL_QUICK = [case for name in TARGETS for case in _PREFILL if case.id == name]
 PREFILL = PREFILL_QUICK + sorted((case for case in _PREFILL if case.id not in TARGETS), key=lambda case: case.length)
 HOST = _gpu("host", 16, 64, 128)  # so small that the kernel waits for the host
+
+# ---- shapes: the judge of the forward and the backward walks more than those that kernels were tuned for ----
+
+PACKS = {
+    "packed76": packed_lengths(),
+    "packed32x2048": (2048,) * 32,
+    "packed128x512": (512,) * 128,
+    "packed1024x64": (64,) * 1024,
+    "packed32768+128x256": (32768, *(256,) * 128),
+}
+
+
+def _shape(
+    length: int | str, head_dim: int, num_q_heads: int, num_kv_heads: int, window: int = 0, **rest: int | str
+) -> Case:
+    """length: a number, or a name in PACKS. The id says everything: mask, sizes, head_dim, heads, and fp16."""
+    packed = PACKS[length] if isinstance(length, str) else ()
+    base = Case(sum(packed) if packed else int(length), head_dim, "bf16", window, packed=packed, device="cuda")
+    case = replace(base, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, **rest)  # type: ignore[arg-type]
+    mask = f"w{window}" if window else "full" if case.right == 0 else "noncausal"
+    mask += f"+{case.right}" if case.right > 0 else ""
+    mask += f"-sink{case.num_sink_tokens}" if case.num_sink_tokens else ""
+    sizes = f"{case.batch}x{length}" if case.batch > 1 else f"{length}of{case.k_length}" if case.k_length else length
+    dtype = "" if case.dtype == "bf16" else f"-{case.dtype}"
+    return replace(case, name=f"{mask}-{sizes}-d{head_dim}-{num_q_heads}:{num_kv_heads}{dtype}")
+
+
+# FA4 compiles for seconds per head_dim, group, dtype and kind of mask, so shapes share these where they can.
+SHAPES = [
+    # causal, of growing length, and batches
+    *(_shape(n, 64, 64, 8) for n in (512, 2000, 4096, 16384, 65536)),
+    *(_shape(n, 128, 32, 8) for n in (4096, 16384, 32768)),
+    _shape(1024, 64, 64, 8, batch=16),
+    _shape(2048, 128, 32, 8, batch=4),
+    _shape(512, 128, 32, 8, batch=8),
+    # heads: from MHA to MQA, groups of 3 to 16
+    _shape(16384, 64, 16, 16),
+    _shape(1024, 64, 16, 16, batch=8),
+    _shape(8192, 128, 32, 32),
+    _shape(8192, 128, 24, 8),
+    _shape(8192, 128, 40, 8),
+    _shape(8192, 128, 28, 4),
+    _shape(8192, 64, 64, 4),
+    _shape(8192, 64, 16, 1),
+    # other head_dims
+    _shape(8192, 40, 16, 4),
+    _shape(4096, 72, 16, 16, right=-1),
+    _shape(2048, 80, 32, 32, batch=4),
+    _shape(8192, 96, 16, 4),
+    _shape(8192, 256, 16, 4),
+    # not causal
+    _shape(8192, 64, 64, 8, right=-1),
+    _shape(8192, 128, 32, 8, right=-1),
+    _shape(512, 64, 64, 8, right=-1, batch=8),
+    # windows, causal and two-sided
+    _shape(16384, 64, 64, 8, 128),
+    _shape(16384, 64, 64, 8, 512),
+    _shape(16384, 64, 64, 8, 1024),
+    _shape(16384, 128, 48, 8, 128),
+    _shape(16384, 128, 32, 8, 1024),
+    _shape(32768, 128, 32, 8, 2048),
+    _shape(16384, 128, 32, 8, 4096),
+    _shape(16384, 64, 64, 8, 128, right=127),
+    _shape(8192, 128, 32, 8, 512, right=511),
+    # chunks: few rows against many keys
+    _shape(512, 64, 64, 8, k_length=16384),
+    _shape(64, 128, 32, 8, k_length=8192),
+    _shape(4096, 128, 32, 8, k_length=16384),
+    _shape(2048, 64, 64, 8, 128, k_length=32768),
+    # packed: log-normal, equal, one long and many short, many tiny
+    _shape("packed76", 64, 64, 8),
+    _shape("packed76", 128, 32, 8),
+    _shape("packed76", 64, 64, 8, 128),
+    _shape("packed32x2048", 128, 32, 8),
+    _shape("packed32768+128x256", 64, 64, 8),
+    _shape("packed1024x64", 64, 64, 8),
+    _shape("packed1024x64", 64, 64, 8, 128),
+    _shape("packed128x512", 64, 64, 8, 128, right=127),
+    # fp16
+    _shape(8192, 128, 32, 8, dtype="fp16"),
+    # positional sink tokens, each beside its window above
+    _shape(16384, 64, 64, 8, 128, num_sink_tokens=4),
+    _shape(16384, 64, 64, 8, 128, num_sink_tokens=128),
+    _shape(16384, 64, 64, 8, 1024, num_sink_tokens=4),
+    _shape("packed76", 64, 64, 8, 128, num_sink_tokens=4),
+    _shape(2048, 64, 64, 8, 128, k_length=32768, num_sink_tokens=64),
+    _shape(16384, 128, 48, 8, 128, num_sink_tokens=4),
+    _shape(16384, 128, 32, 8, 1024, num_sink_tokens=1),
+]

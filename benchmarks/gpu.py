@@ -32,7 +32,8 @@ HOST_CALLS, HOST_ROUNDS = 200, 7
 
 
 def add_output(parser: argparse.ArgumentParser, suite: str) -> None:
-    parser.add_argument("--json", type=Path, help=f"where rows go; default: benchmarks/results/<device>/{suite}.json")
+    where = f"where rows go; default: benchmarks/results/<device>/{suite}.json"
+    parser.add_argument("--json", "--output", type=Path, help=where)
     parser.add_argument("--commit", help="the commit that rows name; default: git's")
 
 
@@ -119,7 +120,7 @@ def capture(calls: dict[Name, Call], notes: dict[Name, str]) -> None:
     for name in list(calls):
         try:
             calls[name] = captured(calls[name])
-        except RuntimeError as error:
+        except Exception as error:
             del calls[name]
             if isinstance(name, Peer) and name.is_ours:
                 raise

@@ -12,6 +12,7 @@ import random
 import re
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 PROBED = 16  # last rows, held against fp64
+BLOCK_ROWS, BLOCK_SCORES = 1024, 1 << 25  # at most so many at once in fp64, where PROBED rows allow it
 # Largest distance of a row, see row_error. Rounding stays near half of it, and one key too many or too few in a window
 # of 128 moves some row by more.
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-2, "fp16": 1e-2}
@@ -80,10 +82,10 @@ class Inputs:
         def normal(*size: int) -> Tensor:
             return torch.randn(size, generator=generator, device=case.device)
 
-        def rows(heads: int) -> Tensor:
-            return normal(case.batch, case.length, heads, case.head_dim).to(DTYPES[case.dtype])
+        def rows(heads: int, length: int = case.length) -> Tensor:
+            return normal(case.batch, length, heads, case.head_dim).to(DTYPES[case.dtype])
 
-        q, k, v = rows(case.num_q_heads), rows(case.num_kv_heads), rows(case.num_kv_heads)
+        q, (k, v) = rows(case.num_q_heads), (rows(case.num_kv_heads, case.k_length or case.length) for _ in range(2))
         s_aux = 1.5 * normal(case.num_q_heads)
         return Inputs(q, k, v, rows(case.num_q_heads), s_aux)
 
@@ -123,27 +125,61 @@ def in_common_layout(peer: Peer, results: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 def _exact_rows(case: Case, direction: str, inputs: Inputs, has_sink: bool) -> tuple[Tensor, ...]:
-    """out, or dq, dk, dv, of the last rows and keys in fp64: no other row sees those keys, so the sums are whole."""
-    probed = min(PROBED, case.lengths[-1])
-    last = min(case.lengths[-1], case.window + probed if case.window else case.lengths[-1])  # keys that they may see
+    """out, or dq, dk, dv, of the last sequence's last rows and keys in fp64.
+
+    A key's sums are whole when every row that sees it takes part. Rows are walked from the first that sees one of the
+    last keys; sink tokens, and a mask without a right side, take all rows, and then all rows and keys are compared.
+    """
+    q_len = case.lengths[-1]
+    k_len = case.k_length or q_len
+    probed = min(PROBED, q_len)
+    everywhere = direction != "forward" and (case.right < 0 or case.num_sink_tokens > 0)
+    walked = q_len if everywhere else probed if direction == "forward" else min(q_len, probed + case.right)
+    bounded = case.window > 0 and case.right >= 0 and not case.num_sink_tokens
+    last = min(k_len, walked + case.window - 1) if bounded else k_len  # keys that they may see
 
     def group(q: Tensor, dout: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> tuple[Tensor, ...]:
-        q, dout, k, v = (x.double() for x in (q, dout, k, v))
-        for x in (q, k, v):
-            x.requires_grad_(direction != "forward")
-        out = reference.flash_attn_func(
-            q, k, v, window_size=case.window_size, s_aux=s_aux.double() if has_sink else None
-        )
-        assert isinstance(out, Tensor)
+        sinks = s_aux.double() if has_sink else None
+        outs, dqs, dk, dv = [], [], *(torch.zeros_like(x, dtype=torch.double) for x in (k, v))
+        for rows, keys, window_size in _blocks(case, walked, last):
+            part = [q[:, rows].double(), *(x[:, keys].double() for x in (k, v))]
+            for x in part:
+                x.requires_grad_(direction != "forward")
+            mask = {"window_size": window_size, "num_sink_tokens": case.num_sink_tokens}
+            out = reference.flash_attn_func(*part, s_aux=sinks, **mask)  # type: ignore[arg-type]
+            assert isinstance(out, Tensor)
+            outs.append(out.detach())
+            if direction != "forward":
+                dq, *of_keys = torch.autograd.grad(out, part, dout[:, rows].double())
+                dqs.append(dq)
+                for whole, x in zip((dk, dv), of_keys, strict=True):
+                    whole[:, keys] += x
         if direction == "forward":
-            return (out,)
-        return tuple(x[:, -probed:] for x in torch.autograd.grad(out, (q, k, v), dout))
+            return (torch.cat(outs, 1),)
+        exact = (torch.cat(dqs, 1), dk, dv)
+        return exact if walked == q_len else tuple(x[:, -probed:] for x in exact)
 
     # One kv head at a time: of a million keys there is no room for more.
-    parts = [x[:, -probed:].chunk(case.num_kv_heads, 2) for x in (inputs.q, inputs.dout)]
+    parts = [x[:, -walked:].chunk(case.num_kv_heads, 2) for x in (inputs.q, inputs.dout)]
     parts += [x[:, -last:].chunk(case.num_kv_heads, 2) for x in (inputs.k, inputs.v)]
     groups = map(group, *parts, inputs.s_aux.chunk(case.num_kv_heads))
     return tuple(torch.cat(heads, 2) for heads in zip(*groups, strict=True))
+
+
+def _blocks(case: Case, q_len: int, k_len: int) -> Iterator[tuple[slice, Tensor, tuple[int, int]]]:
+    """Blocks of q_len rows whose scores fit: rows, the keys that they see, and the window as it is among these keys."""
+    left, right = case.window_size
+    seen = k_len if left < 0 or right < 0 else min(k_len, BLOCK_ROWS + left + right + case.num_sink_tokens)
+    step = min(BLOCK_ROWS, max(PROBED, BLOCK_SCORES // (case.batch * case.group * seen)))
+    for start in range(0, q_len, step):
+        stop = min(start + step, q_len)
+        first, final = start + k_len - q_len, stop - 1 + k_len - q_len  # where these rows stand among the keys
+        begin = 0 if left < 0 else max(0, first - left)
+        end = k_len if right < 0 else min(k_len, final + right + 1)
+        after = end - 1 - final  # the reference puts the last row on the last key, which is so far behind it
+        window_size = left if left < 0 else left + after, right if right < 0 else right - after
+        sinks = torch.arange(min(case.num_sink_tokens, begin))
+        yield slice(start, stop), torch.cat([sinks, torch.arange(begin, end)]).to(case.device), window_size
 
 
 def row_error(got: Tensor, expected: Tensor) -> float:
@@ -184,8 +220,13 @@ def faults(case: Case, direction: str, inputs: Inputs, results: dict[Peer, tuple
 
 
 def failure(error: Exception) -> str:
-    """The note of a peer that could not do it: the first line of what it said."""
-    return f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
+    """The note of a peer that could not do it: the first line of what it said, or the assertion that refused."""
+    kind, words = type(error).__name__, str(error)
+    if isinstance(error, AssertionError | NotImplementedError | ValueError):
+        frames = traceback.extract_tb(error.__traceback__)
+        said = words or (frames[-1].line if frames else "") or kind
+        return f"refused: {said}".partition("\n")[0][:200]
+    return f"failed: {kind}: {words}".partition("\n")[0][:200]
 
 
 def why(peer: Peer, error: Exception) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -66,10 +66,10 @@ def _sinkattn(case: Case, direction: str, with_sink: bool = True) -> Attention:
             "max_seqlen_k": longest,
         }
         function = partial(sinkattn.flash_attn_varlen_func, **lengths)
-    window = case.window_size
+    mask = {"window_size": case.window_size, "num_sink_tokens": case.num_sink_tokens}
 
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
-        return function(q, k, v, window_size=window, s_aux=s_aux if with_sink else None)  # type: ignore[no-any-return]
+        return function(q, k, v, s_aux=s_aux if with_sink else None, **mask)  # type: ignore[no-any-return]
 
     return on_rows(attention) if case.packed else attention
 
@@ -204,12 +204,15 @@ def standard(case: Case, with_sink: bool = True) -> Attention:
 def _fa4(case: Case, direction: str, deterministic: bool = False) -> Attention:
     if deterministic and direction == "forward":
         raise Absent("not run: the forward is the same")
+    if case.num_sink_tokens:
+        raise Absent("not supported: it has no positional sink tokens")
     try:
         from flash_attn import cute  # type: ignore[import-not-found]
     except ImportError as error:
         raise Absent("not installed") from error
-    options: dict[str, Any] = {"window_size": case.window_size} if case.window else {"causal": True}
-    options["deterministic"] = deterministic
+    sides = tuple(None if side < 0 else side for side in case.window_size)
+    mask = {"causal": True} if sides == (None, 0) else {"window_size": sides}
+    options: dict[str, Any] = {**mask, "deterministic": deterministic}
     function = cute.flash_attn_func
     if case.packed:
         bounds, longest = row_bounds(case), max(case.packed)
@@ -226,6 +229,8 @@ def _fa4(case: Case, direction: str, deterministic: bool = False) -> Attention:
 OURS = Peer("sinkattn", _sinkattn, has_sink=True, heads_first=False)
 OURS_WITHOUT = Peer("sinkattn-no-sink", partial(_sinkattn, with_sink=False), heads_first=False)
 EAGER = Peer("eager", _eager, has_sink=True)
+FA4 = Peer("fa4", _fa4, has_sink=True, heads_first=False, s_aux_dtype=torch.bfloat16)
+FA4_DETERMINISTIC = replace(FA4, name="fa4-deterministic", build=partial(_fa4, deterministic=True))
 # The first of those that compute the same thing is what the others are compared with.
 CPU = (OURS, OURS_WITHOUT, Peer("sdpa", _sdpa), Peer("flex", _flex), EAGER)
 PREFILL_QUICK = (OURS, OURS_WITHOUT, Peer("fa2", _sdpa_flash, heads_first=False))
@@ -234,6 +239,7 @@ PREFILL = (
     Peer("cudnn", _sdpa_cudnn),
     Peer("flex", _flex_with_sink, has_sink=True),
     EAGER,
-    Peer("fa4", _fa4, has_sink=True, heads_first=False, s_aux_dtype=torch.bfloat16),
-    Peer("fa4-deterministic", partial(_fa4, deterministic=True), True, False, torch.bfloat16),
+    FA4,
+    FA4_DETERMINISTIC,
 )
+SHAPES = (OURS, FA4, FA4_DETERMINISTIC)
