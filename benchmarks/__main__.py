@@ -17,6 +17,7 @@ from . import (
     plot,
     prefill,
     scaling,
+    shapes,
     stack,
     tiers,
     trace,
@@ -25,6 +26,7 @@ from . import (
 STUDIES = {
     "cpu": cpu,
     "prefill": prefill,
+    "shapes": shapes,
     "packed": packed,
     "crossover": crossover,
     "scaling": scaling,

@@ -21,6 +21,7 @@ from . import (
     prefill,
     report,
     scaling,
+    shapes,
     tiers,
     trace,
 )
@@ -30,6 +31,7 @@ PICTURES: dict[ModuleType, type[Any]] = {
     decode_crossover: decode_crossover.CrossoverRow,
     trace: trace.TraceRow,
     tiers: tiers.TierRow,
+    shapes: gpu.Row,
     packed: gpu.Row,
     crossover: crossover.CrossoverRow,
     launches: launches.LaunchRow,
@@ -38,7 +40,7 @@ PICTURES: dict[ModuleType, type[Any]] = {
     distributed: distributed.DistributedRow,
     long: long.LongRow,
 }
-ON_PAGE = (packed, crossover, launches, scaling, accuracy)
+ON_PAGE = (shapes, packed, crossover, launches, scaling, accuracy)
 PAGE = harness.ROOT / "docs" / "studies.md"
 
 
