@@ -8,6 +8,11 @@
 
 namespace sa {
 
+// The LSE over the keys alone, from their pivot, in log2 units, and sum. Never contracted, so that a row without a sink has these bits.
+__device__ __forceinline__ float raw_lse(float pivot, float sum) {
+    return sum == 0.0f ? -INFINITY : __fadd_rn(__fmul_rn(pivot, kLn2), __logf(sum));
+}
+
 // From the pivot, in log2 units, and the sum of a row's keys, and the row's s_aux: -inf for none.
 struct RowEnd {
     float s_aux, top, kept, total; // top: the larger of pivot and sink, in log2 units; kept: what the keys' sum is scaled by
@@ -25,11 +30,8 @@ struct RowEnd {
 
     // A row without keys gets s_aux itself.
     __device__ __forceinline__ float lse() const {
-        return total == 0.0f ? -INFINITY : (top == s_aux * kLog2e ? s_aux : top * kLn2) + __logf(total);
+        return total == 0.0f ? -INFINITY : top == s_aux * kLog2e ? s_aux + __logf(total) : raw_lse(top, total);
     }
 };
-
-// The LSE over the keys alone.
-__device__ __forceinline__ float raw_lse(float pivot, float sum) { return sum == 0.0f ? -INFINITY : pivot * kLn2 + __logf(sum); }
 
 } // namespace sa
