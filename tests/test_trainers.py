@@ -23,6 +23,9 @@ from hf_cases import Calls
 from tiny_gpt_oss import tiny_gpt_oss
 from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+import sinkattn.hf as hf
+
+hf.register()
 STEPS = 50
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
