@@ -205,11 +205,13 @@ test-py: $(call installed,test)
 	$(MAKE) ext
 	$(PY) -m pytest
 
+gpu-tests = $(patsubst %,tests/test_gpu_%.py,$(1))
+
 # Where a CUDA device is; elsewhere these tests skip. Then the kernels for older devices, on this one.
 test-gpu: $(call installed,test)
 	$(MAKE) ext
 	$(PY) -m pytest tests/test_gpu*.py tests/test_cache.py tests/test_models.py tests/test_benchmarks.py tests/test_decode_studies.py tests/test_studies.py
-	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest tests/test_gpu.py tests/test_gpu_kernels.py tests/test_gpu_promises.py
+	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest $(call gpu-tests,fwd bwd hostile graphs training kernels promises)
 
 # Some of those tests under compute-sanitizer, its four tools side by side; memory of its own for every tensor, so that what is out of bounds
 # is seen. Of 2026.4 or later (CUDA 13.5, or the package nvidia-cuda-sanitizer-api): docs/kernels/sanitizers.md says why, and what is left out.
@@ -223,7 +225,7 @@ test-gpu-sanitize: $(call installed,test)
 gpu-%:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1 $(COMPUTE_SANITIZER) --tool $* --error-exitcode 1 \
 	    $(if $(filter initcheck,$*),--suppressions tests/initcheck.xml --check-api-memory-access no) \
-	    $(PY) -m pytest tests/test_gpu.py tests/test_gpu_decode.py tests/test_gpu_nvfp4.py tests/test_gpu_tiers.py -k '$(SANITIZED)'
+	    $(PY) -m pytest $(call gpu-tests,fwd bwd decode nvfp4 tiers) -k '$(SANITIZED)'
 
 demo: $(call installed,demo)
 	$(MAKE) ext

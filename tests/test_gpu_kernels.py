@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gpu_cases import assert_right_on_device, gpt_oss_like
 from gpus import needs_gpus
 from test_edges import MASKS
-from test_gpu import assert_right_on_device, gpt_oss_like
-from test_gpu_decode import assert_right_on_device as assert_decode_right
 from torch import Tensor
 
 import sinkattn
@@ -91,7 +90,7 @@ def test_every_head_dim_of_every_decode(name: str) -> None:
             head_dim=head_dim, right=0, left=90, ratio=4, layout="paged", page_size=16, q_lens=(2,) * 3,
             k_lens=(170, 0, 33), invariant=name == "sm80_prefill", poison=True, dtype="bf16", seed=head_dim,
         )  # fmt: skip
-        assert_decode_right(case)
+        assert_right_on_device(case)
 
 
 @pytest.mark.parametrize("edge", EDGES)

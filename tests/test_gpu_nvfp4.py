@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpus import needs_gpus
-from test_gpu_decode import LENS, arguments, launched, make_cache
+from gpu_caches import LENS, arguments, make_cache
+from gpus import launched, needs_gpus
 from test_nvfp4 import assert_packed, edges, of_one_key
 
 pytestmark = needs_gpus()

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import needs_gpus
-from test_gpu import Decoder, gpt_oss_like
-from test_gpu_decode import LENS, append_op, arguments, assert_close, assert_same, decode_op, launched, make_cache
+from gpu_caches import LENS, append_op, arguments, assert_close, assert_same, decode_op, make_cache
+from gpu_cases import Decoder, gpt_oss_like
+from gpus import launched, needs_gpus
 from test_gpu_kernels import KINDS, TUNED
 from torch import Tensor
 

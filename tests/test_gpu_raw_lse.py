@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 import torch
+from gpu_cases import RANDOM_CASES, assert_right_on_device, gpu_case
 from gpus import needs_gpus
-from test_gpu import RANDOM_CASES, assert_right_on_device, gpu_case
 
 import sinkattn
 from sinkattn._testing import DTYPES, Case, make_inputs, random_join

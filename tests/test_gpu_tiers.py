@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpus import needs_gpus
-from test_gpu_decode import LENS, arguments, assert_same, captured, launched, make_cache
+from gpu_caches import LENS, arguments, assert_same, decode_op, make_cache
+from gpus import captured, launched, needs_gpus
 from test_tiers import split_pages
 from torch import Tensor
 
 import sinkattn
 
 pytestmark = needs_gpus()
-decode_op = torch.ops.sinkattn.flash_decode
 
 
 def in_two_tiers(t: dict[str, Tensor | None], near: int) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from test_gpu import gpu_case
+from gpu_cases import gpu_case
 
 from sinkattn._testing import Case, random_case, run_random
 

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward on a CUDA device. SINKATTN_GPU_REPEATS is the number of repeats that must agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise, product
+
+import pytest
+import torch
+from gpu_cases import assert_right_on_device, gpt_oss_like
+from gpus import different_under_load, needs_gpus
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import sinkattn
+from sinkattn._testing import Case, make_inputs, restride
+
+pytestmark = needs_gpus()
+
+
+@pytest.mark.parametrize("ratio", [1, 5, 7, 8, 12, 16, 64])
+@pytest.mark.parametrize("left", [0, 1, 63, 64, 126, 127, 128])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_gradients_of_local_windows(ratio: int, left: int, layout: str) -> None:
+    """Chunks, rows before all keys, empty sequences, a tail, and what nobody sees not finite."""
+    q_lens, k_lens = ((290, 290), (350, 350)) if layout == "dense" else ((290, 0, 7, 101, 1), (290, 5, 200, 60, 1))
+    case = Case(
+        left=left,
+        right=0,
+        ratio=ratio,
+        layout=layout,
+        q_lens=q_lens,
+        k_lens=k_lens,
+        tail=5 if layout == "varlen" else 0,
+        poison=True,
+        dtype="bf16",
+        seed=ratio,
+    )
+    assert_right_on_device(case)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64])
+@pytest.mark.parametrize(
+    ("s_dtype", "s_aux", "frozen"), [("bf16", "rand", False), ("fp32", "mix", True), ("fp32", "none", False)]
+)
+def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux: str, frozen: bool) -> None:
+    case = Case(
+        head_dim=head_dim,
+        left=127,
+        right=0,
+        ratio=8,
+        kv_heads=2,
+        layout="varlen",
+        q_lens=(130, 300),
+        k_lens=(130, 300),
+        s_aux=s_aux,
+        s_dtype=s_dtype,
+        frozen=frozen,
+        dtype="fp16",
+        seed=2,
+    )
+    assert_right_on_device(case)
+
+
+@pytest.mark.parametrize("ratio", [1, 5, 7, 8])
+@pytest.mark.parametrize("head_dim", [40, 64, 120, 128])
+@pytest.mark.parametrize(
+    ("left", "right", "num_sink_tokens"), [(-1, 0, 0), (299, 0, 0), (200, 90, 0), (-1, -1, 0), (299, 0, 140)]
+)
+def test_gradients_of_wide_masks(ratio: int, head_dim: int, left: int, right: int, num_sink_tokens: int) -> None:
+    """Rows that meet one key block and many, ratios that do not divide a tile, empty sequences, rows without keys."""
+    case = Case(
+        head_dim=head_dim,
+        left=left,
+        right=right,
+        num_sink_tokens=num_sink_tokens,
+        ratio=ratio,
+        layout="varlen",
+        q_lens=(420, 0, 300, 90),
+        k_lens=(420, 9, 200, 500),
+        tail=5,
+        poison=True,
+        dtype="bf16",
+        seed=ratio,
+    )
+    assert_right_on_device(case)
+
+
+@pytest.mark.parametrize(("left", "right"), [(127, 0), (-1, 0), (127, 40), (-1, -1)])
+@pytest.mark.parametrize("num_sink_tokens", [0, 4, 200])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_sequences_of_many_tiles(left: int, right: int, num_sink_tokens: int, head_dim: int) -> None:
+    case = Case(
+        head_dim=head_dim,
+        left=left,
+        right=right,
+        num_sink_tokens=num_sink_tokens,
+        ratio=3,
+        layout="varlen",
+        q_lens=(500, 0, 60),
+        k_lens=(450, 9, 300),
+        tail=5,
+        poison=True,
+        dtype="bf16",
+        seed=head_dim,
+    )
+    assert_right_on_device(case)
+
+
+@pytest.mark.parametrize("s", [-4.0, 0.0, 3.0])
+@pytest.mark.parametrize("left", [127, -1])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_ds_aux_is_exact_where_it_cancels(s: float, left: int, dtype: str) -> None:
+    """Within 1e-5 of the sum of the absolute terms, at a length where a delta from the rounded out is far off."""
+    case = Case(left=left, right=0, ratio=2, q_lens=(2048,), k_lens=(2048,), dlse=False, dtype=dtype, seed=3)
+    t = make_inputs(case)
+    assert_right_on_device(case, dataclasses.replace(t, s_aux=torch.full((2,), s, requires_grad=True)))
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, cu: Tensor | None = None, **options: object
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv, ds_aux, with a dO and dLSE made of a row's own q, so that it is the same row anywhere."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, s_aux)]
+    options |= {"s_aux": leaves[3], "return_lse": True}
+    if cu is None:
+        out, lse = sinkattn.flash_attn_func(*leaves[:3], **options)
+    else:
+        out, lse = sinkattn.flash_attn_varlen_func(*leaves[:3], cu, cu, **options)
+    dlse = q[..., 0].float().transpose(-1, -2).contiguous()
+    return out.detach(), *torch.autograd.grad((out, lse), leaves, (q.roll(1, -1), dlse))
+
+
+def test_gradients_of_a_long_sequence_are_the_same_packed() -> None:
+    """More tiles than there are slots: dK and dV are summed in rounds."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 19500, 8, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 19500, 1, 64, device="cuda", dtype=torch.bfloat16)
+    s_aux = torch.randn(8, device="cuda")
+    cu = torch.tensor([0, 300, 19500], dtype=torch.int32, device="cuda")
+    packed = gradients(*(x[0] for x in (q, k, v)), s_aux, cu, causal=True)
+    for begin, end in ((0, 300), (300, 19500)):
+        alone = gradients(*(x[:, begin:end] for x in (q, k, v)), s_aux, causal=True)
+        assert all(torch.equal(x[begin:end], y[0]) for x, y in zip(packed[:4], alone[:4], strict=True))
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (127, 0), (100, 30)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_are_the_same_packed_and_one_by_one(window: tuple[int, int], head_dim: int) -> None:
+    q, k, v, s_aux = gpt_oss_like(1, 900, head_dim)
+    bounds = (0, 333, 334, 900)
+    cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    packed = gradients(q[0], k[0], v[0], s_aux, cu, window_size=window)
+    alone = [gradients(*(x[:, a:b] for x in (q, k, v)), s_aux, window_size=window) for a, b in pairwise(bounds)]
+    for got, *want in zip(packed[:4], *(x[:4] for x in alone), strict=True):
+        assert torch.equal(got, torch.cat(want, 1)[0])
+    torch.testing.assert_close(packed[4], sum(x[4] for x in alone), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (127, 0)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_dq_of_a_chunk_is_that_of_the_whole(window: tuple[int, int], head_dim: int) -> None:
+    q, k, v, s_aux = gpt_oss_like(1, 700, head_dim)
+    dq = gradients(q, k, v, s_aux, window_size=window)[1]
+    chunk = gradients(q[:, 300:500], k[:, :500], v[:, :500], s_aux, window_size=window)[1]
+    assert torch.equal(chunk, dq[:, 300:500])
+
+
+def test_gradients_of_a_batch_are_one_by_one() -> None:
+    q, k, v, s_aux = gpt_oss_like(3, 300)
+    whole = gradients(q, k, v, s_aux, window_size=(99, 0))
+    for b in range(3):
+        alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, window_size=(99, 0))
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole[:4], alone[:4], strict=True))
+
+
+@pytest.mark.parametrize(("head_dim", "window"), [(64, (-1, 0)), (64, (127, 0)), (128, (-1, 0)), (256, (-1, 0))])
+def test_gradients_repeat_bitwise_under_load(head_dim: int, window: tuple[int, int]) -> None:
+    q, k, v, s_aux = gpt_oss_like(1, 1000, head_dim)
+    assert different_under_load(lambda: gradients(q, k, v, s_aux, window_size=window)) == 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_that_are_not_finite_stay_where_they_belong(value: float, head_dim: int) -> None:
+    """Under a window of 64: NaN in key 300 and row 200, `value` in the value of key 301 and the dO of row 201."""
+    q, k, v, s_aux = gpt_oss_like(1, 500, head_dim)
+    clean = [q, k, v, torch.randn_like(q)]
+    bad_q, bad_k, bad_v, bad_dout = bad = [x.clone() for x in clean]
+    bad_q[0, 200, 0, 1], bad_k[0, 300, :, 3] = torch.nan, torch.nan
+    bad_dout[0, 201, 0, 2], bad_v[0, 301, :, 5] = value, value
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        out = sinkattn.flash_attn_func(*leaves, window_size=(63, 0), s_aux=s_aux)
+        return tuple(x.cpu() for x in torch.autograd.grad(out, leaves, inputs[3]))
+
+    dq, dk, dv = touched = [torch.zeros(x[0].shape, dtype=torch.bool) for x in clean[:3]]
+    dq[200:202, 0] = dq[300:365] = True
+    dk[137:202, 0] = dk[237:365] = True
+    dv[137:201, 0] = dv[237:364] = dv[201, 0, 2] = True  # P is fine where only dO or a value is not
+    for got, want, where in zip(run(*bad), run(*clean), touched, strict=True):
+        assert not torch.isfinite(got[0][where]).any()
+        assert torch.equal(got[0][~where], want[0][~where])
+
+
+def test_layouts_of_dout() -> None:
+    """.sum() hands back an expanded gradient, a transpose after the attention a transposed one."""
+    q, k, v, s_aux = gpt_oss_like(2, 200)
+    for seed in (torch.ones_like(q), torch.randn_like(q)):
+        results = []
+        for dout in (seed, seed.new_ones(()).expand_as(q) if seed.min() == 1 else restride(seed, "transposed")):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v, s_aux)]
+            out = sinkattn.flash_attn_func(*leaves[:3], causal=True, s_aux=leaves[3])
+            results.append(torch.autograd.grad(out, leaves, dout))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_frozen_inputs_and_checkpoint() -> None:
+    tensors = gpt_oss_like(1, 300)
+
+    def run(checkpointed: bool, learns: Sequence[bool]) -> list[Tensor | None]:
+        leaves = [x.detach().requires_grad_(yes) for x, yes in zip(tensors, learns, strict=True)]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
+            return sinkattn.flash_attn_func(q, k, v, window_size=(127, 0), s_aux=s_aux)
+
+        out = checkpoint(attend, *leaves, use_reentrant=False) if checkpointed else attend(*leaves)
+        out.sum().backward()
+        return [x.grad for x in leaves]
+
+    plain = run(False, [True] * 4)
+    assert all(torch.equal(a, b) for a, b in zip(plain, run(True, [True] * 4), strict=True))
+    for learns in product((True, False), repeat=4):
+        if any(learns):
+            grads = run(False, learns)
+            assert [grad is not None for grad in grads] == list(learns)
+            assert all(a is None or torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+
+
+@pytest.mark.parametrize(("q_len", "k_len", "batch"), [(0, 100, 1), (100, 0, 2), (0, 0, 1), (50, 50, 0)])
+@pytest.mark.parametrize("window", [(-1, -1), (127, 0)])
+def test_gradients_of_nothing(window: tuple[int, int], q_len: int, k_len: int, batch: int) -> None:
+    options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.randn(batch, n, h, 64, **options) for n, h in ((q_len, 16), (k_len, 2), (k_len, 2)))
+    s_aux = torch.randn(16, device="cuda", requires_grad=True)
+    out, lse = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, window_size=window, return_lse=True)
+    *grads, ds_aux = torch.autograd.grad((out, lse), (q, k, v, s_aux), (torch.ones_like(out), torch.ones_like(lse)))
+    assert not any(x.any() for x in grads)
+    assert torch.equal(ds_aux, torch.full_like(ds_aux, batch * q_len))  # a row without keys adds g
