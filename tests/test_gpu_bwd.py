@@ -25,20 +25,8 @@ pytestmark = needs_gpus()
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 def test_gradients_of_local_windows(ratio: int, left: int, layout: str) -> None:
     """Chunks, rows before all keys, empty sequences, a tail, and what nobody sees not finite."""
-    q_lens, k_lens = ((290, 290), (350, 350)) if layout == "dense" else ((290, 0, 7, 101, 1), (290, 5, 200, 60, 1))
-    case = Case(
-        left=left,
-        right=0,
-        ratio=ratio,
-        layout=layout,
-        q_lens=q_lens,
-        k_lens=k_lens,
-        tail=5 if layout == "varlen" else 0,
-        poison=True,
-        dtype="bf16",
-        seed=ratio,
-    )
-    assert_right_on_device(case)
+    lens = "q290x2-k350x2" if layout == "dense" else "varlen-q290.0.7.101.1-k290.5.200.60.1-tail5"
+    assert_right_on_device(Case.parse(f"d64-causal-w{left + 1}-g{ratio}-{lens}-poison-bf16-seed{ratio}"))
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64])
@@ -46,22 +34,8 @@ def test_gradients_of_local_windows(ratio: int, left: int, layout: str) -> None:
     ("s_dtype", "s_aux", "frozen"), [("bf16", "rand", False), ("fp32", "mix", True), ("fp32", "none", False)]
 )
 def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux: str, frozen: bool) -> None:
-    case = Case(
-        head_dim=head_dim,
-        left=127,
-        right=0,
-        ratio=8,
-        kv_heads=2,
-        layout="varlen",
-        q_lens=(130, 300),
-        k_lens=(130, 300),
-        s_aux=s_aux,
-        s_dtype=s_dtype,
-        frozen=frozen,
-        dtype="fp16",
-        seed=2,
-    )
-    assert_right_on_device(case)
+    case = Case.parse(f"d{head_dim}-causal-w128-g8-h2-varlen-q130.300-k130.300-fp16-seed2")
+    assert_right_on_device(dataclasses.replace(case, s_aux=s_aux, s_dtype=s_dtype, frozen=frozen))
 
 
 @pytest.mark.parametrize("ratio", [1, 5, 7, 8])
@@ -71,42 +45,18 @@ def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux:
 )
 def test_gradients_of_wide_masks(ratio: int, head_dim: int, left: int, right: int, num_sink_tokens: int) -> None:
     """Rows that meet one key block and many, ratios that do not divide a tile, empty sequences, rows without keys."""
-    case = Case(
-        head_dim=head_dim,
-        left=left,
-        right=right,
-        num_sink_tokens=num_sink_tokens,
-        ratio=ratio,
-        layout="varlen",
-        q_lens=(420, 0, 300, 90),
-        k_lens=(420, 9, 200, 500),
-        tail=5,
-        poison=True,
-        dtype="bf16",
-        seed=ratio,
-    )
-    assert_right_on_device(case)
+    lens = "q420.0.300.90-k420.9.200.500-tail5"
+    case = Case.parse(f"d{head_dim}-sink{num_sink_tokens}-g{ratio}-varlen-{lens}-poison-bf16-seed{ratio}")
+    assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
 @pytest.mark.parametrize(("left", "right"), [(127, 0), (-1, 0), (127, 40), (-1, -1)])
 @pytest.mark.parametrize("num_sink_tokens", [0, 4, 200])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_of_sequences_of_many_tiles(left: int, right: int, num_sink_tokens: int, head_dim: int) -> None:
-    case = Case(
-        head_dim=head_dim,
-        left=left,
-        right=right,
-        num_sink_tokens=num_sink_tokens,
-        ratio=3,
-        layout="varlen",
-        q_lens=(500, 0, 60),
-        k_lens=(450, 9, 300),
-        tail=5,
-        poison=True,
-        dtype="bf16",
-        seed=head_dim,
-    )
-    assert_right_on_device(case)
+    lens = "q500.0.60-k450.9.300-tail5"
+    case = Case.parse(f"d{head_dim}-sink{num_sink_tokens}-g3-varlen-{lens}-poison-bf16-seed{head_dim}")
+    assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
 @pytest.mark.parametrize("s", [-4.0, 0.0, 3.0])

@@ -54,25 +54,22 @@ MASKS = {
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 8, -8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_parity(head_dim: int, num_splits: int, mask: str) -> None:
-    case = Case(
-        head_dim=head_dim, right=0, ratio=8, kv_heads=2, layout="paged", page_size=16, q_lens=(1,) * 4,
-        k_lens=(1500, 37, 0, 801), num_splits=num_splits, poison=True, dtype="bf16", seed=1,
-    )  # fmt: skip
-    assert_right_on_device(dataclasses.replace(case, **MASKS[mask]), least_cosine=0.999998)
+    case = Case.parse(f"d{head_dim}-causal-g8-h2-paged16-q1x4-k1500.37.0.801-poison-bf16-seed1")
+    case = dataclasses.replace(case, num_splits=num_splits, **MASKS[mask])
+    assert_right_on_device(case, least_cosine=0.999998)
 
 
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_edges_of_s_aux(edge: str, num_splits: int) -> None:
-    case = Case(right=0, ratio=8, layout="cache", q_lens=(2,) * 3, k_lens=(900, 1, 0), s_aux=edge, dtype="bf16", seed=1)
-    assert_right_on_device(dataclasses.replace(case, num_splits=num_splits))
+    case = Case.parse("d64-causal-g8-cache-q2x3-k900.1.0-bf16-seed1")
+    assert_right_on_device(dataclasses.replace(case, s_aux=edge, num_splits=num_splits))
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 8, 16, 20, 64, 128])
 @pytest.mark.parametrize("q_len", [1, 2, 16, 33])
 def test_rows_of_several_tiles(ratio: int, q_len: int) -> None:
-    case = Case(right=0, left=300, ratio=ratio, layout="cache", q_lens=(q_len,) * 2, k_lens=(700, 20), dtype="bf16")
-    assert_right_on_device(case)
+    assert_right_on_device(Case.parse(f"d64-causal-w301-g{ratio}-cache-q{q_len}x2-k700.20-bf16"))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 8])

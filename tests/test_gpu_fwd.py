@@ -4,6 +4,8 @@ the number of random ones, of which one in 32 has no s_aux, SINKATTN_GPU_REPEATS
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from gpu_cases import RANDOM_CASES, assert_right_on_device, gpt_oss_like, gpu_case
@@ -25,9 +27,7 @@ def test_random_configurations_against_fp64(seed: int, part: int) -> None:
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_head_dim(head_dim: int, dtype: str) -> None:
-    assert_right_on_device(
-        Case(head_dim=head_dim, left=127, right=0, ratio=8, q_lens=(300, 300), k_lens=(300, 300), dtype=dtype, seed=1)
-    )
+    assert_right_on_device(Case.parse(f"d{head_dim}-causal-w128-g8-q300x2-k300x2-{dtype}-seed1"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -48,67 +48,28 @@ def test_sink_tokens_that_only_later_rows_of_a_tile_need(
     head_dim: int, length: int, left: int, num_sink_tokens: int
 ) -> None:
     """The first rows of the tile see the first keys through their window."""
-    assert_right_on_device(
-        Case(
-            head_dim=head_dim,
-            left=left,
-            right=0,
-            num_sink_tokens=num_sink_tokens,
-            ratio=1,
-            q_lens=(length, 1),
-            k_lens=(length, 333),
-            layout="varlen",
-            dtype="bf16",
-            seed=1,
-        )
-    )
+    mask = f"causal-w{left + 1}-sink{num_sink_tokens}"
+    assert_right_on_device(Case.parse(f"d{head_dim}-{mask}-varlen-q{length}.1-k{length}.333-bf16-seed1"))
 
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges_of_s_aux(edge: str) -> None:
-    assert_right_on_device(
-        Case(
-            head_dim=64,
-            left=63,
-            right=0,
-            ratio=8,
-            q_lens=(200, 1),
-            k_lens=(200, 0),
-            layout="varlen",
-            s_aux=edge,
-            dtype="bf16",
-            seed=1,
-        )
-    )
+    case = Case.parse("d64-causal-w64-g8-varlen-q200.1-k200.0-bf16-seed1")
+    assert_right_on_device(dataclasses.replace(case, s_aux=edge))
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (5, 5), (65, 13), (96, 8), (128, 2)])
 def test_head_counts(num_q_heads: int, num_kv_heads: int) -> None:
     ratio = num_q_heads // num_kv_heads
-    assert_right_on_device(
-        Case(
-            head_dim=64,
-            left=100,
-            right=0,
-            ratio=ratio,
-            kv_heads=num_kv_heads,
-            q_lens=(70,),
-            k_lens=(130,),
-            dtype="bf16",
-            seed=1,
-        )
-    )
+    assert_right_on_device(Case.parse(f"d64-causal-w101-g{ratio}-h{num_kv_heads}-q70-k130-bf16-seed1"))
 
 
 @pytest.mark.parametrize("ratio", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize(("left", "right"), [(127, 0), (0, 0), (40, 30), (0, 79)])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 def test_windows_of_one_key_tile(ratio: int, left: int, right: int, layout: str) -> None:
-    q_lens, k_lens = ((290, 290), (350, 350)) if layout == "dense" else ((290, 0, 7, 101), (290, 5, 200, 100))
-    case = Case(
-        left=left, right=right, ratio=ratio, layout=layout, q_lens=q_lens, k_lens=k_lens, dtype="bf16", seed=ratio
-    )
-    assert_right_on_device(case)
+    lens = "q290x2-k350x2" if layout == "dense" else "varlen-q290.0.7.101-k290.5.200.100"
+    assert_right_on_device(Case.parse(f"d64-r{right}-w{left + 1}-g{ratio}-{lens}-bf16-seed{ratio}"))
 
 
 @pytest.mark.parametrize("ratio", [1, 5, 7, 96])
@@ -116,11 +77,8 @@ def test_windows_of_one_key_tile(ratio: int, left: int, right: int, layout: str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_wide_windows(head_dim: int, left: int, right: int, ratio: int) -> None:
     """What the kernels for every mask serve; k and v expanded over the batch."""
-    case = Case(
-        head_dim=head_dim, left=left, right=right, ratio=ratio, q_lens=(400, 400), k_lens=(530, 530),
-        strides="expanded", dtype="bf16", seed=ratio,
-    )  # fmt: skip
-    assert_right_on_device(case)
+    case = Case.parse(f"d{head_dim}-g{ratio}-q400x2-k530x2-expanded-bf16-seed{ratio}")
+    assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
 def test_a_lowered_arch_plans_the_older_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
