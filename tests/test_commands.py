@@ -22,7 +22,7 @@ COMMANDS = (
     ("sinkattn.verl_patch", "python -m sinkattn.verl_patch", ("",)),
     ("sinkattn._testing.__main__", "python -m sinkattn._testing", ("",)),
     ("benchmarks.__main__", "python -m benchmarks", ("", *STUDIES)),
-    ("tools.mutation_check", "python tools/mutation_check.py", ("",)),
+    ("tools.mutation_check", "python -m tools.mutation_check", ("",)),
 )
 EXAMPLES = sorted(path.stem for path in ROOT.glob("examples/*.py"))
 
