@@ -358,6 +358,25 @@ def check_dtensor_defaults(mesh: DeviceMesh) -> None:
         assert found <= TOLERANCE[dtype], f"off by {found:.3g}"
 
 
+def check_dtensor_raw(mesh: DeviceMesh) -> None:
+    """The LSE over the keys alone, beside sinks that are sharded by heads, and gradients through it."""
+    dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
+    rows = [torch.randn(2, 9, 8, 64, device=mesh.device_type, dtype=dtype) for _ in range(3)]
+    given = [*rows, torch.randn(8, device=mesh.device_type)]
+    for x in given:
+        dist.broadcast(x, 0)
+    single = [x.clone().requires_grad_() for x in given]
+    spread = [distribute_tensor(x, mesh, [Shard(min(x.ndim - 1, 2))]).requires_grad_() for x in given]
+    results = []
+    for q, k, v, s_aux in (single, spread):
+        out, raw = sinkattn.flash_attn_func(q, k, v, causal=True, s_aux=s_aux, return_lse="raw")
+        (out.square().sum() + raw.square().sum()).backward()
+        results.append([out, raw, *(x.grad for x in (q, k, v, s_aux))])
+    for x, y in zip(*results, strict=True):
+        found = distance(y.full_tensor(), x)
+        assert found <= TOLERANCE[dtype], f"off by {found:.3g}"
+
+
 def dtensor_checks(device: str) -> dict[str, Callable[[], None]]:
     line = DeviceMesh(device, list(range(dist.get_world_size())))
     square = DeviceMesh(device, [[0, 1], [2, 3]] if dist.get_world_size() == 4 else [[0, 1]])
@@ -373,13 +392,14 @@ def dtensor_checks(device: str) -> dict[str, Callable[[], None]]:
         # kv heads that do not divide are put together
         partial(check_dtensor, line, (*heads, [copy]), heads=(2 * ranks, ranks // 2)),
         partial(check_dtensor_defaults, line),
+        partial(check_dtensor_raw, line),
     )
     return dict(zip(DTENSORS, checks, strict=True))
 
 
 DTENSORS = (
     "dtensor-heads", "dtensor-heads-packed", "dtensor-batch", "dtensor-batch-and-heads", "dtensor-too-few-heads",
-    "dtensor-defaults",
+    "dtensor-defaults", "dtensor-raw",
 )  # fmt: skip
 
 

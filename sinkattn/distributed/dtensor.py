@@ -39,6 +39,10 @@ def _fwd_shardings(q: Any, k: Any, v: Any, s_aux: Any = None, *rest: Any) -> lis
     ]
 
 
+def _fwd_raw_shardings(*arguments: Any) -> list[tuple[Placements, Placements]]:
+    return [([rows, lse, lse], taken) for (rows, lse), taken in _fwd_shardings(*arguments)]
+
+
 def _bwd_shardings(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, s_aux: Any = None, *rest: Any
 ) -> list[tuple[Placements, Placements]]:
@@ -53,4 +57,5 @@ def _bwd_shardings(
 def register() -> None:
     """Tells DTensor of the operators; sinkattn.distributed does it."""
     register_sharding(torch.ops.sinkattn.flash_attn_fwd.default)(_fwd_shardings)
+    register_sharding(torch.ops.sinkattn.flash_attn_fwd_raw.default)(_fwd_raw_shardings)
     register_sharding(torch.ops.sinkattn.flash_attn_bwd.default)(_bwd_shardings)
