@@ -286,7 +286,7 @@ def test_the_wheel_runs_away_from_its_sources(tmp_path: Path) -> None:
         shutil.rmtree(stale)
     package(tmp_path, "bdist_wheel", "--bdist-dir", tmp_path / "bdist", "-d", tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
-    said = re.search(r"A wheel has ([\d.]+) MB without CUDA, and\s([\d.]+) MB with", (ROOT / "README.md").read_text())
+    said = re.search(r"A wheel has ([\d.]+) MB without CUDA and\s([\d.]+) MB with", (ROOT / "README.md").read_text())
     assert said
     with_cuda = any(variant["backend"] == "cuda" for variant in sinkattn.variants())
     assert wheel.stat().st_size / 1e6 == pytest.approx(float(said[1 + with_cuda]), rel=0.15), "README's wheel size"

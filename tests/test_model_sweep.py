@@ -50,6 +50,8 @@ def test_a_wrong_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sweep.hf, "attention_forward", without_window)
     found = sweep.compare("phimoe", ["dense", "padded", "generated"])
+    monkeypatch.undo()
+    sweep.hf.register()  # which the comparison called with the wrong one
     assert all(x.startswith("wrong") for x in found.values()), found
 
 

@@ -79,6 +79,7 @@ def test_the_page_of_operators_has_their_schemas() -> None:
         " ".join(block.split()) for block in re.findall(r"^```text\n(\w+\(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     }
     names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("sinkattn::")}
+    names.discard("sequence_bounds")  # of sinkattn.hf, where another test has imported it
     schemas = {str(getattr(ops, name).default._schema).partition("::")[2] for name in names}
     assert shown == schemas
 
