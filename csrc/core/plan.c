@@ -26,7 +26,7 @@ const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_inf
     return NULL;
 }
 
-/* The copy engine describes no tensor without elements. */
+/* A TMA descriptor cannot describe an empty tensor. */
 static bool has_elements(const sinkattn_problem *p) { return p->q_len && p->k_len && (p->packed || p->batch); }
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine; scores may be scaled after their maximum. */

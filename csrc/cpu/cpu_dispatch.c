@@ -67,8 +67,8 @@ __attribute__((constructor)) static void read_cpu(void) {
 }
 
 #if defined(__x86_64__) && defined(__linux__)
-/* Linux lets a process use tiles that has asked; threads inherit it, and alternate signal stacks must then have room for the tiles. So
- * nobody asks before a plan is wanted, and once is enough. */
+/* Linux grants AMX tiles per process, on request; threads inherit them, and alternate signal stacks must then have room for the tiles. We
+ * ask once, when the first plan is made. */
 static bool may_use_tiles(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18, NOT_ASKED = 0, GRANTED = 1, REFUSED = 2 };
     static atomic_int answer;

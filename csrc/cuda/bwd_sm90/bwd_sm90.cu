@@ -193,6 +193,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
+        static_assert(C::kStages == 2 && C::kSums == 2, "two of each barrier are initialised");
         for (int i = 0; i < 2; i++) {
             smem.item_full[i].init(1);
             smem.item_empty[i].init(C::kMathThreads + C::kSums);

@@ -41,7 +41,9 @@ template <class C> struct Smem {
     Barriers<2> item_full, item_empty;
     Barriers<1> kv_full, kv_empty;
     Barriers<C::kStages> row_full, row_empty;
-    Barriers<C::kSums> dq_ready, dq_full; // room for a tile's dQ, or the sum before it; then its dQ, or the sum has been read
+    // dq_ready: the buffer is free or, for a tile's last part, holds the sum so far. dq_full: it holds this block's dQ or, for the last
+    // part, the sum has been read.
+    Barriers<C::kSums> dq_ready, dq_full;
 };
 
 // Where a tile's dQ is summed, from the item's last tile to its first: a slot, and how many tiles had it before.

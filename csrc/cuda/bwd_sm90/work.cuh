@@ -65,8 +65,8 @@ __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, 
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
 }
 
-// A tile's slot is free when the tile so many places before is finished, by an item before: a sequence of more tiles comes in rounds, later
-// tiles first, but for a window, where that holds anyway. Rounds are the same in a pack, as dK and dV are summed over them.
+// A tile reuses the slot of the tile num_slots places earlier, which an earlier item must have finished. So a longer sequence is cut into
+// rounds, later tiles first; a window satisfies this without rounds. Rounds are the same in a packed batch: dK and dV are summed over them.
 // A window of 4096 keys has 44 MiB of tiles in use; at head_dim 64 statistics leave no room for that.
 constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 19 << 20;
 template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const int reach = sa_last_row_before(&band, keys.end - 1); // the last row whose last key lies here or before
     item.finish_end = keys.end == band.k_len || reach >= band.q_len - 1 ? item.end : max(reach + 1, 0) / p.tokens;
     if (keys.end - keys.begin == C::kKeys) {
-        // The last key is seen latest; the first beyond the sink tokens is lost from sight first.
+        // Rows see the block's last key latest and lose its first key that is no sink token earliest; full tiles lie between.
         const sa_position_t past_sink = sa_within(band.num_sink, keys.begin, keys.end - 1);
         item.full_begin = (sa_keys_rows(&band, {keys.end - 1, keys.end}).begin + p.tokens - 1) / p.tokens;
         item.full_end = sa_keys_rows(&band, {past_sink, past_sink + 1}).end / p.tokens;

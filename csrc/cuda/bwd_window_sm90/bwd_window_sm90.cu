@@ -188,7 +188,7 @@ __device__ __forceinline__ void take_step(float (&dk)[32], float (&dv)[32], floa
         score_product<Element>(s, k, q + half * kHalfBytes);
         score_product<Element>(dp, v, dout + half * kHalfBytes);
         wgmma_commit();
-        // Of keys that are not owned too, for nothing.
+        // Also for keys of another block; that result is discarded.
         if (half) add_gradients<Element>(dk, dv, weights, gradients, q, dout, adds);
         const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
         const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;

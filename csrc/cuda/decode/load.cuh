@@ -10,9 +10,9 @@ namespace sa::decode {
 
 __device__ __forceinline__ int64_t wide(int32_t x) { return x; }
 
-// Copies the tiles of a team, every kTeams-th from n on, in this order. Where no tile lies in two pages, lane l holds where the l-th of 32
-// tiles lies, and soon the page of the l-th of those after; else the page of key l % 16 of the next tile. So no copy but the first waits
-// for the block table. A cache without pages has one a sequence.
+// Copies a team's tiles n, n + kTeams, .. in this order. If no tile spans two pages, lane l holds the address of the l-th of 32 tiles and
+// prefetches the page of the l-th of the next 32; otherwise it holds the page of key l % 16 of the next tile. So only the first copy waits
+// for the block table. A cache without pages is one page a sequence.
 template <class C> struct Loader {
     static constexpr int kRowStep = C::kTeamThreads / C::kChunks, kAhead = 2;
     const typename C::Arguments &params;

@@ -19,7 +19,7 @@ static_assert(kTileQ == 16 && kTileK == 16, "one mma.sync tile of rows, and one 
 constexpr uint32_t kCluster = 8;           // blocks of a cluster, which are the parts of one stream
 constexpr int64_t kMostClusterKeys = 4096; // of its sequence: with 8192, twice as many blocks without clusters are faster
 
-constexpr int64_t kLeastPairKeys = 4096; // that a sequence may have, for two kv heads to be as one: with 2048 and fewer, that is slower
+constexpr int64_t kLeastPairKeys = 4096; // least capacity at which two kv heads are processed as one; slower at 2048
 
 // What the launcher knows, in the order in which the kernel asks for it: its parameters come from memory a line at a time.
 struct Params {
@@ -154,8 +154,8 @@ template <int kThreads> __device__ __forceinline__ Run run_of(const Params &para
     return {first, min(first + each, params.batch), by_warp};
 }
 
-// Lengths and pages are looked up while the kernel in front may still be writing them, and once more when it has ended: a block that finds
-// others then starts again, before anything has left it. Of lengths, this is what a thread holds that needs no more than one.
+// Speculation: lengths and pages are read while the preceding kernel may still write them, and again after it ends. If they differ, the
+// block starts again before it has written anything. Holds a thread's length, where it needs only one.
 struct Guess {
     int32_t batch, length; // the sequence, negative: none
     bool open;             // the kernel in front has not been waited for

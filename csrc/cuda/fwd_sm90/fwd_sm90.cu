@@ -9,9 +9,9 @@
 //
 // A block stays on its multiprocessor and walks over tiles of rows, tokens x the heads of a group, the last of a sequence first; every
 // other round in reverse, which evens out what the blocks get. A math group owns 64 rows; S, P and O live in its registers, and the three
-// groups are out of step; key tiles that only the others see it lets go. Out leaves through the place of the queries. A row's pivot is its
-// maximum over its first key tile; later maxima are not looked for, and the rare row that outgrows its pivot is scored once more. Key tiles
-// lie at multiples of kTileK from key 0 and a masked key adds zero: a row's bits are its own.
+// groups are out of step; it releases key tiles that only the other groups need. Out leaves through the place of the queries. A row's pivot
+// is its maximum over its first key tile; later maxima are not looked for, and the rare row that outgrows its pivot is scored once more.
+// Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero: a row's bits are its own.
 //
 // Registers: S, P and O 128 of 160 (head_dim 64) or 124 (128). Shared memory: two tiles of Q, kStages of K and V: 176 and 216 KiB.
 
@@ -40,8 +40,8 @@ struct Maps {
     CUtensorMap q, k, v, out;
 };
 
-// The items of a block: every so many of them, every other round in reverse; or, after the first, the next one that nobody has taken. Which
-// block computes a tile does not change its bits.
+// Items of a block: one a round, in reverse block order every other round; with a counter, blockIdx.x first, then the next untaken item.
+// Which block computes a tile does not change its bits.
 __device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned round) {
     if (!p.counter) return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag, p.num_items);
@@ -260,8 +260,8 @@ __device__ __forceinline__ void attend(float (&o)[C::kHeadDim / 2], float (&fact
     finish_values();
 }
 
-// Lets a key tile go of which the group's rows see nothing. Keys only behind the wait for values: the loader fills both again when all
-// warps have let the keys go, and one that still waited would miss a phase.
+// Releases a key tile that none of this warpgroup's rows see. Each warp waits for V before it releases K: the loader refills K, then V,
+// once every warp has released K, and a warp still waiting for V would miss that phase.
 template <class C> __device__ __forceinline__ void skip_tile(Smem<C> &smem, Ring<C::kStages> ring) {
     smem.k_full.wait(ring);
     smem.v_ready.wait(ring);

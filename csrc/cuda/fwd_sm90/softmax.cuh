@@ -53,9 +53,9 @@ __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Probl
     }
 }
 
-// A row's pivot becomes its maximum in its first key tile, and again where a thread's sum of its weights in a tile passes kLarge, which P
-// still holds, if the maximum is 2^kLazy above it. In between nobody looks for maxima: a tenth of the time. All this is a matter of the
-// row.
+// A row's pivot is its maximum in the first key tile that it sees. Later tiles are not searched for maxima, which would take a tenth of the
+// time: the pivot moves only if a thread's sum of the row's weights in a tile exceeds kLarge, which P still holds, and the maximum is more
+// than kLazy above it in log2 units. Only the row's own data decide.
 constexpr float kLazy = 8.0f;
 template <class Element> constexpr float kLarge = 0x1p24f;
 template <> constexpr float kLarge<Fp16> = 0x1p14f;
@@ -118,8 +118,8 @@ __device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&
     for (int r = 0; r < 2; r++) total[r] = sum[2 * r] + sum[2 * r + 1];
 }
 
-// Rows whose weights in tile t are too large: their scores once more, by the warp alone, since nobody has kept them; then as if they
-// began. The other rows keep what they have. q and k: the group's first query, and the tile.
+// Scores the rows whose weights in tile t exceed kLarge again: no scores are kept, so each warp recomputes them by mma.sync, then treats
+// those rows as if they began here. Other rows are unchanged. q, k: addresses of the warpgroup's first query and of the key tile.
 template <class C>
 __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
                                         const Problem &p, const Rows<C> &rows, int math_group, int t, uint32_t q, uint32_t k) {

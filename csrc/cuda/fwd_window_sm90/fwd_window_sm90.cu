@@ -40,7 +40,7 @@ struct ThreadRow {
 // Columns of the tile that each of the two rows sees: a row's own window, of the keys inside the sequence, which are [low, high).
 struct Columns {
     int begin[2], end[2];
-    bool edge; // others may be hidden than those that no row or not every row of an inner tile sees
+    bool edge; // the sequence's edge hides more columns than in an interior tile
 
     __device__ __forceinline__ Columns(int low, int high, const Problem &p) {
         low = min(max(low, 0), kKeys);
@@ -195,7 +195,7 @@ __device__ __forceinline__ void write_rows(const unsigned char *slot, const sink
     }
 }
 
-// A slot is free again once the copy of out has read it, or the threads; that is put off by a tile.
+// Sends out from its slot. A slot is released one tile later, when its copy, or the threads, have read it.
 __device__ __forceinline__ void write_tile(Smem &smem, Ring<kSlots> slots, const sinkattn_fwd_args &args, const Maps &maps,
                                            const Span &span, int ahead, const Problem &p, int math_group) {
     const bool whole = ahead >= span.low_token && ahead + p.tokens <= span.high_token;

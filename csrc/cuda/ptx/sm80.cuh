@@ -71,7 +71,7 @@ template <int kThreads> __device__ __forceinline__ bool bar_any(int id, bool x) 
     return any;
 }
 
-// What depends on it is computed where it stands, and takes no registers throughout a loop.
+// Compiler fence: keeps expressions of x from being hoisted out of the loop, which would cost registers.
 __device__ __forceinline__ int computed_here(int x) {
     asm volatile("" : "+r"(x));
     return x;

@@ -162,7 +162,7 @@ __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffff
 // The same by an instruction whose result is a uniform register, for what the compiler keeps in others: what is carried through a loop.
 __device__ __forceinline__ uint32_t warp_uniform_register(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
-// The compiler moves arithmetic across the waits for wgmma. These values are computed before what follows, and used after what precedes.
+// Compiler fence: pins d here, so that no arithmetic on it moves across a wgmma wait.
 template <int kLength> __device__ __forceinline__ void computed(float (&d)[kLength]) {
 #pragma unroll
     for (int i = 0; i < kLength; i++) asm volatile("" : "+f"(d[i])::"memory");
