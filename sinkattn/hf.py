@@ -142,7 +142,7 @@ def attention_forward(
             raise ValueError("sinkattn: cu_seq_lens_q and cu_seq_lens_k come together, and without an attention_mask")
         found = Sequences(cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32))
     elif kind != WHOLE or (position_ids is not None and q_len > 1):
-        found = _find_once(attention_mask, position_ids, batch, q_len, k.shape[1])
+        found = _find_once(attention_mask, position_ids, batch, q_len, k.shape[1], whole_sequence)
         max_length_q, max_length_k = q_len, k.shape[1]
 
     if found is None:
@@ -203,6 +203,8 @@ def attention_mask(
             "sinkattn: attention_mask has padding, whose sequences have other first tokens; a StreamingCache takes"
             " sequences of one length"
         )
+    if kv_offset > 0 and window is not None and attention_mask is not None and not streaming:
+        attention_mask = _refuse_gaps(attention_mask.bool())
     if streaming and q_length == in_use > 1:  # later rows cannot be packed: nothing is cached before packed ones
         mask = torch.empty((1, 1), dtype=ONE_SEQUENCE, device=device).expand(batch_size, in_use)
     elif sequences is not None:
@@ -212,6 +214,22 @@ def attention_mask(
     else:
         mask = torch.empty((1, 1), dtype=WHOLE, device=device).expand(batch_size, in_use)
     return encode_mask(mask, causal, window)
+
+
+def _refuse_gaps(tokens: Tensor) -> Tensor:
+    """tokens [batch, len] where no row has padding amid its tokens; else raises, a compiled graph in sequence_bounds.
+
+    A cache that keeps the last keys of a window keeps the padding among them, and has dropped tokens for it.
+    """
+    gaps = (tokens[:, 1:] & ~tokens[:, :-1]).sum(1) + tokens[:, 0] > 1
+    if torch.compiler.is_compiling():
+        return torch.where(gaps[:, None], torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0, tokens)
+    if gaps.any():
+        raise NotImplementedError(
+            "sinkattn: attention_mask has padding amid the tokens of a row, beside a cache that keeps a window's last"
+            " keys, padding among them; pad on the left, or take a cache that keeps all keys"
+        )
+    return tokens
 
 
 def read_layer(
@@ -292,34 +310,37 @@ def _check_mask(mask: Tensor, batch: int, q_len: int, k_len: int, causal: bool) 
             f"sinkattn: attention_mask has shape {(mask.shape[0], kv_len)}; batch is {batch} and kv_len must lie"
             f" between q_len, {q_len}, and k_len, {k_len}"
         )
-    if not causal and kv_len != q_len and mask.dtype != WHOLE:
+    if not causal and kv_len != q_len and not (is_encoded_mask(mask) and mask.dtype == WHOLE):
         raise NotImplementedError(
             "sinkattn: attention_mask is given to cross-attention, or to two-sided attention with a cache; use eager"
             " attention"
         )
 
 
-# A mask of attention_mask -> the state that its sequences were read in, position_ids, the sequences
+# A mask of attention_mask, or gathered position_ids -> the state it was read in, position_ids beside it, what was found
 _Kept = tuple[tuple[int, ...], Tensor | None, Sequences | None]
 _kept: MutableMapping[Tensor, _Kept] = WeakIdKeyDictionary()
 
 
 def _find_once(
-    made: Tensor | None, position_ids: Tensor | None, batch: int, q_len: int, k_len: int
+    made: Tensor | None, position_ids: Tensor | None, batch: int, q_len: int, k_len: int, gathered: bool
 ) -> Sequences | None:
     """find_sequences, once for each mask that attention_mask made, and so once a forward; None for whole batch rows.
 
-    A mask of another origin may live for many forwards and change unseen, so that it is read in each layer. A compiled
-    graph cannot branch on what it finds: it always gets bounds.
+    gathered: position_ids were made for one forward too, from those of several ranks. Tensors of another origin may
+    live for many forwards and change unseen, so that they are read in each layer. A compiled graph cannot branch on
+    what it finds: it always gets bounds.
     """
-    compiling, keep = torch.compiler.is_compiling(), is_encoded_mask(made)
+    compiling, encoded = torch.compiler.is_compiling(), is_encoded_mask(made)
+    key = made if encoded else position_ids if gathered and made is None else None
+    beside = None if key is position_ids else position_ids  # a key that its own value held would live for ever
     state = () if compiling else (version(made), version(position_ids), q_len, k_len)
-    if keep and not compiling:
-        kept: _Kept | None = _kept.get(cast(Tensor, made))
-        if kept is not None and kept[0] == state and kept[1] is position_ids:
+    if key is not None and not compiling:
+        kept: _Kept | None = _kept.get(key)
+        if kept is not None and kept[0] == state and kept[1] is beside:
             return kept[2]
     mask = None
-    if made is not None and not keep:
+    if made is not None and not encoded:
         mask = made.to(PADDING)
     elif made is not None and made.dtype != WHOLE:
         mask = made[:, 0, 0, 0]
@@ -328,8 +349,8 @@ def _find_once(
     found: Sequences | None = find_sequences(mask, position_ids, batch, q_len, k_len)
     if found is not None and found.tokens is None and found.cu_seqlens_q.numel() == batch + 1:
         found = None
-    if keep:
-        _kept[cast(Tensor, made)] = state, position_ids, found
+    if key is not None:
+        _kept[key] = state, beside, found
     return found
 
 

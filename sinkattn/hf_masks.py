@@ -6,8 +6,8 @@ instead of numbers and sees which comparisons it makes; that works inside a comp
 opened. A comparison that has no meaning here raises, so no mask is ever taken for another one.
 
 A model hands each of its layers the mask and nothing else of what was read. So the mask is a tensor
-[batch, sides, window, 1, kv_len] whose sizes and dtype say it, which a graph keeps and which devices and caches move
-like any other; all but kv_len are expanded dimensions, which take no memory:
+[batch, sides, window, 1, kv_len] whose sizes and dtype say it, which a graph and a move to another device keep. All but
+batch and kv_len are expanded dimensions, which take no memory, until such a move makes them dense:
 
 * sides: CAUSAL or TWO_SIDED;
 * window: 1 without a window, or 2 + the keys from the window's left end up to the row itself;

@@ -348,8 +348,9 @@ def test_masks_of_wrong_shapes_are_refused() -> None:
     padding = torch.ones(2, 9, dtype=torch.bool)
     padding[0, 7:] = False
     module.is_causal = False
-    with pytest.raises(NotImplementedError, match="cross-attention"):
-        hf.attention_forward(module, q, k, k, padding)
+    for dtype in (torch.bool, torch.uint8, torch.int64):
+        with pytest.raises(NotImplementedError, match="cross-attention"):
+            hf.attention_forward(module, q, k, k, padding.to(dtype))
     two_sided = masking_utils.bidirectional_mask_function
     with pytest.raises(NotImplementedError, match="cross-attention"):
         hf.attention_forward(

@@ -301,3 +301,30 @@ def test_a_mask_and_other_positions() -> None:
     assert torch.equal(attend(mask, None), whole)
     padding[0, :2] = False
     assert (attend(mask, None)[0, :2] == 0).all()
+
+
+def test_padding_amid_tokens_beside_a_cache_of_a_window_raises() -> None:
+    """Such a cache has dropped tokens in favour of the padding."""
+    model, ids = tiny_gpt_oss(sliding_window=6), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, -4:] = 0
+    with pytest.raises(NotImplementedError, match="beside a cache that keeps a window's last keys"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, pad_token_id=0)
+
+
+def test_gathered_positions_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a layer, and never a strong reference to themselves."""
+    calls, find = [], hf.find_sequences
+    monkeypatch.setattr(hf, "find_sequences", lambda *args: calls.append(args) or find(*args))
+    module, q = torch.nn.Module(), torch.randn(1, 2, 7, 8)
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    before = len(hf._kept)
+    outs = [
+        hf.attention_forward(module, q, q, q, None, position_ids=position_ids, whole_sequence=True)[0] for _ in range(3)
+    ]
+    assert len(calls) == 1
+    assert torch.equal(outs[0], outs[2])
+    assert len(hf._kept) == before + 1
+    calls.clear()
+    del position_ids
+    assert len(hf._kept) == before
