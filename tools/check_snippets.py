@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mypy --strict over the python blocks of README.md and docs/*.md, each page one module.
+"""mypy --strict over the python blocks of README.md and docs/*.md, each page one module; pyright over README's.
 
 Blocks that are marked as not run are left out. README has to pass as it is. The other pages may call what torch and
 transformers leave untyped, define functions without hints, and use a .grad, which may be None to a type checker.
@@ -7,6 +7,7 @@ transformers leave untyped, define functions without hints, and use a .grad, whi
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -30,6 +31,21 @@ def module_of(page: Path) -> str:
     return "\n".join(lines).rstrip()
 
 
+def pyright(folder: Path, name: str) -> list[str]:
+    """What pyright's standard mode says of a module, as mypy writes it; by basedpyright, which brings its own node."""
+    options = {"include": [name], "extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
+    (folder / "pyrightconfig.json").write_text(json.dumps(options))
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson", "-p", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    if found["summary"]["filesAnalyzed"] != 1:
+        raise RuntimeError(f"pyright looked at {found['summary']['filesAnalyzed']} files, not at {name} alone")
+    return [
+        f"{name}:{x['range']['start']['line'] + 1}: {x['severity']}: {x['message']} [pyright]"
+        for x in found["generalDiagnostics"]
+    ]
+
+
 def main() -> int:
     pages = {page.stem.lower() + "_page.py": page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
     modules = {name: text for name, page in pages.items() if (text := module_of(page))}
@@ -40,10 +56,11 @@ def main() -> int:
         command = [sys.executable, "-m", "mypy", "--no-error-summary", *options, *modules]
         environment = os.environ | {"MYPYPATH": str(ROOT)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        of_readme = pyright(Path(folder), "readme_page.py")
     if done.returncode not in (0, 1):
         print(done.stdout + done.stderr)
         return done.returncode
-    wrong = [x for x in done.stdout.splitlines() if x.startswith("readme_page.py") or not EXCUSED.search(x)]
+    wrong = [x for x in done.stdout.splitlines() if x.startswith("readme_page.py") or not EXCUSED.search(x)] + of_readme
     for line in wrong:
         name, _, rest = line.partition(":")
         print(f"{pages[name].relative_to(ROOT)}:{rest}")
