@@ -272,7 +272,7 @@ MUTATIONS = [
     Mutation(
         "other positions taken for those that were read",
         HF,
-        "kept[0] == state and kept[1] is position_ids",
+        "kept[0] == state and kept[1] is beside",
         "kept[0] == state",
         "tests/test_hf_sequences.py::test_a_mask_and_other_positions",
     ),
