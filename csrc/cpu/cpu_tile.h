@@ -22,7 +22,7 @@ static inline void *sa_take(sa_scratch *scratch, int64_t bytes) {
 
 static inline sa_scratch sa_scratch_of(const sinkattn_context *context) {
     char *base = context->workspace;
-    sa_scratch scratch = {base + (64 - (uintptr_t)base % 64) % 64, 0};
+    sa_scratch scratch = {base ? base + (64 - (uintptr_t)base % 64) % 64 : NULL, 0};
     return scratch;
 }
 

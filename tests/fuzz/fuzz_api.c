@@ -231,13 +231,22 @@ static void free_call(call *c) {
     for (int i = 0; i < c->num_blocks; i++) free(c->blocks[i]);
 }
 
+/* Memory of exactly the size that the plan asks for: none where it asks for none. */
+static sinkattn_context context_of(call *c, const sinkattn_plan *plan) {
+    const int64_t bytes = plan->workspace_bytes;
+    sinkattn_context context = {.workspace_bytes = bytes};
+    if (bytes == 0) return context;
+    context.workspace = allocate(c, bytes);
+    memset(context.workspace, 0xff, (size_t)bytes);
+    return context;
+}
+
 static sinkattn_status run(call *c, const sinkattn_problem *p, const sinkattn_device *device) {
     sinkattn_plan plan;
     sinkattn_status status = sinkattn_make_plan(p, device, &plan);
     if (status.code != SINKATTN_OK) return status;
     REQUIRE(plan.workspace_bytes >= 0 && plan.num_items >= 0 && plan.workers >= 1 && plan.num_splits >= 1, "an impossible plan\n");
-    const sinkattn_context context = {.workspace = allocate(c, plan.workspace_bytes), .workspace_bytes = plan.workspace_bytes};
-    memset(context.workspace, 0xff, (size_t)plan.workspace_bytes);
+    const sinkattn_context context = context_of(c, &plan);
     if (p->op == SINKATTN_FWD) return sinkattn_fwd(&c->bwd.fwd, &plan, &context);
     return p->op == SINKATTN_BWD ? sinkattn_bwd(&c->bwd, &plan, &context) : sinkattn_decode(&c->decode, &plan, &context);
 }
@@ -252,8 +261,8 @@ static void make_lse(call *c, const sinkattn_problem *p) {
     sinkattn_plan plan;
     if (sinkattn_make_plan(&fwd.problem, &oracle, &plan).code != SINKATTN_OK) return; /* and the backward is refused too */
     fwd.out.data = allocate(c, (p->packed ? 1 : p->batch) * p->q_len * row * sa_dtype_bytes(p->dtype));
-    const sinkattn_context context = {0};
-    sinkattn_fwd(&fwd, &plan, &context);
+    const sinkattn_context context = context_of(c, &plan);
+    if (sinkattn_fwd(&fwd, &plan, &context).code != SINKATTN_OK) c->refused = true;
 }
 
 /* ---- outcome ---- */
