@@ -14,6 +14,7 @@ from . import (
     launches,
     long,
     packed,
+    planner,
     plot,
     prefill,
     scaling,
@@ -39,6 +40,7 @@ STUDIES = {
     "stack": stack,
     "distributed": distributed,
     "long": long,
+    "planner": planner,
     "plot": plot,
 }
 

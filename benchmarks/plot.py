@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures under docs/ and the tables of docs/studies.md, from what is kept; needs no GPU."""
+"""The pictures under docs/ and the tables of its pages, from what is kept; needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from . import (
     launches,
     long,
     packed,
+    planner,
     prefill,
     report,
     scaling,
@@ -39,14 +40,22 @@ PICTURES: dict[ModuleType, type[Any]] = {
     accuracy: accuracy.AccuracyRow,
     distributed: distributed.DistributedRow,
     long: long.LongRow,
+    planner: planner.PlannerRow,
 }
-ON_PAGE = (shapes, packed, crossover, launches, scaling, accuracy)
-PAGE = harness.ROOT / "docs" / "studies.md"
+DOCS = harness.ROOT / "docs"
+PAGE = DOCS / "studies.md"
+# The studies whose tables stand on a page, between their marks.
+PAGES: dict[Path, tuple[ModuleType, ...]] = {
+    PAGE: (shapes, packed, crossover, launches, scaling, accuracy),
+    DOCS / "planner.md": (planner,),
+}
+ON_PAGE = PAGES[PAGE]
 
 
-def page(text: str, results: Path = harness.RESULTS) -> str:
-    """docs/studies.md's text with the tables that the kept results give, and links to their pictures."""
-    for study in ON_PAGE:
+def page(path: Path, results: Path = harness.RESULTS) -> str:
+    """A page's text with the tables that the kept results give, and links to their pictures."""
+    text = path.read_text()
+    for study in PAGES[path]:
         shown: list[str] = []
         for path in sorted(results.glob(f"*/{study.SUITE}.json"), reverse=True):
             shown += study.markdown(*harness.load(path, PICTURES[study]))
@@ -57,7 +66,7 @@ def page(text: str, results: Path = harness.RESULTS) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="default: benchmarks/results")
-    parser.add_argument("--output", type=Path, default=harness.ROOT / "docs", help="default: docs")
+    parser.add_argument("--output", type=Path, default=DOCS, help="default: docs")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -75,5 +84,6 @@ def run(options: argparse.Namespace) -> None:
     if not drawn:
         raise SystemExit(f"{options.results} holds nothing to draw; `python -m benchmarks prefill` keeps some.")
     if options.results == harness.RESULTS:
-        PAGE.write_text(page(PAGE.read_text()))
+        for path in PAGES:
+            path.write_text(page(path))
     print("\n".join(f"wrote {path}" for path in drawn))

@@ -10,7 +10,7 @@ import torch
 from gpus import needs_gpus
 
 import sinkattn
-from benchmarks import decode_crossover, harness, launches, long, tiers, trace
+from benchmarks import decode_crossover, harness, launches, long, planner, simulate, tiers, trace
 from benchmarks.__main__ import main
 
 
@@ -157,6 +157,70 @@ def test_the_model_of_a_long_sequence() -> None:
     assert min(long.PARTS, key=lambda n: long.model_us(n, keys, 132, 4400.0, 28.0)) == 33
     one_wave, two_waves = (long.model_us(n, keys, 132, 1e9, 28.0)[0] for n in (66, 67))
     assert two_waves > 1.5 * one_wave  # 67 * 8 blocks are more than 4 on each of 132
+
+
+def planned() -> simulate.Machine:
+    """10 multiprocessors, on each one block of 10 bytes a us; 60 a us in all."""
+    return simulate.Machine("small", 10, (0.06, 0.01), 0.01, 1.0, 0.5, blocks_an_sm=1)
+
+
+def test_simulated_blocks_share_a_memory() -> None:
+    heads = simulate.Heads(1, 1, 1)  # a key is 4 bytes, a partial 36
+    machine = planned()
+    assert simulate.read_us(machine, heads, [[(0, 100.0)]]) == pytest.approx(10)  # one block's rate
+    assert simulate.read_us(machine, heads, [[(0, 100.0)]] * 6) == pytest.approx(10)  # six of them are the memory's
+    assert simulate.read_us(machine, heads, [[(0, 100.0)]] * 10) == pytest.approx(1000 / 60)
+    assert simulate.read_us(machine, heads, [[(0, 100.0)]] * 11) == pytest.approx(1000 / 60 + 10)  # ten slots
+    assert simulate.read_us(machine, heads, [[(0, 60.0)]] * 9 + [[(0, 120.0)]]) == pytest.approx(10 + 6)
+    assert simulate.read_us(machine, heads, [[(1, 100.0), (0, 100.0)]]) == pytest.approx(20)  # one memory, then another
+    assert simulate.read_us(machine, heads, [[(1, 100.0)]] * 2 + [[(0, 100.0)]]) == pytest.approx(20)
+    assert simulate.read_us(machine, heads, [[(0, 0.0)], []]) == 0
+    assert simulate.call_us(machine, heads, [[[(0, 100.0)]]]) == pytest.approx(11)
+    split = simulate.call_us(machine, heads, [simulate.equal_parts(heads, 50, 2)])
+    assert split == pytest.approx(1 + 10 + 0.5 + 2 * 3.6)
+    assert simulate.closed_us(machine, heads, 1, 50, 2) == pytest.approx(split)
+
+
+def test_simulated_parts_hold_every_key() -> None:
+    heads, machine = simulate.GPT_OSS, simulate.h200()
+    for weight in (1.0, 8.0):
+        (parts,) = simulate.two_tiers(heads, 1000, 0.25, 7, weight)
+        of = [sum(size for part in parts for memory, size in part if memory == m) for m in (0, 1)]
+        assert of == [pytest.approx(n * heads.key_bytes) for n in (750, 250)]
+        weights = [sum(size * (weight if memory else 1) for memory, size in part) for part in parts]
+        assert weights == [pytest.approx(weights[0])] * 7
+    lengths = [40_000, 0, 100, 3_000]
+    cut = simulate.cut_by_length(machine, heads, lengths)
+    assert [sum(size for part in parts for _, size in part) // heads.key_bytes for parts in cut] == [40_000, 100, 3_000]
+    assert max(size for parts in cut for part in parts for _, size in part) == 1312 * heads.key_bytes  # 43100 / 33
+
+
+def test_a_reader_s_own_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["planner", "--sms", "1000", "--gbps", "33500", "4000", "--keys", "131072", "--num-kv-heads", "4"])
+    told = capsys.readouterr().out
+    assert re.search(r"B\*\s+250\b", told)
+    assert re.search(r"\bP\s+250\b", told)
+    assert re.search(r"sqrt\(t / r\)\s+85\.3\b", told)  # 16 rows a kv head: a partial twice as long
+    assert "11.1 %" in told
+    assert "wrote" not in told
+    with pytest.raises(SystemExit, match="every number must be above 0"):
+        main(["planner", "--sms", "0"])
+    with pytest.raises(SystemExit, match="one or two numbers above 0"):
+        main(["planner", "--gbps", "1", "2", "3"])
+
+
+def test_kept_plans_are_those_of_the_simulation(tmp_path: Path) -> None:
+    """And the simulated H200 is near the measured one."""
+    facts, kept = harness.load(harness.results_path("planner", "simulated"), planner.PlannerRow)
+    assert kept == planner.rows(), "python -m benchmarks planner"
+    us = {(row.keys, row.parts, row.impl): row.us for row in kept if row.machine == "H200"}
+    both = [(t, us[keys, parts, "simulated"]) for (keys, parts, impl), t in us.items() if impl == "measured"]
+    assert len(both) > 10
+    assert all(abs(simulated / measured - 1) < 0.1 for measured, simulated in both)
+    assert simulate.utilisation(136, 132) == 136 / 264
+    assert planner.best(kept, "1000 SMs", 1 << 17, "simulated") == 125
+    planner.plot(tmp_path / "planner.svg", facts, kept)
+    assert b"</svg>" in (tmp_path / "planner.svg").read_bytes()
 
 
 @pytest.mark.parametrize("study", ["decode-crossover", "trace", "launches", "stack", "long", "tiers"])
