@@ -14,6 +14,7 @@ from . import (
     launches,
     long,
     packed,
+    paged,
     planner,
     plot,
     prefill,
@@ -22,6 +23,7 @@ from . import (
     stack,
     tiers,
     trace,
+    traffic,
 )
 
 STUDIES = {
@@ -35,11 +37,13 @@ STUDIES = {
     "decode": decode,
     "decode-crossover": decode_crossover,
     "trace": trace,
+    "traffic": traffic,
     "tiers": tiers,
     "launches": launches,
     "stack": stack,
     "distributed": distributed,
     "long": long,
+    "paged": paged,
     "planner": planner,
     "plot": plot,
 }

@@ -18,6 +18,7 @@ from . import (
     launches,
     long,
     packed,
+    paged,
     planner,
     prefill,
     report,
@@ -25,9 +26,10 @@ from . import (
     shapes,
     tiers,
     trace,
+    traffic,
 )
 
-# Each has a SUITE, and plot(path, machine, rows); those of the page markdown(machine, rows) too.
+# Each has a SUITE, and plot(path, machine, rows); those of a page markdown(machine, rows) too; TABLES it alone.
 PICTURES: dict[ModuleType, type[Any]] = {
     decode_crossover: decode_crossover.CrossoverRow,
     trace: trace.TraceRow,
@@ -41,13 +43,16 @@ PICTURES: dict[ModuleType, type[Any]] = {
     distributed: distributed.DistributedRow,
     long: long.LongRow,
     planner: planner.PlannerRow,
+    traffic: traffic.TrafficRow,
 }
+TABLES: dict[ModuleType, type[Any]] = {paged: paged.PagedRow}
 DOCS = harness.ROOT / "docs"
 PAGE = DOCS / "studies.md"
 # The studies whose tables stand on a page, between their marks.
 PAGES: dict[Path, tuple[ModuleType, ...]] = {
     PAGE: (shapes, packed, crossover, launches, scaling, accuracy),
     DOCS / "planner.md": (planner,),
+    DOCS / "decoding.md": (traffic, paged),
 }
 ON_PAGE = PAGES[PAGE]
 
@@ -58,8 +63,9 @@ def page(path: Path, results: Path = harness.RESULTS) -> str:
     for study in PAGES[path]:
         shown: list[str] = []
         for path in sorted(results.glob(f"*/{study.SUITE}.json"), reverse=True):
-            shown += study.markdown(*harness.load(path, PICTURES[study]))
-            shown.append(f"![{study.SUITE}]({study.SUITE}-{path.parent.name}.svg)")
+            shown += study.markdown(*harness.load(path, (PICTURES | TABLES)[study]))
+            if study in PICTURES:
+                shown.append(f"![{study.SUITE}]({study.SUITE}-{path.parent.name}.svg)")
         text = report.placed(text, study.SUITE, shown)
     return text
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class TraceRow:
     torch: str
 
 
-def lengths_of(steps: int, seed: int = 0) -> list[list[int]]:
+def lengths_of(steps: int, seed: int = 0, prompts: Mapping[str, tuple[int, int]] = PROMPTS) -> list[list[int]]:
     """Keys in use of each slot at each step, 0 for one that is free."""
     rng = random.Random(seed)
     waiting: list[tuple[int, int]] = []
@@ -65,7 +65,7 @@ def lengths_of(steps: int, seed: int = 0) -> list[list[int]]:
         rate = ARRIVALS * (1 + 0.9 * math.sin(2 * math.pi * step / PERIOD))  # busy times and quiet ones
         while rng.random() < rate:
             kind = "short" if rng.random() < SHORT_SHARE else "long"
-            waiting.append((rng.randint(*PROMPTS[kind]), rng.randint(*OUTPUTS[kind])))
+            waiting.append((rng.randint(*prompts[kind]), rng.randint(*OUTPUTS[kind])))
             rate -= 1
         slots = [(keys + 1, left - 1) if left > 1 else (0, 0) for keys, left in slots]
         slots = [waiting.pop(0) if not keys and waiting else (keys, left) for keys, left in slots]

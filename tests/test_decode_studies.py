@@ -2,7 +2,10 @@
 """The studies of decoding: what they count and conclude, drawn without a GPU, and measured where one is."""
 
 import itertools
+import math
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from gpus import needs_gpus
 
 import sinkattn
-from benchmarks import decode_crossover, harness, launches, long, planner, simulate, tiers, trace
+from benchmarks import decode_crossover, harness, launches, long, paged, planner, simulate, tiers, trace, traffic
 from benchmarks.__main__ import main
 
 
@@ -221,6 +224,80 @@ def test_kept_plans_are_those_of_the_simulation(tmp_path: Path) -> None:
     assert planner.best(kept, "1000 SMs", 1 << 17, "simulated") == 125
     planner.plot(tmp_path / "planner.svg", facts, kept)
     assert b"</svg>" in (tmp_path / "planner.svg").read_bytes()
+
+
+def test_the_branch_of_the_merge_s_cost_is_not_reached() -> None:
+    """By requests of the traffic, however long; nor is a cap by the number of key tiles, by anybody."""
+    machine, heads = simulate.h200(), simulate.GPT_OSS
+    assert traffic.branch(machine, heads, 17, 1 << 20) == ("one part", 1)
+    assert traffic.branch(machine, heads, 16, 1 << 20) == ("P parts", 1)
+    assert traffic.branch(machine, heads, 1, 2303) == ("P* parts", 15)
+    assert traffic.branch(machine, heads, 1, 2304) == ("P parts", 16)
+    assert [traffic.fewest_keys(machine, heads, n) for n in (1, 2)] == [2304, 576]
+    assert traffic.ABOVE["long"][0] > 2304
+    assert all(machine.worth_parts(heads, 16 * tiles) < tiles for tiles in range(2, 5000))
+
+
+def test_long_requests_wait_for_each_other() -> None:
+    """A step takes 1 us, and more where long ones take part."""
+    machine = simulate.Machine("small", 8, (1.0, 1.0), 1.0, 1.0, 0.0)
+
+    def cut(lengths: Sequence[int]) -> list[list[list[simulate.Piece]]]:
+        return [[[(0, 9000.0 if n > 1000 else 0.0)]] for n in lengths]
+
+    def waiting() -> list[traffic.Request]:
+        return [traffic.Request(n, 4, 0.0, n > 1000) for n in (10, 70_000, 70_000)]
+
+    heads = simulate.Heads(8, 8, 64)
+    together = traffic.serve(machine, heads, waiting(), cut, 1)
+    step = together["short"][0]
+    assert together == {"short": [step] * 4, "long": [step] * 8}
+    apart = traffic.serve(machine, heads, waiting(), cut, 2)
+    assert apart["short"] == pytest.approx([step, 1, step, 1])
+    assert apart["long"] == pytest.approx([step] * 2 + [1 + step] * 4 + [step] * 2)
+
+
+def test_simulated_traffic_is_kept(tmp_path: Path) -> None:
+    """The kept rows are in the ways' order, and over the measured steps near what was measured."""
+    facts, kept = harness.load(harness.results_path(traffic.SUITE, "simulated"), traffic.TrafficRow)
+    both = [(row.mean_us, row.measured_us) for row in kept if row.measured_us]
+    assert len(both) == 4
+    assert all(0.8 < simulated / measured < 1.05 for simulated, measured in both)
+    main(["traffic", "--steps", "12", "--requests", "0", "--json", str(tmp_path / "rows.json")])
+    _, few = harness.load(tmp_path / "rows.json", traffic.TrafficRow)
+    assert [(row.traffic, row.way, row.count) for row in few] == [
+        (row.traffic, row.way, 12) for row in kept if row.what == "step"
+    ]
+    mean = {(row.traffic, row.way): row.mean_us for row in few}
+    assert mean["above 64K", "three branches"] >= mean["above 64K", "by lengths"] > mean["trace", "by lengths"]
+    traffic.plot(tmp_path / "traffic.svg", facts, kept)
+    assert b"</svg>" in (tmp_path / "traffic.svg").read_bytes()
+
+
+def test_ten_million_keys_from_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 64 pages stands in the table 2442 times: out as of its keys once, the LSE larger by log(2442)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    times, keys = 2442, 64 * paged.PAGE_SIZE
+    many = paged.Paged.of(times * keys, pages=64)
+    assert times * keys > 10_000_000
+    assert many.block_table[0].bincount().tolist() == [times] * 64
+    out, lse = many.decode()
+    once = replace(many, block_table=torch.arange(64).int()[None], keys=keys, s_aux=many.s_aux - math.log(times))
+    want, want_lse = once.exact()
+    assert torch.nn.functional.cosine_similarity(out.double().flatten(), want.flatten(), 0) > 0.99999
+    torch.testing.assert_close(lse[0, :, 0].double(), want_lse + math.log(times), rtol=0, atol=1e-5)
+
+
+def test_paged_keys_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "rows.json"
+    main(["paged", "--quick", "--json", str(path), "--commit", "none"])
+    _, (row,) = harness.load(path, paged.PagedRow)
+    assert (row.keys, row.commit) == (paged.QUICK_KEYS, "none")
+    assert row.ms * row.gbps == pytest.approx(2 * 2 * 64 * 100_032 / 1e6, rel=1e-3)
+    monkeypatch.setattr(paged.studies, "free_bytes", lambda: 1 << 30)
+    with pytest.raises(SystemExit, match="10000000 keys need 3 GiB, 1 are free"):
+        main(["paged"])
 
 
 @pytest.mark.parametrize("study", ["decode-crossover", "trace", "launches", "stack", "long", "tiers"])

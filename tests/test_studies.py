@@ -37,7 +37,7 @@ def test_a_page_shows_the_kept_results(tmp_path: Path) -> None:
     for path, shown in plot.PAGES.items():
         assert plot.page(path) == path.read_text(), "python -m benchmarks plot"
         for study in shown:
-            assert report.none_yet(study.SUITE) in plot.page(path, tmp_path)
+            assert report.none_yet(study.SUITE) in plot.page(path, tmp_path), study.SUITE
 
 
 def test_a_page_measures_nothing_in_its_prose() -> None:
