@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 Window = tuple[int | None, int | None]
 ReturnLse = bool | Literal["raw"]
+ScaleLayout = Literal["rows", "128x4"]
 Result = Tensor | tuple[Tensor, Tensor]
 
 
@@ -274,13 +275,44 @@ def apply_sink(out: Tensor, lse: Tensor, s_aux: Tensor) -> tuple[Tensor, Tensor]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def quantize_nvfp4(x: Tensor, global_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def nvfp4_scales_by_tiles(scales: Tensor) -> Tensor:
+    """Scales [.., n] in the order in which a GEMM takes those of an NVFP4 operand, bytes of float8_e4m3fn.
+
+    All but the last dimension are rows. Tiles of 128 rows and 4 scales follow each other, those of the same rows first,
+    and scale (row, column) of a tile lies at row % 32 * 16 + row / 32 * 4 + column: cuBLAS describes this as the layout
+    of 1D block scaling factors. Returns [rows up to a multiple of 128, n up to one of 4], contiguous, 0 where there is
+    no scale.
+    """
+    rows = scales.reshape(-1, scales.shape[-1]).view(torch.uint8)
+    padded = pad(rows, (0, -rows.shape[1] % 4, 0, -rows.shape[0] % 128))
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)  # row tile, row / 32, row % 32, column tile, column
+    return tiles.permute(0, 3, 2, 1, 4).reshape(padded.shape).view(scales.dtype)
+
+
+def _nvfp4_scales_by_rows(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """nvfp4_scales_by_tiles undone: [rows, columns]."""
+    tiles = scales.view(torch.uint8).view(-1, scales.shape[1] // 4, 32, 4, 4)
+    padded = tiles.permute(0, 3, 2, 1, 4).reshape(scales.shape)
+    return padded[:rows, :columns].view(scales.dtype)
+
+
+def _by_tiles(scale_layout: ScaleLayout) -> bool:
+    if scale_layout not in ("rows", "128x4"):
+        raise ValueError(f"scale_layout is {scale_layout!r}; it must be 'rows' or '128x4'")
+    return scale_layout == "128x4"
+
+
+def quantize_nvfp4(
+    x: Tensor, global_scale: float = 1.0, *, scale_layout: ScaleLayout = "rows"
+) -> tuple[Tensor, Tensor]:
     """NVFP4 of x [.., n], n a multiple of 16: values uint8 [.., n / 2] and scales float8_e4m3fn [.., n / 16].
 
     With y = x * global_scale in fp32, a block of 16 has the scale max |y| / 6 and the values y / scale, each rounded to
     the nearest number of its format, ties to even, at most 448 and 6; the even column is in the low half of its byte. A
-    scale of 0 has values of 0. A block that holds NaN or infinity has the scale NaN and values of 0.
+    scale of 0 has values of 0. A block that holds NaN or infinity has the scale NaN and values of 0. Scales by "128x4"
+    are as nvfp4_scales_by_tiles gives them.
     """
+    by_tiles = _by_tiles(scale_layout)
     y = (x.float() * global_scale).reshape(*x.shape[:-1], -1, 16)
     top = y.abs().amax(-1, keepdim=True)
     scale = torch.where(top.isfinite(), (top / 6).clamp(max=448), torch.nan).to(torch.float8_e4m3fn)
@@ -291,11 +323,18 @@ def quantize_nvfp4(x: Tensor, global_scale: float = 1.0) -> tuple[Tensor, Tensor
     )  # round() takes ties to the even multiple, which is the even code
     code = torch.searchsorted(torch.tensor(E2M1, dtype=size.dtype, device=x.device), size) + 8 * y.signbit()
     code = torch.where(scale.float() > 0, code, 0).flatten(-2).to(torch.uint8)
-    return code[..., ::2] | code[..., 1::2] << 4, scale.squeeze(-1)
+    scales = scale.squeeze(-1)
+    return code[..., ::2] | code[..., 1::2] << 4, nvfp4_scales_by_tiles(scales) if by_tiles else scales
 
 
-def dequantize_nvfp4(values: Tensor, scales: Tensor, global_scale: float = 1.0) -> Tensor:
-    """The fp32 numbers [.., n] that values uint8 [.., n / 2] and scales float8_e4m3fn [.., n / 16] stand for."""
+def dequantize_nvfp4(
+    values: Tensor, scales: Tensor, global_scale: float = 1.0, *, scale_layout: ScaleLayout = "rows"
+) -> Tensor:
+    """The fp32 numbers [.., n] of values uint8 [.., n / 2] and scales float8_e4m3fn, which by rows are [.., n / 16]."""
+    if _by_tiles(scale_layout):
+        columns = values.shape[-1] // 8
+        of = _nvfp4_scales_by_rows(scales, values.shape[:-1].numel(), columns)
+        scales = of.view(torch.uint8).reshape(*values.shape[:-1], columns).view(scales.dtype)
     code = torch.stack([values & 15, values >> 4], -1).flatten(-2).long()
     size = torch.tensor(E2M1, device=values.device)[code & 7]
     number = torch.where(code < 8, size, -size).view(*scales.shape, 16)

@@ -97,6 +97,42 @@ def test_it_is_the_quantiser_of_out(level: str, head_dim: int, dtype: torch.dtyp
     assert_packed(ops.flash_decode_nvfp4(*call, 3.0), ops.flash_decode(*call), 3.0)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(128, 4), (1, 1), (129, 5), (300, 12), (64, 9)])
+def test_scales_by_tiles_lie_where_a_gemm_looks(rows: int, columns: int) -> None:
+    """Against the definition, scale by scale: the offset within a tile, and tiles of the same rows side by side."""
+    codes = torch.randint(1, 127, (rows, columns), dtype=torch.uint8)
+    tiled = reference.nvfp4_scales_by_tiles(codes.view(torch.float8_e4m3fn))
+    across = -(-columns // 4)
+    assert tiled.shape == (-(-rows // 128) * 128, 4 * across)
+    assert tiled.dtype == torch.float8_e4m3fn
+    want = torch.zeros(tiled.numel(), dtype=torch.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            tile = row // 128 * across + column // 4
+            inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            want[512 * tile + inside] = codes[row, column]
+    assert tiled.view(torch.uint8).flatten().tolist() == want.tolist()
+
+
+def test_the_quantiser_s_option() -> None:
+    """Tokens of several dimensions are rows; what comes back is what the scales by rows give; a decode's join in."""
+    x = torch.randn(2, 70, 3 * 16, generator=torch.Generator().manual_seed(0))
+    values, scales = reference.quantize_nvfp4(x, 3.0)
+    same, tiled = reference.quantize_nvfp4(x, 3.0, scale_layout="128x4")
+    assert torch.equal(values, same)
+    assert tiled.shape == (256, 4)
+    again = reference.dequantize_nvfp4(values, tiled, 3.0, scale_layout="128x4")
+    assert torch.equal(again, reference.dequantize_nvfp4(values, scales, 3.0))
+    _, _, values, scales = ops.flash_decode_nvfp4(*of_one_key(edges(torch.bfloat16)))
+    operand = reference.nvfp4_scales_by_tiles(scales.flatten(2))  # [tokens, num_q_heads * head_dim / 16]
+    got = reference.dequantize_nvfp4(values.flatten(2), operand, scale_layout="128x4")
+    torch.testing.assert_close(
+        got, reference.dequantize_nvfp4(values, scales).flatten(2), rtol=0, atol=0, equal_nan=True
+    )
+    with pytest.raises(ValueError, match="scale_layout is 'cublas'; it must be 'rows' or '128x4'"):
+        reference.quantize_nvfp4(x, scale_layout="cublas")  # type: ignore[arg-type]
+
+
 def test_what_is_refused() -> None:
     call = decode_args()
     assert call[0].shape[-1] == 8
