@@ -1,14 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The key tiles that a tile of rows works through, and how they are cut into parts. Host and device.
+ * The key tiles that a tile of rows works through, the row tiles that a tile of keys works through, and how work is cut into parts. Host
+ * and device.
  *
- * Tiles lie at multiples of tile_k from key 0 of the sequence, never at the first key seen: so a row meets its keys in the same tiles
- * whichever rows are its neighbours.
+ * Key tiles lie at multiples of tile_k from key 0 of the sequence, never at the first key seen: so a row meets its keys in the same tiles
+ * whichever rows are its neighbours. Row tiles lie at multiples of their size from row 0.
  */
 #ifndef SA_SPLIT_H
 #define SA_SPLIT_H
 
 #include "mask.h"
+
+/* Of tiles of `size`: the one that holds x; the first that begins at x or after it, where tiles that hold what is before x end. */
+SA_HD int32_t sa_tile_of(sa_position_t x, sa_position_t size) { return (int32_t)(x / size); }
+SA_HD int32_t sa_tile_from(sa_position_t x, sa_position_t size) { return (int32_t)((x + size - 1) / size); }
 
 /* Tile t holds keys [t * tile_k, (t + 1) * tile_k). Tile numbers are int32, which a loop keeps in registers: 2^31 tiles are enough. */
 typedef struct sa_key_tiles {
@@ -30,6 +35,19 @@ SA_HD sa_key_tiles sa_key_tiles_of(const sa_band *band, sa_range rows, sa_positi
     tiles.full_begin = (int32_t)((last.begin + tile_k - 1) / tile_k);
     tiles.full_end = (int32_t)(first.end / tile_k);
     return tiles;
+}
+
+/* Of rows [first, last] among those that `all` is of, where row i sees the window [begin[i], end[i]): what a walk reads, without tile_k,
+ * sink_keys and band. A walk skips one range of tiles alone, so where there are sink tokens the part keeps all tiles before its window. */
+SA_HD void sa_key_tiles_of_part(sa_key_tiles *part, const sa_key_tiles *all, const sa_band *band, const int32_t *begin, const int32_t *end,
+                                int32_t first, int32_t last, sa_position_t tile_k) {
+    part->sink_end = all->sink_end;
+    part->full_sink_end = all->full_sink_end;
+    part->full_begin = (int32_t)((begin[last] + tile_k - 1) / tile_k);
+    part->full_end = (int32_t)(end[first] / tile_k);
+    const bool sees = first <= last && begin[first] < end[last];
+    part->begin = band->num_sink ? all->begin : sees ? (int32_t)(begin[first] / tile_k) : 0;
+    part->end = sees ? (int32_t)((end[last] + tile_k - 1) / tile_k) : all->sink_end;
 }
 
 /* The first tile at or after t to work through, while it is below tiles->end. */
@@ -58,6 +76,28 @@ SA_HD sa_range sa_key_tile(const sa_key_tiles *tiles, int32_t t) {
     keys.begin = begin < tiles->sink_keys ? begin : sa_last(begin, tiles->band.begin);
     keys.end = sa_first(end, tiles->band.begin < end && tiles->band.begin < tiles->band.end ? tiles->band.end : tiles->sink_keys);
     return keys;
+}
+
+/* The row tiles that a tile of keys works through. Tile t holds rows [t * tile_q, (t + 1) * tile_q). */
+typedef struct sa_row_tiles {
+    int32_t begin, end;           /* tiles [begin, end) hold rows that see some of the keys */
+    int32_t full_begin, full_end; /* rows of tiles [full_begin, full_end) see every key: no masking is needed there */
+} sa_row_tiles;
+
+/* full_begin and full_end for keys of the sequence: rows see the last key latest and lose the first that is no sink token earliest. */
+SA_HD sa_range sa_row_tiles_full(const sa_band *band, sa_range keys, sa_position_t tile_q) {
+    const sa_position_t past_sink = sa_within(band->num_sink, keys.begin, keys.end - 1);
+    const sa_range latest = {keys.end - 1, keys.end}, earliest = {past_sink, past_sink + 1};
+    sa_range tiles;
+    tiles.begin = (sa_keys_rows(band, latest).begin + tile_q - 1) / tile_q;
+    tiles.end = sa_keys_rows(band, earliest).end / tile_q;
+    return tiles;
+}
+
+/* Rows of tiles before the one returned see no key after these; tiles->end where no row does. */
+SA_HD sa_position_t sa_row_tiles_before(const sa_row_tiles *tiles, const sa_band *band, sa_range keys, sa_position_t tile_q) {
+    const sa_position_t last = sa_last_row_before(band, keys.end - 1);
+    return keys.end == band->k_len || last >= band->q_len - 1 ? tiles->end : sa_last(last + 1, 0) / tile_q;
 }
 
 /* Part `part` of `num_parts` over num_tiles tiles: contiguous, ascending, sizes differing by at most one, larger parts first. */

@@ -127,12 +127,12 @@ template <class C, TermsOf kTerms> struct Math {
         float dq[32];
         begin_scores(s);
         begin_dp(dp);
-        for (int t = item.end - 1;; t--) {
+        for (RowTileWalk tile(item.tiles);; tile.advance()) {
             Operands weights, ds;
-            if (t >= item.full_begin && t < item.full_end)
-                find_operands<false>(s, dp, weights, ds, t);
+            if (tile.t >= item.tiles.full_begin && tile.t < item.tiles.full_end)
+                find_operands<false>(s, dp, weights, ds, tile.t);
             else
-                find_operands<true>(s, dp, weights, ds, t);
+                find_operands<true>(s, dp, weights, ds, tile.t);
             const uint32_t stage = warp_uniform(ring.stage());
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
@@ -148,12 +148,12 @@ template <class C, TermsOf kTerms> struct Math {
             computed(dk);
             smem.row_empty[stage].arrive();
             ring.n++;
-            if (t == item.begin) break;
+            if (tile.is_last()) break;
             begin_scores(s);
-            pass_on<1>(dq, item, t);
+            pass_on<1>(dq, item, tile.t);
             begin_dp(dp);
         }
-        pass_on<0>(dq, item, item.begin);
+        pass_on<0>(dq, item, item.tiles.begin);
     }
 
     __device__ __forceinline__ void run() {
@@ -167,7 +167,7 @@ template <class C, TermsOf kTerms> struct Math {
             for (int i = 0; i < kTermSums<C, kTerms>; i++) terms()[i * C::kMathThreads] = 0.0f;
             smem.kv_full.wait({items.n});
             prepare_keys<C>(smem, item);
-            if (item.begin < item.end) meet_tiles(dk, dv, item);
+            if (item.tiles.begin < item.tiles.end) meet_tiles(dk, dv, item);
             if (smem.hides) add_hidden<C>(dv, smem, args, p, item, math_group);
             float poison[2]; // it belongs to the keys, which go now
             for (int r = 0; r < 2; r++) {

@@ -62,8 +62,8 @@ struct Place {
 template <class C> __device__ __forceinline__ int find_turn(const Item &item, const BwdProblem &p, int t) {
     const int first = t * p.tokens, last = min(first + p.tokens, item.band.q_len) - 1;
     const int begin = sa_row_band(&item.band, first).begin, end = sa_row_band(&item.band, last).end;
-    const int sinks = (min(min(item.band.num_sink, end), begin) + C::kKeys - 1) / C::kKeys, block = item.key / C::kKeys;
-    return block < sinks ? block : sinks + block - max(begin / C::kKeys, sinks);
+    const int sinks = sa_tile_from(min(min(item.band.num_sink, end), begin), C::kKeys), block = sa_tile_of(item.key, C::kKeys);
+    return block < sinks ? block : sinks + block - max(sa_tile_of(begin, C::kKeys), sinks);
 }
 
 __device__ __forceinline__ unsigned long long turn_value(unsigned generation, unsigned turn) {
@@ -109,17 +109,17 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
             load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
             load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
         }
-        for (int t = item.end - 1; t >= item.begin; t--, ring.n++) {
+        for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), ring.n++) {
             uint64_t *full = smem.row_full[ring.stage()];
             smem.row_empty.acquire(ring);
             barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
-            const int row = item.q_begin + t * p.tokens;
+            const int row = item.q_begin + tile.t * p.tokens;
             for (int half = 0; half < C::kHalves; half++) {
                 load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
                 load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
             }
-            const int tile = item.first_tile + head * item.num_tiles + t;
-            bulk_load(&smem.stats[ring.stage()], buffers.stats + static_cast<int64_t>(tile) * (stats_bytes / 4), stats_bytes, full);
+            const int nth = item.first_tile + head * item.num_tiles + tile.t;
+            bulk_load(&smem.stats[ring.stage()], buffers.stats + static_cast<int64_t>(nth) * (stats_bytes / 4), stats_bytes, full);
         }
     }
 }
@@ -136,13 +136,13 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
         if (!item.exists) return;
         const auto first = static_cast<unsigned>(item.first_place + item.kv_head * item.num_places);
         Place place = {static_cast<int>(first % num_slots), first / num_slots};
-        for (int t = item.end - 1; t >= item.begin; t--, place.advance(item.descending, num_slots)) {
+        for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), place.advance(item.descending, num_slots)) {
             if (skip-- > 0) continue;
             skip = C::kSums - 1;
-            const int turn = find_turn<C>(item, p, t);
+            const int turn = find_turn<C>(item, p, tile.t);
             unsigned long long *turns = buffers.turns + place.slot, value = turn_value(place.generation, turn);
             float *slot = buffers.slots + static_cast<int64_t>(place.slot) * C::kTileFloats;
-            if (t < item.finish_end) {
+            if (tile.t < item.finish_end) {
                 wait_for_turn(turns, value);
                 smem.finish_alone[nth] = turn == 0;
                 if (turn == 0) {

@@ -225,10 +225,10 @@ __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const S
                                            const BwdProblem &p, const OwnItem &item, int math_group) {
     const sa_range *seen_by = smem.seen_by + 64 * math_group + warpgroup_row(0);
 #pragma unroll 1
-    for (int n = item.begin * C::kRows; n < item.end * C::kRows; n++) {
+    for (int n = item.tiles.begin * C::kRows; n < item.tiles.end * C::kRows; n++) {
         const int t = n / C::kRows, row = n % C::kRows;
         const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
-        if ((t >= item.full_begin && t < item.full_end) || token >= item.band.q_len) continue;
+        if ((t >= item.tiles.full_begin && t < item.tiles.full_end) || token >= item.band.q_len) continue;
         const int64_t head = item.kv_head * p.group + row % p.group;
         add_nonfinite<typename C::Element>(
             dv, static_cast<const uint16_t *>(args.dout.data) + sa_offset(&args.dout, item.batch, item.q_begin + token, head),

@@ -9,7 +9,9 @@
 #include "cuda/ptx/sm80.cuh"
 #include "cuda/work/items.cuh"
 #include "cuda/work/sink_terms.cuh"
+#include "cuda/work/tile_walk.cuh"
 
+SA_HD sa_range sa_tiles_over(sa_range range, sa_position_t size) { return {range.begin / size, (range.end + size - 1) / size}; }
 namespace sa::bwd_sm90 {
 
 // One sequence, in the order of work; what begins before it, a kv head.
@@ -24,13 +26,13 @@ struct alignas(16) Item {
     int batch, q_begin, k_begin; // of the sequence
     sa_band band;
     int key;
-    int begin, end, full_begin, full_end; // tiles of rows; those that need no mask
-    int finish_end;                       // tiles before it have no later key block
-    int first_tile, num_tiles;            // of the sequence: before its first kv head, and a kv head
-    int first_place, num_places;          // of the last tile in the first kv head; a kv head of all sequences
-    int descending;                       // or not; no byte of an item is left unwritten, since it is copied whole
-    int num_rounds, nth_round;            // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
-    int carry, nth;                       // places among what is carried over, and among the items of a kv head
+    sa_row_tiles tiles;          // of this round
+    int finish_end;              // tiles before it have no later key block
+    int first_tile, num_tiles;   // of the sequence: before its first kv head, and a kv head
+    int first_place, num_places; // of the last tile in the first kv head; a kv head of all sequences
+    int descending;              // or not; no byte of an item is left unwritten, since it is copied whole
+    int num_rounds, nth_round;   // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
+    int carry, nth;              // places among what is carried over, and among the items of a kv head
 };
 
 struct BwdProblem {
@@ -203,24 +205,22 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     if (rows.begin < rows.end) {
         const int first = (item.num_rounds - 1 - item.nth_round) * static_cast<int>(kRoundTiles<C>),
                   past = item.num_rounds == 1 ? tiles : first + static_cast<int>(kRoundTiles<C>);
-        item.begin = max(rows.begin / p.tokens, first);
-        item.end = min((rows.end + p.tokens - 1) / p.tokens, past);
+        item.tiles.begin = max(sa_tile_of(rows.begin, p.tokens), first);
+        item.tiles.end = min(sa_tile_from(rows.end, p.tokens), past);
     }
-    if (item.begin >= item.end) item.begin = item.end = 0;
+    if (item.tiles.begin >= item.tiles.end) item.tiles.begin = item.tiles.end = 0;
     const int blind = static_cast<int>(num_blind_tiles(sequence, band, p.tokens)), slots = tiles - blind;
     const Entry &end = buffers.entries[p.num_entries];
     item.first_tile = static_cast<int>(args.fwd.problem.num_kv_heads * entry.first_tile);
     item.num_tiles = tiles;
     item.descending = !p.is_local;
-    item.first_place = static_cast<int>(entry.first_slot) + (item.descending ? tiles - item.end : item.end - 1 - blind);
+    item.first_place = static_cast<int>(entry.first_slot) + (item.descending ? tiles - item.tiles.end : item.tiles.end - 1 - blind);
     item.num_places = static_cast<int>(end.first_slot);
-    const int reach = sa_last_row_before(&band, keys.end - 1); // the last row whose last key lies here or before
-    item.finish_end = keys.end == band.k_len || reach >= band.q_len - 1 ? item.end : max(reach + 1, 0) / p.tokens;
+    item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
     if (keys.end - keys.begin == C::kKeys) {
-        // Rows see the block's last key latest and lose its first key that is no sink token earliest; full tiles lie between.
-        const sa_position_t past_sink = sa_within(band.num_sink, keys.begin, keys.end - 1);
-        item.full_begin = (sa_keys_rows(&band, {keys.end - 1, keys.end}).begin + p.tokens - 1) / p.tokens;
-        item.full_end = sa_keys_rows(&band, {past_sink, past_sink + 1}).end / p.tokens;
+        const sa_range full = sa_row_tiles_full(&band, keys, p.tokens);
+        item.tiles.full_begin = full.begin;
+        item.tiles.full_end = full.end;
     }
     buffers.items[n] = item;
 }

@@ -88,18 +88,18 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
         Barrier &q_full = smem.q_full[queries.stage()];
         smem.q_empty.acquire(queries);
         const Work &work = smem.rows[tiles.stage()].work;
-        const int end = work.tiles.end;
-        int t = sa_key_tile_from(&work.tiles, 0); // once Q is there, a tile without keys may be gone
+        const int end = work.tiles.end; // read before Q is sent: rows that see no keys may be gone once Q is there
+        KeyTileWalk tile(work.tiles);
         q_full.arrive_expect(C::kHalves * p.tokens * p.group * kRowBytes);
         for (int half = 0; half < C::kHalves; half++)
             tensor_load(smem.queries[queries.stage()] + half * C::kQueryHalf, &maps.q, q_full, 64 * half,
                         static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
                         static_cast<int>(work.sequence.batch));
-        for (; t < end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
+        for (; tile.t < end; tile.advance(), ring.n++) {
             smem.k_empty.acquire(ring);
-            load_keys(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, t);
+            load_keys(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, tile.t);
             smem.v_empty.acquire(ring);
-            load_keys(smem.values[ring.stage()], maps.v, smem.v_full[ring.stage()], work, t);
+            load_keys(smem.values[ring.stage()], maps.v, smem.v_full[ring.stage()], work, tile.t);
         }
     }
 }
@@ -111,10 +111,10 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
         smem.rows[tiles.stage()].full.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
         const Work &work = smem.rows[tiles.stage()].work;
-        for (int t = sa_key_tile_from(&work.tiles, 0); t < work.tiles.end; t = sa_key_tile_from(&work.tiles, t + 1), ring.n++) {
+        for (KeyTileWalk tile(work.tiles); tile.exists(); tile.advance(), ring.n++) {
             bool found = false;
             smem.v_full.wait(ring);
-            if (!sa_key_tile_is_full(&work.tiles, t)) {
+            if (!tile.is_full()) {
                 constexpr int kBytes = C::kHalves * C::kKeyHalf, kLookers = 32 * C::kCheckers, kFirst = 64;
                 found = any_nonfinite<typename C::Element, kLookers>(smem.values[ring.stage()], kBytes, threadIdx.x - kFirst);
                 if (found) zero_nonfinite<typename C::Element, kLookers>(smem.values[ring.stage()], kBytes, threadIdx.x - kFirst);
@@ -308,10 +308,7 @@ __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_
         stage_out<C>(q, o, factor);
         copying = write_out<C>(slot, args, maps, p, rows, math_group);
 #pragma unroll 1
-        for (int n = sa_key_tile_from(&rows.work.tiles, end); n < rows.work.tiles.end; n = sa_key_tile_from(&rows.work.tiles, n + 1)) {
-            skip_tile<C>(smem, ring);
-            ring.n++;
-        }
+        for (KeyTileWalk unseen(rows.work.tiles, end); unseen.exists(); unseen.advance(), ring.n++) skip_tile<C>(smem, ring);
         rows.empty.arrive();
         if (leader && !copying) smem.q_empty.release(queries);
     }

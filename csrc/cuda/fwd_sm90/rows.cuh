@@ -7,6 +7,7 @@
 #include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 #include "cuda/work/items.cuh"
+#include "cuda/work/tile_walk.cuh"
 
 namespace sa::fwd_sm90 {
 
@@ -83,16 +84,9 @@ __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, con
 // After the rows.
 template <class C> __device__ __forceinline__ void describe_group(Rows<C> &rows, const Problem &p, int math_group) {
     const Work &work = rows.work;
-    const int first = 64 * math_group * p.group_inverse >> 16, last = (64 * math_group + 63) * p.group_inverse >> 16,
-              end = sa_first(last, work.tokens.end - work.tokens.begin - 1);
-    sa_key_tiles &tiles = rows.group_tiles[math_group];
-    tiles.sink_end = work.tiles.sink_end;
-    tiles.full_sink_end = work.tiles.full_sink_end;
-    tiles.full_begin = (rows.begin[end] + C::kTileK - 1) / C::kTileK;
-    tiles.full_end = rows.end[first] / C::kTileK;
-    const bool sees = first <= end && rows.begin[first] < rows.end[end];
-    tiles.begin = work.band.num_sink ? work.tiles.begin : sees ? rows.begin[first] / C::kTileK : 0;
-    tiles.end = sees ? (rows.end[end] + C::kTileK - 1) / C::kTileK : work.tiles.sink_end;
+    const int first = 64 * math_group * p.group_inverse >> 16,
+              last = sa_first((64 * math_group + 63) * p.group_inverse >> 16, work.tokens.end - work.tokens.begin - 1);
+    sa_key_tiles_of_part(&rows.group_tiles[math_group], &work.tiles, &work.band, rows.begin, rows.end, first, last, C::kTileK);
 }
 
 template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
@@ -111,7 +105,7 @@ template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, 
         rows.begin[i] = keys.begin;
         rows.end[i] = keys.end;
         rows.sink_end[i] = real ? sa_row_sink_end(&work.band, token) : 0;
-        rows.first[i] = rows.sink_end[i] || keys.begin == keys.end ? 0 : keys.begin / C::kTileK;
+        rows.first[i] = rows.sink_end[i] || keys.begin == keys.end ? 0 : sa_tile_of(keys.begin, C::kTileK);
     }
     __syncwarp();
     if (lane < C::kGroups) describe_group<C>(rows, p, lane);
