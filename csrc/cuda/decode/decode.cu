@@ -4,18 +4,18 @@
 //
 //     key tiles of a stream     |  b0, part 0  |  part 1  | .. |  b1, part 0  | ..     a block each, for each kv head
 //     a team's stages           load .. | S = Q K^T  mask, softmax  O = O alpha + P V  load again | ..
-//     end of a part             teams merge in shared memory -> out; or a partial -> the last block of the stream merges -> out;
-//                               or the parts of a stream are a cluster, and each of its blocks merges some columns
+//     end of a part             teams merge in shared memory -> out; or a partial -> the stream's last block merges -> out; or a stream's
+//                               parts are a cluster, and each of its blocks merges some columns
 //
 // A stream is 16 rows, (token, head) pairs of one kv head of a sequence, or of two with 8 rows each, against the tiles of 16 keys that
 // they see. Every block finds its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows
-// the lengths. On 9.0 it does so while the kernel in front still runs, and looks again when that has ended. Teams, of one warp up to
-// head_dim 128, take every kTeams-th tile, each with its own softmax and its own cp.async stages: the loop has no block barrier. Partials
-// merge in the order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
+// the lengths. On 9.0 it does so before the preceding kernel ends, and checks again afterwards. Teams, of one warp up to head_dim 128,
+// take every kTeams-th tile, each with its own softmax and its own cp.async stages: the loop has no block barrier. Partials merge in the
+// order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
 //
-// Shared memory: Q from head_dim 256 on, then stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 a block. 16 warps
-// share an SM at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit. Registers: Q, O and S of a warp, 16 + 32 +
-// 8 at head_dim 64.
+// Shared memory: Q from head_dim 256 on, then the stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 KiB a block. An
+// SM holds 16 warps at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit. Registers: Q, O and S of a warp,
+// 16 + 32 + 8 at head_dim 64.
 
 #include "cuda/decode/finish.cuh"
 #include "cuda/decode/keys.cuh"
@@ -29,19 +29,19 @@
 namespace sa::decode {
 namespace {
 
-// What a tile's products have in M: 16 rows; or keys, and columns of O, of a kv head with at most 8 rows, or of two with 8 each.
+// The M side of a tile's products: 16 rows; or keys, and columns of O, of one kv head with at most 8 rows, or of two with 8 each.
 enum class Tile { kRows, kKeys, kKeysOfTwoHeads };
 
 template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, Tile kTile, bool kClusters_ = false> struct Config {
     using Element = Element_;
-    static constexpr bool kExtras = kExtras_, kClusters = kClusters_; // the parts of a stream are a cluster of kCluster blocks
+    static constexpr bool kExtras = kExtras_, kClusters = kClusters_; // kClusters: a stream has kCluster parts, the blocks of a cluster
     static constexpr bool kKeysInM = kTile != Tile::kRows;
-    static constexpr int kHeads = kTile == Tile::kKeysOfTwoHeads ? 2 : 1; // of k and v, that a stream has
-    static constexpr int kEights = kTile == Tile::kKeys ? 1 : 2;          // of rows, that a stream may have
+    static constexpr int kHeads = kTile == Tile::kKeysOfTwoHeads ? 2 : 1; // kv heads of a stream
+    static constexpr int kEights = kTile == Tile::kKeys ? 1 : 2;          // a stream has at most 8 kEights rows
     using Arguments = std::conditional_t<kExtras, Extras, Params>;
     static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
     static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
-    static constexpr int kTeamWarps = kTeamThreads / 32;                        // each takes all scores and its own columns of O
+    static constexpr int kTeamWarps = kTeamThreads / 32;                        // each computes all scores and its own columns of O
     static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // an SM
     using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, decode::Smem<kThreads>>;
     using Rows = std::conditional_t<kKeysInM, RowsInN<Config>, decode::Rows<Config>>;
@@ -64,82 +64,80 @@ template <class C> __device__ __forceinline__ void team_sync(int team) {
         bar_sync<C::kTeamThreads>(kTeamBarrier + team);
 }
 
-// What the rows see, by each warp for itself. Returns where the lane's first row of Q is.
+// Writes the keys that each row sees, for this warp. Returns the lane's first row of Q.
 template <class C> __device__ __forceinline__ const uint16_t *find_rows(typename C::Smem &smem, const Params &params) {
-    const Fragment &fragment = smem.fragment;
+    const Part &part = smem.part;
     const int warp = threadIdx.x / 32, row = threadIdx.x % 32;
-    const bool real = row < fragment.stream.num_rows;
-    const TokenHead at = token_head(fragment, params, row);
-    const sa_range keys = sa_row_band(&fragment.stream.band, at.token);
-    if (row < kTileQ)
-        smem.rows[warp][row] = real ? Row{keys.begin, keys.end, sa_row_sink_end(&fragment.stream.band, at.token)} : Row{0, 0, 0};
+    const bool real = row < part.stream.num_rows;
+    const TokenHead at = token_head(part, params, row);
+    const sa_range keys = sa_row_band(&part.stream.band, at.token);
+    if (row < kTileQ) smem.rows[warp][row] = real ? Row{keys.begin, keys.end, sa_row_sink_end(&part.stream.band, at.token)} : Row{0, 0, 0};
     __syncwarp();
-    return query_row(fragment, params, min(row / 4, fragment.stream.num_rows - 1));
+    return query_row(part, params, min(row / 4, part.stream.num_rows - 1));
 }
 
-// ---- a fragment ----
+// ---- a part ----
 
-// (pivot, sum, O) of this team's tiles: every kTeams-th of the fragment's. One loop fills the stages, another works through them: its time
-// is that of a warp's instructions one after the other, so it is kept short and straight. What this thread found wrong is said in the end,
-// when it has cost no time.
+// (pivot, sum, O) of this team's tiles: every kTeams-th of the part. One loop fills the stages, a second one works through them: its time
+// is a chain of dependent instructions, so it is kept short and straight, and the findings are acted on after it.
 template <class C>
-__device__ __forceinline__ Doubts attend(typename C::Rows &rows, unsigned char *shared, typename C::Smem &smem,
-                                         const typename C::Arguments &params, Guess &guess) {
-    const Fragment &fragment = smem.fragment;
+__device__ __forceinline__ Findings attend(typename C::Rows &rows, unsigned char *shared, typename C::Smem &smem,
+                                           const typename C::Arguments &params, Speculation &speculation) {
+    const Part &part = smem.part;
     const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
-    const int stages = params.stages, ahead = stages * C::kTeams, num_rows = fragment.stream.num_rows;
-    const int32_t first = fragment.first + team;
+    const int stages = params.stages, ahead = stages * C::kTeams, num_rows = part.stream.num_rows;
+    const int32_t first = part.first + team;
     int keys = C::kQueryBytes + team * team_bytes<C>(params), stage = 0;
     const uint32_t q = shared_address(shared);
     const LaneRows lane = lane_rows<C>();
     const uint32_t lane_k = C::kKeysInM ? lane.v : lane.k,
-                   lane_v = C::kKeysInM ? lane.k : lane.v; // with the keys in M, the other way
+                   lane_v = C::kKeysInM ? lane.k : lane.v; // with the keys in M, K is the left side
     const Row *seen = smem.rows[threadIdx.x / 32];
-    Loader<C> loader(params, fragment, first);
+    Loader<C> loader(params, part, first);
     const sa_key_tiles &tiles = loader.tiles;
     const int32_t page_before = loader.page;
     const uint16_t *queries = find_rows<C>(smem, params);
-    const bool guessed = guess.open, late = params.fills && loader.last - fragment.first >= 32 * C::kStep;
-    if (!C::kExtras && guessed && !late && params.whole_tiles && loader.last - fragment.first >= 8 * C::kTeams)
-        loader.fetch_ahead(first, fragment.kv_head);
+    const bool speculated = speculation.before_wait, late = params.fills && loader.last - part.first >= 32 * C::kStep;
+    if (!C::kExtras && speculated && !late && params.whole_tiles && loader.last - part.first >= 8 * C::kTeams)
+        loader.fetch_ahead(first, part.kv_head);
     int32_t length_now = 0;
-    Asked asked = {};
+    Requested requested = {};
 #pragma unroll 1
     for (; stage < stages; stage++, keys += C::kTeamBytes) {
         const int32_t n = first + stage * C::kTeams;
-        if (n < loader.last) loader.template load<true>(q + keys, n, guess);
+        if (n < loader.last) loader.template load<true>(q + keys, n, speculation);
         cp_async_commit();
         if (stage > 0) continue;
-        guess.wait();
+        speculation.wait();
         if (!late) let_next_kernel_start();
-        length_now = guess.look(params);
+        length_now = read_length(params, speculation.batch);
         if (params.whole_tiles) loader.page = loader.find_page(first);
-        load_queries<C>(rows, q, queries, fragment, params);
-        asked = ask_rows<C>(smem, params);
+        load_queries<C>(rows, q, queries, part, params);
+        requested = request_rows<C>(smem, params);
     }
     keys -= team_bytes<C>(params);
     stage = 0;
-    const bool wrong = (loader.settle(first, page_before) | guess.settle(params, length_now)) & guessed;
-    if (threadIdx.x == 0) smem.counted = asked.count;
+    const bool wrong = (loader.check_first_pages(first, page_before) | speculation.replace_length(params, length_now)) & speculated;
+    if (threadIdx.x == 0) smem.counted = requested.count;
     if constexpr (!C::kQueriesInRegisters) {
         cp_async_wait_upto(stages - 2); // Q is of the second stage's group
         __syncthreads();
     }
 #pragma unroll 1
     for (int32_t n = first; n < loader.last; n += C::kTeams) {
-        cp_async_wait_upto(stages - 1);
-        team_sync<C>(team); // the tile has landed
+        cp_async_wait_upto(stages - 1); // in flight: a cp.async group for each of the team's next `stages` tiles; now all but tile n's
+        team_sync<C>(team);             // tile n has landed
         float s[C::kEights][4];
         qk_product(s, rows, q + lane.v, q + keys + lane_k, params.scale_log2);
-        const bool masked = !loader.is_plain(n);
+        const bool masked = !loader.is_full(n);
         if (__builtin_expect(masked, false)) mask_tile(s, rows, seen, sa_key_tile_at(&tiles, n));
         softmax_step(s, rows, fabsf(params.scale_log2), num_rows);
         if constexpr (!C::kKeysInM)
             if (__builtin_expect(masked && params.band.q_len > 1, false))
                 hide_nonfinite<C>(shared + keys + C::kTileBytes, rows, seen, sa_key_tile_at(&tiles, n), first_chunk);
         pv_product(rows, s, q + keys + lane_v + C::kTileBytes + first_chunk * 16);
-        team_sync<C>(team); // and nobody reads it any more
-        if (n + ahead < loader.last) loader.template load<false>(q + keys, n + ahead, guess);
+        team_sync<C>(team); // no warp of the team reads the stage any more
+        if (n + ahead < loader.last) loader.template load<false>(q + keys, n + ahead, speculation);
         cp_async_commit();
         stage++;
         keys += C::kTeamBytes;
@@ -148,11 +146,11 @@ __device__ __forceinline__ Doubts attend(typename C::Rows &rows, unsigned char *
         keys -= team_bytes<C>(params);
     }
     if (late) let_next_kernel_start();
-    if (threadIdx.x < num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
+    if (threadIdx.x < num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
     return {wrong, loader.bad_page};
 }
 
-// The parameters come from memory a line of 64 bytes at a time: asks for all lines at once, while the kernel in front ends.
+// The parameters come from memory a line of 64 bytes at a time: requests all lines at once, before the preceding kernel ends.
 template <class Arguments> __device__ __forceinline__ void fetch_params(const Arguments &params) {
     uint32_t words = 0;
 #pragma unroll
@@ -161,8 +159,8 @@ template <class Arguments> __device__ __forceinline__ void fetch_params(const Ar
     asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
 }
 
-// A block without a part stays until the cluster's others have written to shared memory: to its own, were lengths to change under the
-// kernel.
+// A block without a part stays until the cluster's other blocks have written to shared memory: if lengths changed under the kernel, they
+// might write to this block's.
 template <class C> __device__ __forceinline__ void leave_cluster() {
     if (!C::kClusters) return;
     let_next_kernel_start();
@@ -177,49 +175,50 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const _
     fetch_params(params);
     if (C::kClusters) cluster_arrive();
     const uint32_t number = C::kClusters ? blockIdx.x % kCluster * params.num_heads + blockIdx.x / kCluster : blockIdx.x;
-    Guess guess = guess_of<C::kThreads>(params, number, may_start_early());
-    if (C::kClusters) cluster_wait(); // all of its blocks are there
+    Speculation speculation = speculate<C::kThreads>(params, number, may_start_early());
+    if (C::kClusters) cluster_wait(); // all blocks of the cluster have started
     for (bool begins = true;;) {
-        if (begins && threadIdx.x == 0) smem.fragment.found = false;
+        if (begins && threadIdx.x == 0) smem.part.found = false;
         __syncwarp();
-        if (begins && !take_part(smem, params, number, params.num_splits ? Cut{} : cut_streams(smem, params, guess), guess)) {
-            if (guess.open) {
-                guess.wait();
-                if (__syncthreads_or(guess.settle(params, guess.look(params)))) continue;
+        if (begins &&
+            !take_part(smem, params, number, params.num_splits ? Split{} : split_streams(smem, params, speculation), speculation)) {
+            if (speculation.before_wait) {
+                speculation.wait();
+                if (__syncthreads_or(speculation.replace_length(params, read_length(params, speculation.batch)))) continue;
             }
             leave_cluster<C>();
             break;
         }
         typename C::Rows rows;
         clear(rows);
-        const Doubts doubts = attend<C>(rows, shared, smem, params, guess);
-        begins = !finish<C>(rows, shared, smem, params, doubts); // again, after a wrong guess
+        const Findings findings = attend<C>(rows, shared, smem, params, speculation);
+        begins = !finish<C>(rows, shared, smem, params, findings); // again after a stale speculation
         if (begins)
-            guess = guess_of<C::kThreads>(params, number, false);
+            speculation = speculate<C::kThreads>(params, number, false);
         else if (!kHasShares<C::kThreads> || !take_next(smem, params))
             break;
     }
     if constexpr (kHasShares<C::kThreads>) write_empty<C>(smem, params);
 }
 
-// The second pass of num_splits < 0, a block a stream: what the last block of its parts does in one launch.
+// The second pass of num_splits < 0, a block a stream: merges the parts as the last block of a stream does in one launch.
 template <class C> __global__ __launch_bounds__(C::kThreads) void reduce_kernel(const __grid_constant__ typename C::Arguments params) {
     __shared__ typename C::Smem smem;
-    __shared__ __align__(16) float nothing[C::kPartialRow];
+    __shared__ __align__(16) float neutral[C::kPartialRow];
     const uint32_t stream = sa_divide(blockIdx.x, params.by_heads), head = blockIdx.x - stream * params.num_heads;
     const uint32_t number = stream * params.num_splits * params.num_heads + head; // of its first part
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const Guess guess = guess_of<C::kThreads>(params, number, false);
+    const Speculation speculation = speculate<C::kThreads>(params, number, false);
     if (threadIdx.x == 0) {
-        smem.fragment.found = false;
+        smem.part.found = false;
         smem.is_last = true;
     }
-    if (!take_part(smem, params, number, Cut{}, guess) || smem.fragment.num_parts == 1) return;
-    const Asked asked = ask_rows<C>(smem, params);
-    if (threadIdx.x < smem.fragment.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, asked);
-    make_nothing<C>(nothing);
-    merge_parts<C>(nothing, smem, params);
+    if (!take_part(smem, params, number, Split{}, speculation) || smem.part.num_parts == 1) return;
+    const Requested requested = request_rows<C>(smem, params);
+    if (threadIdx.x < smem.part.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
+    make_neutral<C>(neutral);
+    merge_parts<C>(neutral, smem, params);
 }
 
 // ---- host ----
@@ -232,7 +231,7 @@ int64_t rows_a_slot(const sinkattn_problem &problem) {
     return sa_min(kTileQ, problem.q_len * (problem.num_q_heads / problem.num_kv_heads));
 }
 
-// Partials of parts; see take_share.
+// A slot a part; of shares, two a block: see sa_share_of.
 int64_t num_slots(const sinkattn_problem &problem, const sinkattn_plan &plan) {
     if (plan.num_splits == 1) return 0;
     return sa_is_balanced(&problem, &plan) ? 2 * plan.num_items : plan.num_items;
@@ -271,7 +270,7 @@ sinkattn_status check_sizes(const sinkattn_decode_args &args, const sinkattn_pla
     return sa_ok();
 }
 
-// Stages, and blocks that an SM then holds: as many, up to kBlocks, as have two stages each.
+// The blocks of an SM, at most kBlocks, halved until each has two stages; and the stages of each.
 template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *blocks) {
     int device = 0, block_bytes = 0, sm_bytes = 0, reserved = 0;
     cudaError_t error = cudaGetDevice(&device);
@@ -289,18 +288,18 @@ template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *block
                      C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(typename C::Smem)));
 }
 
-// Blocks of the grid, and all that follows from their number, where an SM holds `blocks`.
+// Returns the blocks of the grid, where an SM holds `blocks`, and sets what follows from their number.
 template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &problem, const sinkattn_plan &plan, int32_t blocks) {
     params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
     const uint32_t num_heads = static_cast<uint32_t>(problem.num_kv_heads) / C::kHeads;
     const uint32_t num_streams = static_cast<uint32_t>(problem.batch * params.row_tiles) * num_heads;
     const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
     const uint32_t most = C::kClusters ? kCluster * num_streams : C::kThreads > 128 ? workers : room;
-    const uint32_t least = (most < workers ? most : workers) / C::kHeads, begin = C::kTeams > 1 ? 7 * C::kTeams : 4; // as measured
+    const uint32_t least = (most < workers ? most : workers) / C::kHeads, begin = C::kTeams > 1 ? 7 * C::kTeams : 4; // measured
     params.cut = sa_cut_of(num_streams, num_heads, C::kStep, begin, least, most);
     const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
     params.fills = 2 * grid > room;
-    if (C::kHeadDim <= 64 && C::kHeads == 1 && params.fills) params.stages = 2; // 128 KiB in flight an SM are enough
+    if (C::kHeadDim <= 64 && C::kHeads == 1 && params.fills) params.stages = 2; // 128 KiB in flight an SM suffice
     return grid;
 }
 
@@ -312,7 +311,8 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     SA_TRY(check_sizes(args, plan));
     SA_TRY(choose_stages<C>(&params.stages, &blocks));
     SA_TRY(sa_cuda_error_word(&params.error_word));
-    SA_TRY(allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes)); // of all stages, though fewer may do
+    SA_TRY(
+        allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes)); // for all stages, though cut_work may lower them
     const uint32_t grid = cut_work<C>(params, problem, plan, blocks);
 
     const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };
@@ -367,13 +367,13 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     SA_TRY(launch_clusters<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes,
                                              context.stream, params));
     if (!params.two_pass || plan.num_splits == 1) return sa_ok();
-    if constexpr (C::kThreads == 128 && !C::kKeysInM) // as num_splits always has
+    if constexpr (C::kThreads == 128 && !C::kKeysInM) // num_splits always takes these
         return launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
                                                     context.stream, params);
     return sa_ok();
 }
 
-// Whether two kv heads of 8 rows are to be one of 16: where such pairs fill two blocks an SM, of three stages each, with long streams.
+// Whether to process two kv heads of 8 rows as one of 16: if such pairs fill two blocks an SM, of three stages each, with long streams.
 template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_args &args, const sinkattn_plan &plan) {
     const sinkattn_problem &problem = args.fwd.problem;
     const int64_t pairs = problem.batch * problem.num_kv_heads / 2, room = static_cast<int64_t>(C::kBlocks) * plan.workers;
@@ -387,9 +387,9 @@ template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_ar
     return sa_ok();
 }
 
-// Warps of a block at head_dim 64: 8 where a block an SM is enough, so that fewer partials are merged: for one sequence, or streams of one
-// part each; 1 where streams of one part are more than blocks of 4 find room at once. num_splits always has 4: there the bits of a row do
-// not depend on the batch.
+// Warps of a block at head_dim 64: 8 where one block an SM suffices, for one sequence or streams of one part each, so that fewer partials
+// are merged; 1 for streams of one part that outnumber the blocks of 4 warps that run at once. num_splits always takes 4: there a row's
+// bits do not depend on the batch.
 template <class Element, int kHeadDim, bool kExtras, Tile kTile>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
@@ -415,8 +415,8 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
     return launch<Config<Element, kHeadDim, 4, kExtras, kTile>>(args, plan, context);
 }
 
-// Keys are in M where one token has at most 8 rows of a kv head; not with num_splits, where a row's bits do not depend on how many there
-// are.
+// Keys are in M where one token has at most 8 rows of a kv head; not with num_splits, where a row's bits do not depend on the number of
+// rows.
 template <class Element, int kHeadDim, bool kExtras>
 sinkattn_status launch_tile(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One tile of few rows, 8 of a kv head at most: the functions of tile.cuh with keys, or columns of O, in M and the rows in N, where
-// they fill a product. Of two kv heads of 8 rows each, which are as one head of 16, a warp's two chains of instructions do not wait for
-// each other, and what it asks for of a token is 256 bytes where heads are neighbours.
+// One tile with at most 8 rows of a kv head: the functions of tile.cuh with keys, or columns of O, in M of mma.sync and the rows in N,
+// which 8 rows fill. Two kv heads of 8 rows each may form a stream of 16: then a warp has two independent chains of instructions and reads
+// 256 bytes a token where the heads are neighbours.
 #pragma once
 
 #include "cuda/decode/tile.cuh"
 
 namespace sa::decode {
 
-// Column 16 j + 8 i + lane / 4 of O, of row 2 (lane % 4) + x of head n, is at o[j][n][2 i + x]; pivot, in log2 units, and the sum over this
-// lane's keys are of that row.
+// The state of a warp's stream, Q and O transposed. o[j][n][2 i + x]: column 16 j + fragment_row(i) of row fragment_column() + x of head n.
+// pivot[n][x], in log2 units, and sum[n][x], over this lane's keys, belong to that row.
 template <class C> struct RowsInN {
     uint32_t q[C::kHeadDim / 16][C::kEights][2];
     float o[C::kHeadDim / 16][C::kEights][4];
@@ -31,7 +31,7 @@ template <class C> __device__ __forceinline__ void set_query(RowsInN<C> &rows, i
     rows.q[chunk / 2][half][chunk % 2] = x;
 }
 
-// Keys lane / 4 + 8 i, and row 2 (lane % 4) + x of head n, at s[n][2 i + x].
+// s[n][2 i + x] = K Q^T: key fragment_row(i), row fragment_column() + x of head n.
 template <class C>
 __device__ __forceinline__ void qk_product(float (&s)[C::kEights][4], const RowsInN<C> &rows, uint32_t, uint32_t k, float scale) {
     for (auto &head : s)
@@ -49,11 +49,11 @@ __device__ __forceinline__ void qk_product(float (&s)[C::kEights][4], const Rows
             for (float &x : head) x = -x;
 }
 
-// All rows are of one token.
+// All rows belong to one token, so they see the same keys.
 template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kEights][4], const RowsInN<C> &, const Row *seen, int32_t tile) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (sees(*seen, tile * kTileK + 8 * i + static_cast<int>(threadIdx.x % 32 / 4))) continue;
+        if (sees(*seen, tile * kTileK + fragment_row(i))) continue;
         for (int n = 0; n < C::kEights; n++) s[n][2 * i] = s[n][2 * i + 1] = -INFINITY;
     }
 }
@@ -85,9 +85,9 @@ template <class C> __device__ __forceinline__ void pv_product(RowsInN<C> &rows, 
     uint32_t b[C::kEights][2], rest[C::kEights][2];
 #pragma unroll
     for (int x = 0; x < 2 * C::kEights; x++) {
-        const Split split = split_halves<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
-        b[x / 2][x & 1] = transposed(split.high);
-        if constexpr (kSplits<C>) rest[x / 2][x & 1] = transposed(split.rest);
+        const RoundedPair pair = round_pair<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
+        b[x / 2][x & 1] = transposed(pair.high);
+        if constexpr (kSplitsP<C>) rest[x / 2][x & 1] = transposed(pair.rest);
     }
 #pragma unroll
     for (int j = 0; j < C::kHeadDim / 16; j++)
@@ -96,26 +96,25 @@ template <class C> __device__ __forceinline__ void pv_product(RowsInN<C> &rows, 
             uint32_t values[4];
             ldmatrix_x4_trans(values, pairs_on(v, j) + n * C::kHeadBytes);
             mma_m16n8k16<typename C::Element>(rows.o[j][n], values, b[n][0], b[n][1]);
-            if constexpr (kSplits<C>) mma_m16n8k16<Bf16>(rows.o[j][n], values, rest[n][0], rest[n][1]);
+            if constexpr (kSplitsP<C>) mma_m16n8k16<Bf16>(rows.o[j][n], values, rest[n][0], rest[n][1]);
         }
 }
 
-// As a partial in shared memory.
+// Writes the warp's rows to shared memory as a partial.
 template <class C> __device__ __forceinline__ void leave_partial(float *partial, RowsInN<C> &rows, int num_rows, int) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < C::kEights; n++)
 #pragma unroll
         for (int x = 0; x < 2; x++) {
             const float sum = column_sum(rows.sum[n][x]);
-            const int row = 8 * n + 2 * (lane % 4) + x;
+            const int row = 8 * n + fragment_column() + x;
             if (row >= num_rows) continue;
             float *to = partial + row * C::kPartialRow;
 #pragma unroll
             for (int j = 0; j < C::kHeadDim / 16; j++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) to[16 * j + 8 * i + lane / 4] = rows.o[j][n][2 * i + x];
-            if (lane / 4 == 0) *reinterpret_cast<float2 *>(to + C::kHeadDim) = {rows.pivot[n][x], sum};
+                for (int i = 0; i < 2; i++) to[16 * j + fragment_row(i)] = rows.o[j][n][2 * i + x];
+            if (threadIdx.x % 32 < 4) *reinterpret_cast<float2 *>(to + C::kHeadDim) = {rows.pivot[n][x], sum};
         }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a decode block's K, V and Q come: tiles of K and V by cp.async, by way of the block table, Q into registers or by cp.async.
+// Loads of a decode block: tiles of K and V by cp.async, through the block table; Q into registers or by cp.async.
 #pragma once
 
 #include "cuda/decode/tile.cuh"
@@ -10,30 +10,28 @@ namespace sa::decode {
 
 __device__ __forceinline__ int64_t wide(int32_t x) { return x; }
 
-// Copies a team's tiles n, n + kTeams, .. in this order. If no tile spans two pages, lane l holds the address of the l-th of 32 tiles and
+// Copies a team's tiles n, n + kTeams, .. in this order. If no tile spans two pages, lane l holds the offsets of the l-th of 32 tiles and
 // prefetches the page of the l-th of the next 32; otherwise it holds the page of key l % 16 of the next tile. So only the first copy waits
-// for the block table. A cache without pages is one page a sequence.
+// for the block table. A contiguous cache has one page a sequence.
 template <class C> struct Loader {
     static constexpr int kRowStep = C::kTeamThreads / C::kChunks, kAhead = 2;
     const typename C::Arguments &params;
     const sa_key_tiles tiles;
-    const int32_t *pages; // of this sequence, NULL: the sequence itself
-    const uint16_t *k, *v;
-    int64_t k_at, v_at; // of the lane's tile, -1 where it has no page; from the cache on, for pages of the host as well
+    const int32_t *pages;  // the sequence's row of the block table; NULL for a contiguous cache
+    const uint16_t *k, *v; // the thread's row and chunk of the kv head in page 0
+    int64_t k_at, v_at;    // offsets of the lane's tile from k and v, in host memory too; -1 if it has no page
     int32_t batch, last, page;
-    int32_t gap, plain, num_plain; // tiles [plain, plain + num_plain) of the stream lie gap further on, and all rows see all of their keys
-    int row, chunk, turn;
-    bool real; // the chunk lies within head_dim
+    int32_t gap, full, num_full; // every row sees every key of the stream's tiles n of [full, full + num_full), which are key tiles n + gap
+    int row, chunk, holder;      // holder: the lane that holds the next tile
+    bool real;                   // the chunk lies within head_dim
     bool bad_page = false;
 
-    // & and |, for a predicate without a branch.
+    // & and | for a predicate without a branch.
     __device__ __forceinline__ bool is_seen(int32_t key) const {
         return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
     }
 
-    __device__ __forceinline__ bool is_plain(int32_t n) const {
-        return static_cast<uint32_t>(n - plain) < static_cast<uint32_t>(num_plain);
-    }
+    __device__ __forceinline__ bool is_full(int32_t n) const { return static_cast<uint32_t>(n - full) < static_cast<uint32_t>(num_full); }
 
     __device__ __forceinline__ int32_t page_index(int32_t key) const { return static_cast<int32_t>(sa_divide(key, params.by_page_size)); }
 
@@ -45,7 +43,7 @@ template <class C> struct Loader {
 
     __device__ __forceinline__ bool has_tile(int32_t n) const { return n + static_cast<int>(threadIdx.x % 32) * C::kTeams < last; }
 
-    // The lane's, of tiles from the n-th on. A key that no row sees has no page.
+    // The page that the lane holds when tile n comes next. Of a key that no row sees it is not read.
     __device__ __forceinline__ int32_t find_page(int32_t n) const {
         if (!pages) return batch;
         const int32_t key = lanes_key(n);
@@ -59,8 +57,8 @@ template <class C> struct Loader {
 
     __device__ __forceinline__ void check_page(int32_t its_page, bool seen) { bad_page |= !is_inside(its_page) & seen; }
 
-    // Where key lies in its page.
-    __device__ __forceinline__ void place(int32_t its_page, int32_t key) {
+    // Sets k_at and v_at to key, in page its_page.
+    __device__ __forceinline__ void locate(int32_t its_page, int32_t key) {
         const int32_t slot = key - page_index(key) * params.page_size;
         const bool inside = is_inside(its_page);
         k_at = inside ? its_page * params.k_page + wide(slot) * params.k_row : -1;
@@ -72,7 +70,7 @@ template <class C> struct Loader {
         }
     }
 
-    // The thread's chunk of K and V of a key, row r of the tile; zeros, and nothing is read, where no row sees it or it has no page.
+    // Copies the thread's chunk of a key's K and V; writes zeros and reads nothing unless `seen`.
     __device__ __forceinline__ void copy(uint32_t to, const uint16_t *k_from, const uint16_t *v_from, bool seen) const {
 #pragma unroll
         for (int h = 0; h < C::kHeads; h++) cp_async_16_once(to + h * C::kHeadBytes, k_from + h * (params.k_head / 2), seen);
@@ -81,12 +79,13 @@ template <class C> struct Loader {
             cp_async_16_once(to + h * C::kHeadBytes + C::kTileBytes, v_from + h * (params.v_head / 2), seen);
     }
 
-    // In the beginning, all but the copies may come before the kernel in front has ended.
-    template <bool kBegins> __device__ __forceinline__ void load(uint32_t to, int32_t n, Guess &guess) {
+    // Copies tile n. kBegins: of the first tiles, all but the copies is done before the wait for the preceding kernel. A key that no row
+    // sees, or whose page is unmapped, becomes zeros.
+    template <bool kBegins> __device__ __forceinline__ void load(uint32_t to, int32_t n, Speculation &speculation) {
         if (__builtin_expect(params.whole_tiles, true)) {
-            const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, turn), v_offset = __shfl_sync(0xffffffffu, v_at, turn);
+            const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, holder), v_offset = __shfl_sync(0xffffffffu, v_at, holder);
             uint32_t seen = (C::kExtras ? k_offset != -1 : k_offset >= 0) && real ? UINT32_MAX : 0;
-            if (__builtin_expect(!is_plain(n), false)) {
+            if (__builtin_expect(!is_full(n), false)) {
                 const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + row;
 #pragma unroll
                 for (int i = 0; i < kTileK; i += kRowStep)
@@ -94,15 +93,15 @@ template <class C> struct Loader {
             }
             const uint16_t *k_from = k + k_offset, *v_from = v + v_offset;
             to = swizzled(to, C::kRowBytes, row, chunk);
-            if constexpr (kBegins) guess.wait();
+            if constexpr (kBegins) speculation.wait();
 #pragma unroll
             for (int i = 0; i < kTileK; i += kRowStep) {
                 copy(rows_on<C::kRowBytes>(to, i), k_from, v_from, seen >> i & 1);
                 k_from += wide(params.k_row) * kRowStep;
                 v_from += wide(params.v_row) * kRowStep;
             }
-            if (__builtin_expect(++turn % 16 != 0, true)) return;
-            if (turn == 16) {
+            if (__builtin_expect(++holder % 16 != 0, true)) return;
+            if (holder == 16) {
                 page = find_page(n + 17 * C::kTeams);
             } else {
                 check_page(page, has_tile(n + C::kTeams));
@@ -111,8 +110,8 @@ template <class C> struct Loader {
             return;
         }
         const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + row;
-        if (kBegins && guess.open) {
-            guess.wait();
+        if (kBegins && speculation.before_wait) {
+            speculation.wait();
             page = find_page(n);
         }
 #pragma unroll 1
@@ -120,14 +119,14 @@ template <class C> struct Loader {
             const int32_t its_page = __shfl_sync(0xffffffffu, page, row + i);
             const bool seen = is_seen(key + i);
             check_page(its_page, seen);
-            place(its_page, key + i);
+            locate(its_page, key + i);
             copy(swizzled(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * params.k_row, v + v_at - wide(row) * params.v_row,
                  seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
         }
         page = find_page(n + C::kTeams);
     }
 
-    // Asks the L2 cache for the first tiles: before the wait, since what the kernel in front still writes there, the cache has as well.
+    // Prefetches the first tiles into the L2 cache. Safe before the wait: the preceding kernel writes to the same cache.
     __device__ __forceinline__ void fetch_ahead(int32_t n, int32_t kv_head) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % C::kTeamThreads / 32;
         const bool of_k = lane < kTileK;
@@ -136,7 +135,7 @@ template <class C> struct Loader {
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, i), v_offset = __shfl_sync(0xffffffffu, v_at, i);
-            if (i % C::kTeamWarps == warp && k_offset >= 0 && is_plain(n + i * C::kTeams))
+            if (i % C::kTeamWarps == warp && k_offset >= 0 && is_full(n + i * C::kTeams))
                 for (int h = 0; h < C::kHeads; h++)
                     prefetch_l2(from + (of_k ? k_offset + h * (params.k_head / 2) : v_offset + h * (params.v_head / 2)),
                                 params.head_dim * static_cast<uint32_t>(sizeof(uint16_t)));
@@ -144,62 +143,62 @@ template <class C> struct Loader {
     }
 
     __device__ __forceinline__ void next_tiles(int32_t n) {
-        place(page, lanes_key(n));
-        turn = 0;
+        locate(page, lanes_key(n));
+        holder = 0;
     }
 
-    // With the pages that the first tiles were placed by, where they were a guess, and `page` looked up again. True where they are others.
-    __device__ __forceinline__ bool settle(int32_t n, int32_t before) {
-        if (!params.whole_tiles) return false; // nothing was placed
+    // `page` has been read again; before: the page that the first tiles were located by. True if that was stale.
+    __device__ __forceinline__ bool check_first_pages(int32_t n, int32_t before) {
+        if (!params.whole_tiles) return false; // pages are read after the wait alone
         check_page(page, has_tile(n));
         return page != before;
     }
 
-    __device__ __forceinline__ Loader(const typename C::Arguments &params_, const Fragment &fragment, int32_t n)
-        : params(params_), tiles(fragment.stream.tiles), batch(fragment.batch) {
+    __device__ __forceinline__ Loader(const typename C::Arguments &params_, const Part &part, int32_t n)
+        : params(params_), tiles(part.stream.tiles), batch(part.batch) {
         const int thread = threadIdx.x % C::kTeamThreads;
         row = thread / C::kChunks;
         chunk = thread % C::kChunks;
         gap = max(tiles.begin - tiles.sink_end, 0);
-        plain = max(tiles.sink_end, tiles.full_begin - gap);
-        num_plain = max(0, tiles.full_end - gap - plain);
+        full = max(tiles.sink_end, tiles.full_begin - gap);
+        num_full = max(0, tiles.full_end - gap - full);
         real = chunk * 8 < params.head_dim;
-        last = min(fragment.last, sa_key_tile_count(&tiles));
+        last = min(part.last, sa_key_tile_count(&tiles));
         pages = params.block_table ? params.block_table + batch * params.block_table_stride : nullptr;
         page = find_page(n);
-        k = params.k + wide(fragment.kv_head) * params.k_head + wide(row) * params.k_row + chunk * 8;
-        v = params.v + wide(fragment.kv_head) * params.v_head + wide(row) * params.v_row + chunk * 8;
+        k = params.k + wide(part.kv_head) * params.k_head + wide(row) * params.k_row + chunk * 8;
+        v = params.v + wide(part.kv_head) * params.v_head + wide(row) * params.v_row + chunk * 8;
         if (params.whole_tiles) next_tiles(n);
     }
 };
 
-// A row of the stream: its token and its head.
+// A row's token in its sequence and its q head.
 struct TokenHead {
     int32_t token, head;
 };
 
-__device__ __forceinline__ TokenHead token_head(const Fragment &fragment, const Params &params, int row) {
-    const int32_t r = fragment.stream.row_begin + row, token = static_cast<int32_t>(sa_divide(r, params.by_group));
-    return {token, fragment.kv_head * params.group + r - token * params.group};
+__device__ __forceinline__ TokenHead token_head(const Part &part, const Params &params, int row) {
+    const int32_t r = part.stream.row_begin + row, token = static_cast<int32_t>(sa_divide(r, params.by_group));
+    return {token, part.kv_head * params.group + r - token * params.group};
 }
 
-__device__ __forceinline__ const uint16_t *query_row(const Fragment &fragment, const Params &params, int row) {
-    const TokenHead at = token_head(fragment, params, row);
-    return params.q + fragment.batch * params.q_batch + wide(at.token) * params.q_row + wide(at.head) * params.q_head;
+__device__ __forceinline__ const uint16_t *query_row(const Part &part, const Params &params, int row) {
+    const TokenHead at = token_head(part, params, row);
+    return params.q + part.batch * params.q_batch + wide(at.token) * params.q_row + wide(at.head) * params.q_head;
 }
 
-// Q into registers, each warp its own, or to shared memory, which a barrier of the block then follows. Rows past the stream's are copies of
-// its last, or zeros: what comes of them is not kept.
+// Loads Q into each warp's registers, or by cp.async to shared memory, where a barrier of the block must follow. Rows past the stream's are
+// copies of its last row, or zeros; their results are discarded.
 template <class C>
-__device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to, const uint16_t *first_row, const Fragment &fragment,
+__device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to, const uint16_t *first_row, const Part &part,
                                              const Params &params) {
     if constexpr (C::kQueriesInRegisters) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < C::kEights; i++) {
             for (int x = 0; x < C::kHeadDim / 8; x++) set_query(rows, i, x, 0);
-            if (8 * i >= fragment.stream.num_rows) continue;
-            const uint16_t *row = i ? query_row(fragment, params, min(lane / 4 + 8, fragment.stream.num_rows - 1)) : first_row;
+            if (8 * i >= part.stream.num_rows) continue;
+            const uint16_t *row = i ? query_row(part, params, min(lane / 4 + 8, part.stream.num_rows - 1)) : first_row;
             const auto *from = reinterpret_cast<const uint32_t *>(row) + lane % 4;
             asm("" : "+l"(from)); // one address, from which the others are a constant away
 #pragma unroll
@@ -210,8 +209,8 @@ __device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to
 #pragma unroll 1
         for (int x = threadIdx.x; x < kTileQ * C::kChunks; x += C::kThreads) {
             const int row = x / C::kChunks, chunk = x % C::kChunks;
-            cp_async_16(swizzled(to, C::kRowBytes, row, chunk), query_row(fragment, params, row) + chunk * 8,
-                        row < fragment.stream.num_rows && chunk * 8 < params.head_dim);
+            cp_async_16(swizzled(to, C::kRowBytes, row, chunk), query_row(part, params, row) + chunk * 8,
+                        row < part.stream.num_rows && chunk * 8 < params.head_dim);
         }
     }
 }

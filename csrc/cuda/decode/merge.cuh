@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Partials (O unnormalised, pivot, sum) of rows over some of their keys, and how they become one: of a block's teams in shared memory, of
-// a stream's blocks through the workspace, in the order of teams and parts, by the block that arrives last.
+// Partials (O unnormalised, pivot, sum) of rows over some of their keys, and their merge: a block's teams in shared memory, a stream's
+// parts in the workspace, by the block that arrives last, or in a cluster's shared memory. Always in the order of teams and parts.
 //
 // A partial is num_rows rows of C::kPartialRow floats: O, then pivot in log2 units, then sum.
 #pragma once
@@ -17,18 +17,18 @@ struct Quad {
     float o[4] = {}, pivot = -INFINITY, sum = 0.0f;
 };
 
-// Both may be the same infinity.
+// What a partial is scaled by; its_pivot and top may be the same infinity.
 __device__ __forceinline__ float weight(float its_pivot, float top) { return its_pivot == top ? 1.0f : exp2_approx(its_pivot - top); }
 
-// Of kAtOnce partials, asked for at once. What is past the last one is `nothing`, which holds zeros with a pivot of -inf.
-template <class C, int kAtOnce> struct Chunk {
+// kAtOnce partials of a quad, loaded at once. Past the last one it reads `neutral`, zeros with a pivot of -inf.
+template <class C, int kAtOnce> struct Partials {
     float4 o[kAtOnce];
     float2 stats[kAtOnce];
 
-    __device__ __forceinline__ void load(const float *row, int count, int64_t stride, int column, const float *nothing) {
+    __device__ __forceinline__ void load(const float *row, int count, int64_t stride, int column, const float *neutral) {
 #pragma unroll
         for (int n = 0; n < kAtOnce; n++, row += stride) {
-            const float *its_row = n < count ? row : nothing;
+            const float *its_row = n < count ? row : neutral;
             o[n] = *reinterpret_cast<const float4 *>(its_row + column);
             stats[n] = *reinterpret_cast<const float2 *>(its_row + C::kHeadDim);
         }
@@ -54,43 +54,44 @@ template <class C, int kAtOnce> struct Chunk {
     }
 };
 
-// The sum of count partials of a row, `stride` floats apart, in this order.
-template <class C> __device__ __forceinline__ Quad add_up(const float *row, int count, int64_t stride, int column, const float *nothing) {
+// Merges count partials of a row, `stride` floats apart, in order.
+template <class C> __device__ __forceinline__ Quad add_up(const float *row, int count, int64_t stride, int column, const float *neutral) {
     constexpr int kAtOnce = 8;
     Quad quad;
 #pragma unroll 1
     for (; count > 0; count -= kAtOnce, row += kAtOnce * stride) {
-        Chunk<C, kAtOnce> chunk;
-        chunk.load(row, count, stride, column, nothing);
-        chunk.add_to(quad);
+        Partials<C, kAtOnce> partials;
+        partials.load(row, count, stride, column, neutral);
+        partials.add_to(quad);
     }
     return quad;
 }
 
-// The quads of a stream go to the blocks of a cluster in runs of 2^this, at least four, since four lanes share a scale of NVFP4: no more
-// runs than parts, and in all less than twice num_quads rounded up to a power of two.
-__device__ __forceinline__ int run_bits(uint32_t num_quads, uint32_t num_parts) {
+// In a cluster, block b merges quads [b, b + 1) << exchange_bits of the stream: at least four, since four lanes share a scale of NVFP4. No
+// more blocks than parts are needed, and ClusterSmem has room: the quads of all parts are fewer than twice num_quads rounded up to a power
+// of two.
+__device__ __forceinline__ int exchange_bits(uint32_t num_quads, uint32_t num_parts) {
     return max(2, 32 - __clz(num_quads - 1) - (31 - __clz(num_parts)));
 }
 
-// The sum of a quad's partials from a ClusterSmem, `stride` apart: that of add_up.
+// add_up over a quad's partials in a ClusterSmem, `stride` apart.
 template <class C> __device__ __forceinline__ Quad add_up_exchanged(const float4 *o, const float2 *stats, int count, int stride) {
     constexpr int kAtOnce = 8;
     Quad quad;
 #pragma unroll 1
     for (; count > 0; count -= kAtOnce, o += kAtOnce * stride, stats += kAtOnce * stride) {
-        Chunk<C, kAtOnce> chunk;
+        Partials<C, kAtOnce> partials;
 #pragma unroll
         for (int n = 0; n < kAtOnce; n++) {
-            chunk.o[n] = n < count ? o[n * stride] : float4{0.0f, 0.0f, 0.0f, 0.0f};
-            chunk.stats[n] = n < count ? stats[n * stride] : float2{-INFINITY, 0.0f};
+            partials.o[n] = n < count ? o[n * stride] : float4{0.0f, 0.0f, 0.0f, 0.0f};
+            partials.stats[n] = n < count ? stats[n * stride] : float2{-INFINITY, 0.0f};
         }
-        chunk.add_to(quad);
+        partials.add_to(quad);
     }
     return quad;
 }
 
-// A team's rows, as a partial in shared memory.
+// Writes a team's rows to shared memory as a partial.
 template <class C> __device__ __forceinline__ void leave_partial(float *partial, Rows<C> &rows, int num_rows, int first_column) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -101,12 +102,12 @@ template <class C> __device__ __forceinline__ void leave_partial(float *partial,
         float *to = partial + row * C::kPartialRow;
 #pragma unroll
         for (int n = 0; n < C::kColumns / 8; n++)
-            *reinterpret_cast<float2 *>(to + first_column + n * 8 + 2 * (lane % 4)) = {rows.o[n][2 * i], rows.o[n][2 * i + 1]};
+            *reinterpret_cast<float2 *>(to + first_column + n * 8 + fragment_column()) = {rows.o[n][2 * i], rows.o[n][2 * i + 1]};
         if (lane % 4 == 0 && first_column == 0) *reinterpret_cast<float2 *>(to + C::kHeadDim) = {rows.pivot[i], sum};
     }
 }
 
-// Four columns of a row of a part, in the workspace.
+// Writes a quad to the workspace.
 template <class C> __device__ __forceinline__ void store_quad(float *row, int column, const Quad &quad) {
     *reinterpret_cast<float4 *>(row + column) = {quad.o[0], quad.o[1], quad.o[2], quad.o[3]};
     if (column == 0) *reinterpret_cast<float2 *>(row + C::kHeadDim) = {quad.pivot, quad.sum};
@@ -114,12 +115,12 @@ template <class C> __device__ __forceinline__ void store_quad(float *row, int co
 
 // ---- a stream's parts are counted as they arrive ----
 
-// The counter lies behind the first row of the stream's part 0.
-template <class C> __device__ __forceinline__ unsigned long long *counter_of(const Fragment &fragment, const Params &params) {
-    return reinterpret_cast<unsigned long long *>(slot_of(fragment, params, 0) + C::kHeadDim + 2);
+// The counter lies behind the first row of part 0.
+template <class C> __device__ __forceinline__ unsigned long long *counter_of(const Part &part, const Params &params) {
+    return reinterpret_cast<unsigned long long *>(slot_of(part, params, 0) + C::kHeadDim + 2);
 }
 
-// True for the last of num_parts; what the others wrote before they arrived is visible then.
+// True for the last of num_parts, which then sees what the others wrote before they arrived.
 __device__ __forceinline__ bool arrive(unsigned long long *counter, unsigned long long tag, uint32_t num_parts) {
     if (add_acquire_release(counter, 1) - (tag << kCountBits) + 1 != num_parts) return false;
     *counter = tag << kCountBits;

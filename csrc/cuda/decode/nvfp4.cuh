@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The output hook of a decode: what it has written of a row, four columns a lane, once more in NVFP4.
+// The output hook of a decode: writes a row of out once more in NVFP4, four columns a lane.
 #pragma once
 
 #include "core/nvfp4.h"

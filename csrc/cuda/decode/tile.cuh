@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One tile of a decode: 16 rows against 16 keys, by one warp, on mma.sync. C::kRowBytes are a swizzled row of Q, K and V in shared
-// memory; C::kColumns are the warp's columns of O.
+// One tile of a decode: 16 rows against 16 keys, by one warp, on mma.sync. Q, K and V lie in shared memory in swizzled rows of
+// C::kRowBytes; a warp computes C::kColumns columns of O.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 
 namespace sa::decode {
 
-// Where ldmatrix finds a lane's row of the tile in front: chunk 0 or 1 of a key of K, and of V.
+// Offsets that a lane passes to ldmatrix, of chunk 0 or 1 of a row: as right side of a product (K), and as left side or transposed (Q, V).
 struct LaneRows {
     uint32_t k, v;
 };
@@ -23,7 +23,8 @@ template <class C> __device__ __forceinline__ LaneRows lane_rows() {
     return {swizzled(0, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), swizzled(0, C::kRowBytes, lane & 15, lane >> 4)};
 }
 
-// What a warp keeps of a stream. Rows lane / 4 + 8 i; pivot in log2 units, sum over this lane's columns.
+// The state of a warp's stream. o[n][2 i + x]: row fragment_row(i), column 8 n + fragment_column() + x of the warp's; pivot[i] in log2
+// units; sum[i] over this lane's keys.
 template <class C> struct Rows {
     uint32_t q[C::kQueriesInRegisters ? C::kHeadDim / 16 : 1][4];
     float o[C::kColumns / 8][4];
@@ -37,12 +38,12 @@ template <class C> __device__ __forceinline__ void clear(Rows<C> &rows) {
     rows.sum[0] = rows.sum[1] = 0.0f;
 }
 
-// Of the lane's row in an upper or lower half of the 16, elements 2 (lane % 4) and the next of a chunk.
+// x: elements fragment_column() and the next of a chunk, in row fragment_row(half).
 template <class C> __device__ __forceinline__ void set_query(Rows<C> &rows, int half, int chunk, uint32_t x) {
     rows.q[chunk / 2][2 * (chunk % 2) + half] = x;
 }
 
-// q and k: of lane_rows, as v below.
+// s = Q K^T. q and k are addresses at lane_rows.
 template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], const Rows<C> &rows, uint32_t q, uint32_t k, float scale) {
     for (int x = 0; x < 4; x++) s[0][x] = s[1][x] = 0.0f;
 #pragma unroll
@@ -56,7 +57,7 @@ template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], 
         mma_m16n8k16<typename C::Element>(s[0], a, keys[0], keys[1]);
         mma_m16n8k16<typename C::Element>(s[1], a, keys[2], keys[3]);
     }
-    if (scale < 0.0f) // its sign moves to the scores, whose largest is asked for
+    if (scale < 0.0f) // its sign moves to the scores, whose maximum becomes the pivot
         for (int x = 0; x < 4; x++) s[0][x] = -s[0][x], s[1][x] = -s[1][x];
 }
 
@@ -74,7 +75,7 @@ template <class C> __device__ __forceinline__ void mask_tile(float (&s)[2][4], c
     }
 }
 
-// s becomes P; o is rescaled to the new pivot, where there is one. Rows from num_rows on get P = 0.
+// s becomes P; o is rescaled if the pivot grows. Rows from num_rows on get P = 0.
 template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4], Rows<C> &rows, float scale_log2, int num_rows) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -107,15 +108,15 @@ template <class C> __device__ __forceinline__ void softmax_step(float (&s)[2][4]
     }
 }
 
-// bf16 keeps 8 bits of P, which would cost as much as rounding O does: so P is the sum of two. The first is cut off a little below P, so
-// that the second is above 0 where P is: a value that is infinite meets no 0.
-template <class C> constexpr bool kSplits = std::is_same_v<typename C::Element, Bf16>;
+// bf16 keeps 8 bits of P, an error as large as rounding O: so P is the sum of two bf16 numbers. The first is truncated a little below P, so
+// that the second is positive where P is: an infinite value must not meet 0.
+template <class C> constexpr bool kSplitsP = std::is_same_v<typename C::Element, Bf16>;
 
-struct Split {
+struct RoundedPair {
     uint32_t high, rest;
 };
 
-template <class Element> __device__ __forceinline__ Split split_halves(float left, float right) {
+template <class Element> __device__ __forceinline__ RoundedPair round_pair(float left, float right) {
     if constexpr (!std::is_same_v<Element, Bf16>) return {pack_halves<Element>(left, right), 0};
     const uint32_t left_bits = __float_as_uint(left * 0x0.ffp0f) & 0xffff0000u,
                    right_bits = __float_as_uint(right * 0x0.ffp0f) & 0xffff0000u;
@@ -127,9 +128,9 @@ template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, con
     uint32_t a[4], rest[4];
 #pragma unroll
     for (int x = 0; x < 4; x++) {
-        const Split split = split_halves<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
-        a[x] = split.high;
-        rest[x] = split.rest;
+        const RoundedPair pair = round_pair<typename C::Element>(p[x / 2][2 * (x & 1)], p[x / 2][2 * (x & 1) + 1]);
+        a[x] = pair.high;
+        rest[x] = pair.rest;
     }
 #pragma unroll
     for (int n = 0; n < C::kColumns / 16; n++) {
@@ -137,15 +138,15 @@ template <class C> __device__ __forceinline__ void pv_product(Rows<C> &rows, con
         ldmatrix_x4_trans(values, pairs_on(v, n));
         mma_m16n8k16<typename C::Element>(rows.o[2 * n], a, values[0], values[1]);
         mma_m16n8k16<typename C::Element>(rows.o[2 * n + 1], a, values[2], values[3]);
-        if constexpr (kSplits<C>) {
+        if constexpr (kSplitsP<C>) {
             mma_m16n8k16<Bf16>(rows.o[2 * n], rest, values[0], values[1]);
             mma_m16n8k16<Bf16>(rows.o[2 * n + 1], rest, values[2], values[3]);
         }
     }
 }
 
-// A masked key's P is 0, but 0 * NaN is not: where a value that is not finite meets rows that do not see it, it is zeroed in shared memory
-// and added by hand to the rows that do. Each warp looks at its own columns, which no other reads.
+// A masked key's P is 0, but 0 * NaN is NaN: a value of a masked tile that is not finite is zeroed in shared memory and added explicitly to
+// the rows that see it. Each warp checks its own columns, which no other warp reads.
 template <class C>
 __device__ __forceinline__ void hide_nonfinite(unsigned char *values, Rows<C> &rows, const Row *seen, int32_t tile, int first_chunk) {
     constexpr int kMine = C::kColumns / 8;
