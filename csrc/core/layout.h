@@ -61,6 +61,19 @@ SA_HD int64_t sa_cache_len(const sinkattn_decode_args *args, int64_t b) {
     return args->cache_seqlens ? sa_clamp(args->cache_seqlens[b], 0, capacity) : capacity;
 }
 
+/* Where sequence b of a decode lies: its rows in q, packed or not, and how many keys of the cache it has. */
+SA_HD sa_sequence sa_cached_sequence(const sinkattn_decode_args *args, int64_t b) {
+    const sinkattn_problem *problem = &args->fwd.problem;
+    sa_sequence sequence = {b, 0, problem->q_len, 0, sa_cache_len(args, b)};
+    if (problem->packed) {
+        const sa_range rows = sa_packed_rows(args->fwd.cu_seqlens_q, b, problem->q_len);
+        sequence.batch = 0;
+        sequence.q_begin = rows.begin;
+        sequence.q_len = rows.end - rows.begin;
+    }
+    return sequence;
+}
+
 /* Slots of sequence b that new keys go to, as many as there is room for: lengths are int32. */
 SA_HD sa_range sa_new_slots(const sinkattn_append_args *args, int64_t b) {
     const sinkattn_problem *problem = &args->cache.fwd.problem;

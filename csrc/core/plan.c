@@ -72,6 +72,10 @@ const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_v
     return p->invariant ? "its parts depend on the batch" : NULL;
 }
 
+/* Packed rows over a cache: no decode of a few rows, but the forward's, whose keys are never split. */
+static bool has_packed_rows(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && p->packed; }
+static bool may_split(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && !p->packed; }
+
 /* Why the row cannot take the problem, NULL when it can. */
 static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
     const sinkattn_variant_info *info = &row->info;
@@ -80,6 +84,7 @@ static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
     if (p->head_dim > info->max_head_dim) return "head_dim is above its largest";
     if (info->backend == SINKATTN_CUDA && (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN || p->num_q_heads > INT32_MAX))
         return "2^29 rows or keys, or 2^31 heads, and more";
+    if (info->backend == SINKATTN_CUDA && has_packed_rows(p)) return "packed rows over a cache";
     if (info->backend == SINKATTN_CUDA && p->q_len > INT32_MAX / (p->num_q_heads / p->num_kv_heads)) return "2^31 rows of a group and more";
     return row->refusal(p, info);
 }
@@ -113,6 +118,10 @@ static arch_name name_arch(sinkattn_backend backend, int32_t arch) {
 }
 
 static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *device) {
+    if (device->backend == SINKATTN_CUDA && has_packed_rows(p))
+        return sa_status(SINKATTN_UNSUPPORTED,
+                         "packed rows over a cache are served on the CPU alone; on CUDA decode sequences of one q_len "
+                         "with flash_attn_with_kvcache, or gather their keys and pass cu_seqlens_k");
     char compiled[400] = "";
     size_t used = 0;
     const sa_variant *row;
@@ -203,7 +212,7 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
     const sa_variant *row = sa_variant_at(plan->variant);
     say(plan, "%s is the best kernel for %s, head_dim %" PRId64 " on %s", row->info.name, sa_dtype_name(p->dtype), p->head_dim,
         name_arch(device->backend, device->arch).text);
-    if (p->op == SINKATTN_DECODE) {
+    if (may_split(p)) {
         const bool balanced = sa_is_balanced(p, plan);
         const char *why = p->invariant        ? "invariant"
                           : p->num_splits > 0 ? "as asked"
@@ -243,8 +252,8 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
     if (variant < 0) return miss(problem, device);
     const sa_variant *row = sa_variant_at(variant);
     const int64_t items = num_query_tiles(problem, &row->info);
-    const int64_t tiles = problem->op == SINKATTN_DECODE ? num_key_tiles(problem, &row->info) : 1;
-    const int64_t splits = problem->op == SINKATTN_DECODE ? choose_splits(problem, device, items, tiles) : 1;
+    const int64_t tiles = may_split(problem) ? num_key_tiles(problem, &row->info) : 1;
+    const int64_t splits = may_split(problem) ? choose_splits(problem, device, items, tiles) : 1;
     *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .workers = device->workers};
     if (!sa_is_balanced(problem, plan) && !partials_fit(problem, splits))
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must leave less than 2^31 partial rows", splits);
@@ -268,7 +277,7 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
                          sa_cpu_level_name(row->info.arch), sa_cpu_level_name(sa_cpu_level()));
     if (plan->workers < 1 || plan->workers > SA_MAX_WORKERS)
         return sa_status(SINKATTN_INVALID, "plan.workers is %" PRId32 "; it must be from 1 to %d", plan->workers, SA_MAX_WORKERS);
-    const int64_t most = problem->op == SINKATTN_DECODE ? num_key_tiles(problem, &row->info) : 1;
+    const int64_t most = may_split(problem) ? num_key_tiles(problem, &row->info) : 1;
     const bool fits = sa_is_balanced(problem, plan) || partials_fit(problem, plan->num_splits);
     if (plan->num_splits < 1 || plan->num_splits > most || !fits)
         return sa_status(SINKATTN_INVALID, "plan.num_splits is %" PRId64 "; it must be from 1 to %" PRId64, plan->num_splits, most);

@@ -16,6 +16,9 @@
 /* No size reaches a tensor of more elements, which leaves room to count bytes, splits and statistics in int64. */
 #define SA_MAX_ELEMENTS (INT64_C(1) << 48)
 
+/* A decode's keys lie in a cache, whatever its rows are. */
+static bool keys_are_packed(const sinkattn_problem *p) { return p->packed && p->op != SINKATTN_DECODE; }
+
 static void add_rows_of_q(sa_checked *all, const char *name, const sinkattn_tensor *tensor, bool written) {
     const sinkattn_problem *p = all->problem;
     all->tensors[all->num_tensors++] = (sa_checked_tensor){name, tensor, p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, written};
@@ -23,7 +26,7 @@ static void add_rows_of_q(sa_checked *all, const char *name, const sinkattn_tens
 
 static void add_rows_of_k(sa_checked *all, const char *name, const sinkattn_tensor *tensor, bool written) {
     const sinkattn_problem *p = all->problem;
-    sa_checked_tensor o = {name, tensor, p->packed ? 1 : p->batch, p->k_len, p->num_kv_heads, written};
+    sa_checked_tensor o = {name, tensor, keys_are_packed(p) ? 1 : p->batch, p->k_len, p->num_kv_heads, written};
     if (p->page_size != 0) {
         o.batch = p->num_pages;
         o.rows = p->page_size;
@@ -73,7 +76,9 @@ static sinkattn_status check_fwd_null(const sinkattn_fwd_args *args) {
     if (!args->s_aux && p->num_q_heads != 0 && p->s_aux_dtype != SINKATTN_NO_DTYPE) return null_error("s_aux", "with an s_aux_dtype");
     if (args->s_aux && p->s_aux_dtype == SINKATTN_NO_DTYPE) return surplus_error("s_aux", "without an s_aux_dtype");
     if (p->packed && !args->cu_seqlens_q) return null_error("cu_seqlens_q", "for packed sequences");
-    if (p->packed && !args->cu_seqlens_k) return null_error("cu_seqlens_k", "for packed sequences");
+    if (keys_are_packed(p) && !args->cu_seqlens_k) return null_error("cu_seqlens_k", "for packed sequences");
+    if (p->packed && !keys_are_packed(p) && args->cu_seqlens_k)
+        return surplus_error("cu_seqlens_k", "over a cache, whose keys in use are counted by cache_seqlens");
     if (!p->packed && args->cu_seqlens_q) return surplus_error("cu_seqlens_q", "unless sequences are packed");
     if (!p->packed && args->cu_seqlens_k) return surplus_error("cu_seqlens_k", "unless sequences are packed");
     return sa_ok();
@@ -110,7 +115,7 @@ static bool product_fits(const int64_t *factors, int count) {
 /* Zero factors count as one: a tensor may be empty while its siblings are not. */
 static sinkattn_status check_sizes_fit(const sinkattn_problem *p) {
     const int64_t rows[] = {p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, p->head_dim};
-    const int64_t keys[] = {p->packed ? 1 : p->batch, p->k_len, p->num_q_heads, p->head_dim};
+    const int64_t keys[] = {keys_are_packed(p) ? 1 : p->batch, p->k_len, p->num_q_heads, p->head_dim};
     const int64_t pages[] = {p->num_pages, p->page_size, p->num_kv_heads, p->head_dim};
     const int64_t heads[] = {p->batch, p->num_q_heads}, sequences[] = {p->batch, sa_max(p->q_len, p->k_len)};
     if (product_fits(rows, 4) && product_fits(keys, 4) && product_fits(pages, 4) && product_fits(heads, 2) && product_fits(sequences, 2))
@@ -136,10 +141,9 @@ static sinkattn_status check_heads(const sinkattn_problem *p) {
 
 static sinkattn_status check_packed(const sinkattn_problem *p) {
     if (!p->packed) return sa_ok();
-    if (p->op == SINKATTN_DECODE) return sa_status(SINKATTN_INVALID, "packed is true; it must be false for decode");
-    if (p->q_len > INT32_MAX || p->k_len > INT32_MAX)
+    if (p->q_len > INT32_MAX || (keys_are_packed(p) && p->k_len > INT32_MAX))
         return sa_status(SINKATTN_INVALID, "%s has %" PRId64 " packed rows; cu_seqlens is int32, so it must have at most %d",
-                         p->q_len > INT32_MAX ? "q" : "k", sa_max(p->q_len, p->k_len), INT32_MAX);
+                         p->q_len > INT32_MAX ? "q" : "k", p->q_len > INT32_MAX ? p->q_len : p->k_len, INT32_MAX);
     return sa_ok();
 }
 
@@ -221,6 +225,8 @@ static sinkattn_status check_splits(const sinkattn_problem *p) {
     if (p->op != SINKATTN_DECODE && (p->num_splits != 0 || p->invariant))
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 ", invariant is %d; both must be 0 but for decode", p->num_splits,
                          p->invariant);
+    if (p->packed && p->num_splits != 0 && p->num_splits != 1)
+        return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must be 0 or 1 when packed is true", p->num_splits);
     if (p->invariant && p->num_splits != 0 && p->num_splits != 1)
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must be 0 or 1 when invariant is true", p->num_splits);
     return sa_ok();
@@ -325,6 +331,7 @@ static sinkattn_status check_host_strides(const sinkattn_decode_args *args) {
 static sinkattn_status check_nvfp4(const sinkattn_decode_args *args) {
     const sinkattn_nvfp4 *nvfp4 = &args->nvfp4;
     const int64_t head_dim = args->fwd.problem.head_dim;
+    if (nvfp4->values && args->fwd.problem.packed) return surplus_error("nvfp4.values", "when packed is true");
     if (!nvfp4->values) return nvfp4->scales ? surplus_error("nvfp4.scales", "without nvfp4.values") : sa_ok();
     if (head_dim % SA_NVFP4_BLOCK != 0)
         return sa_status(SINKATTN_INVALID, "head_dim is %" PRId64 "; it must be a multiple of %d for NVFP4", head_dim, SA_NVFP4_BLOCK);
@@ -396,6 +403,7 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
         return sa_status(SINKATTN_INVALID, "cache.host.num_pages is %" PRId64 "; it must be 0: new keys go to pages of the cache",
                          cache->host.num_pages);
     SA_TRY(check_op(p, SINKATTN_DECODE));
+    if (p->packed) return sa_status(SINKATTN_INVALID, "packed is true; it must be false for an append");
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));
     add_array(&all, "cache.cache_seqlens", cache->cache_seqlens, p->batch * (int64_t)sizeof(int32_t), false);

@@ -24,6 +24,7 @@ sinkattn_status sa_validate_cu_seqlens(const sinkattn_fwd_args *args) {
     const sinkattn_problem *p = &args->problem;
     if (!p->packed) return sa_ok();
     SA_TRY(check_cu_seqlens("cu_seqlens_q", args->cu_seqlens_q, p->batch, p->q_len));
+    if (p->op == SINKATTN_DECODE) return sa_ok();
     return check_cu_seqlens("cu_seqlens_k", args->cu_seqlens_k, p->batch, p->k_len);
 }
 
@@ -42,15 +43,18 @@ static sinkattn_status check_pages_mapped(const sinkattn_decode_args *args, int6
 /* Pages that no row of the call can see may hold anything: caches leave the slots before a window unmapped. */
 sinkattn_status sa_validate_cache(const sinkattn_decode_args *args) {
     const sinkattn_problem *p = &args->fwd.problem;
+    SA_TRY(sa_validate_cu_seqlens(&args->fwd));
     for (int64_t b = 0; b < p->batch; b++) {
         const int32_t used = args->cache_seqlens ? args->cache_seqlens[b] : 0;
         if (used < 0 || used > p->k_len)
-            return sa_status(SINKATTN_INVALID, "cache_seqlens[%" PRId64 "] is %" PRId32 "; it must be from 0 to %" PRId64 ", the capacity",
-                             b, used, p->k_len);
-        if (!args->block_table || p->q_len == 0) continue;
-        const sa_band band = sa_band_of(&p->mask, p->q_len, sa_cache_len(args, b));
+            return sa_status(SINKATTN_INVALID,
+                             "cache_seqlens[%" PRId64 "]%s is %" PRId32 "; it must be from 0 to %" PRId64 ", the capacity", b,
+                             p->packed ? " (seqused_k)" : "", used, p->k_len);
+        const sa_sequence sequence = sa_cached_sequence(args, b);
+        if (!args->block_table || sequence.q_len == 0) continue;
+        const sa_band band = sa_band_of(&p->mask, sequence.q_len, sequence.k_len);
         sa_range prefix = {0, 0};
-        const sa_range keys = sa_rows_band(&band, (sa_range){0, p->q_len}, &prefix.end);
+        const sa_range keys = sa_rows_band(&band, (sa_range){0, sequence.q_len}, &prefix.end);
         SA_TRY(check_pages_mapped(args, b, prefix));
         SA_TRY(check_pages_mapped(args, b, keys));
     }

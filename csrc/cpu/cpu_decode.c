@@ -2,7 +2,7 @@
  *
  * Decode: the forward's row tiles over a cache, dense or paged, its key tiles cut into parts so that few sequences still use every
  * worker. A part leaves (pivot, sum, out); the merge adds them in ascending order, and a row ends as the forward's does. With one part it
- * is the prefill's row, bit for bit.
+ * is the prefill's row, bit for bit. Packed rows are the forward's items over the cache, never split.
  */
 #include "cpu/cpu_fwd.h"
 
@@ -43,8 +43,12 @@ static decode_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, const sin
 int64_t sa_cpu_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     sa_scratch scratch = {NULL, 0};
     sinkattn_decode_args args = {.fwd.problem = *problem};
+    sa_take_cu_seqlens(&scratch, &args.fwd);
     sa_take_cache_seqlens(&scratch, &args);
-    take_job(&scratch, NULL, problem, plan);
+    if (problem->packed)
+        sa_count_all(&scratch, problem, plan);
+    else
+        take_job(&scratch, NULL, problem, plan);
     return scratch.used + 64;
 }
 
@@ -107,9 +111,14 @@ static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, 
                                   const sinkattn_context *context) {
     sinkattn_decode_args args = *(const sinkattn_decode_args *)arguments;
     sa_scratch scratch = sa_scratch_of(context);
+    sa_take_cu_seqlens(&scratch, &args.fwd);
     sa_take_cache_seqlens(&scratch, &args);
     SA_TRY(sa_validate_cache(&args));
     const sinkattn_problem *problem = &args.fwd.problem;
+    if (problem->packed) {
+        sa_attend_all(&scratch, ops, &args.fwd, &args, plan, context);
+        return sa_ok();
+    }
     decode_job job = take_job(&scratch, ops, problem, plan);
     job.args = &args;
     const int64_t num_tiles = problem->batch * problem->num_kv_heads * job.num_row_tiles;

@@ -192,6 +192,7 @@ void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_ti
 
 typedef struct fwd_job {
     const sinkattn_fwd_args *args;
+    const sinkattn_decode_args *cache; /* NULL: k and v are plain tensors */
     sa_attend *workers;
     int64_t item_rows, num_items; /* num_items of each kv head */
 } fwd_job;
@@ -208,7 +209,7 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     const int64_t group = problem->num_q_heads / problem->num_kv_heads;
     int64_t tile;
     const int64_t b = sa_find_tile(job->args, group, job->item_rows, job->num_items - 1 - item / problem->num_kv_heads, &tile);
-    const sa_stream stream = sa_stream_of(job->args, NULL, b, item % problem->num_kv_heads);
+    const sa_stream stream = sa_stream_of(job->args, job->cache, b, item % problem->num_kv_heads);
     const int64_t begin = tile * job->item_rows, end = sa_min(begin + job->item_rows, sa_num_rows(&stream));
     if (begin >= end) return;
     sa_attend *attend = &job->workers[worker];
@@ -219,11 +220,15 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     sa_attend_store(attend, &stream, &rows);
 }
 
+void sa_count_all(sa_scratch *scratch, const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    sa_take_workers(scratch, NULL, problem, plan, tiles_an_item(plan));
+}
+
 int64_t sa_cpu_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     sa_scratch scratch = {NULL, 0};
     sinkattn_fwd_args args = {.problem = *problem};
     sa_take_cu_seqlens(&scratch, &args);
-    sa_take_workers(&scratch, NULL, problem, plan, tiles_an_item(plan));
+    sa_count_all(&scratch, problem, plan);
     return scratch.used + 64;
 }
 
@@ -239,17 +244,22 @@ static void fwd_tail(const sinkattn_fwd_args *args) {
         }
 }
 
+void sa_attend_all(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_fwd_args *args, const sinkattn_decode_args *cache,
+                   const sinkattn_plan *plan, const sinkattn_context *context) {
+    const sinkattn_problem *problem = &args->problem;
+    const int64_t item_rows = tiles_an_item(plan) * sinkattn_variant(plan->variant)->tile_q;
+    fwd_job job = {args, cache, sa_take_workers(scratch, ops, problem, plan, tiles_an_item(plan)), item_rows,
+                   sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, item_rows)};
+    sa_parallel_for(context, plan->workers, job.num_items * problem->num_kv_heads, fwd_item, &job);
+    fwd_tail(args);
+}
+
 static sinkattn_status fwd_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     sinkattn_fwd_args args = *(const sinkattn_fwd_args *)arguments;
     sa_scratch scratch = sa_scratch_of(context);
     sa_take_cu_seqlens(&scratch, &args);
     SA_TRY(sa_validate_cu_seqlens(&args));
-    const sinkattn_problem *problem = &args.problem;
-    const int64_t item_rows = tiles_an_item(plan) * sinkattn_variant(plan->variant)->tile_q;
-    fwd_job job = {&args, sa_take_workers(&scratch, ops, problem, plan, tiles_an_item(plan)), item_rows,
-                   sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, item_rows)};
-    sa_parallel_for(context, plan->workers, job.num_items * problem->num_kv_heads, fwd_item, &job);
-    fwd_tail(&args);
+    sa_attend_all(&scratch, ops, &args, NULL, plan, context);
     return sa_ok();
 }
 

@@ -35,6 +35,13 @@ sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sin
 /* (pivot, sum, out) of the rows over part `part` of `num_parts` of their key tiles, without the sink. */
 void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts);
 
+/* out and lse of every row, packed or not, without splitting keys: the forward's, of which cache is NULL, and a decode's. */
+void sa_attend_all(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_fwd_args *args, const sinkattn_decode_args *cache,
+                   const sinkattn_plan *plan, const sinkattn_context *context);
+
+/* Bytes that sa_attend_all takes. */
+void sa_count_all(sa_scratch *scratch, const sinkattn_problem *problem, const sinkattn_plan *plan);
+
 /* Writes out and lse of the rows. */
 void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows);
 

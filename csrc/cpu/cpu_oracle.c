@@ -16,6 +16,7 @@ enum { MAX_HEAD_DIM = 512 };
 typedef struct head {
     const sinkattn_fwd_args *args;
     const sinkattn_decode_args *cache; /* NULL: k and v are plain tensors */
+    int64_t b;
     sa_sequence sequence;
     sa_band band;
     int64_t q_head, kv_head, head_dim;
@@ -24,8 +25,8 @@ typedef struct head {
 
 static head head_at(const sinkattn_fwd_args *args, const sinkattn_decode_args *cache, int64_t b, int64_t q_head) {
     const sinkattn_problem *p = &args->problem;
-    head h = {.args = args, .cache = cache, .sequence = sa_sequence_at(args, b), .q_head = q_head, .head_dim = p->head_dim};
-    if (cache) h.sequence.k_len = sa_cache_len(cache, b);
+    head h = {.args = args, .cache = cache, .b = b, .q_head = q_head, .head_dim = p->head_dim};
+    h.sequence = cache ? sa_cached_sequence(cache, b) : sa_sequence_at(args, b);
     h.band = sa_band_of(&p->mask, h.sequence.q_len, h.sequence.k_len);
     h.kv_head = q_head / (p->num_q_heads / p->num_kv_heads);
     h.scale = sa_softmax_scale(p);
@@ -39,7 +40,7 @@ static int64_t q_offset(const head *h, const sinkattn_tensor *tensor, int64_t i)
 
 /* -1 where a cache's page is unmapped: it was mapped when the run began. It reads as zeros. */
 static int64_t k_offset(const head *h, const sinkattn_tensor *tensor, int64_t j) {
-    if (h->cache) return sa_cache_offset(h->cache, tensor, h->sequence.batch, j, h->kv_head);
+    if (h->cache) return sa_cache_offset(h->cache, tensor, h->b, j, h->kv_head);
     return sa_offset(tensor, h->sequence.batch, h->sequence.k_begin + j, h->kv_head);
 }
 
@@ -244,9 +245,11 @@ sinkattn_status sa_bwd_cpu_oracle(const void *arguments, const sinkattn_plan *pl
 sinkattn_status sa_decode_cpu_oracle(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     sinkattn_decode_args args = *(const sinkattn_decode_args *)arguments;
     sa_scratch scratch = sa_scratch_of(context);
+    sa_take_cu_seqlens(&scratch, &args.fwd);
     sa_take_cache_seqlens(&scratch, &args);
     SA_TRY(sa_validate_cache(&args));
     run r = {.fwd = &args.fwd, .decode = &args};
+    forward_tail(r.fwd);
     sa_parallel_for(context, plan->workers, r.fwd->problem.batch * r.fwd->problem.num_q_heads, forward_item, &r);
     sa_pack_nvfp4(r.decode, plan, context);
     return sa_ok();

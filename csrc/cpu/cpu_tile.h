@@ -36,7 +36,7 @@ static inline const int32_t *sa_take_lengths(sa_scratch *scratch, const int32_t 
 static inline void sa_take_cu_seqlens(sa_scratch *scratch, sinkattn_fwd_args *args) {
     if (!args->problem.packed) return;
     args->cu_seqlens_q = sa_take_lengths(scratch, args->cu_seqlens_q, args->problem.batch + 1);
-    args->cu_seqlens_k = sa_take_lengths(scratch, args->cu_seqlens_k, args->problem.batch + 1);
+    if (args->problem.op != SINKATTN_DECODE) args->cu_seqlens_k = sa_take_lengths(scratch, args->cu_seqlens_k, args->problem.batch + 1);
 }
 
 static inline void sa_take_cache_seqlens(sa_scratch *scratch, sinkattn_decode_args *args) {
@@ -48,6 +48,7 @@ static inline void sa_take_cache_seqlens(sa_scratch *scratch, sinkattn_decode_ar
 typedef struct sa_stream {
     const sinkattn_fwd_args *args;
     const sinkattn_decode_args *cache; /* NULL outside decode */
+    int64_t b;                         /* the sequence's number, and its row of the cache or block_table */
     sa_sequence sequence;
     sa_band band;
     int64_t kv_head, first_head, group;
@@ -58,8 +59,8 @@ static inline sa_stream sa_stream_of(const sinkattn_fwd_args *args, const sinkat
     sa_stream stream;
     stream.args = args;
     stream.cache = cache;
-    stream.sequence = sa_sequence_at(args, b);
-    if (cache) stream.sequence.k_len = sa_cache_len(cache, b);
+    stream.b = b;
+    stream.sequence = cache ? sa_cached_sequence(cache, b) : sa_sequence_at(args, b);
     stream.band = sa_band_of(&problem->mask, stream.sequence.q_len, stream.sequence.k_len);
     stream.kv_head = kv_head;
     stream.group = problem->num_q_heads / problem->num_kv_heads;
@@ -99,7 +100,7 @@ static inline char *sa_query_row(const sa_stream *stream, const sinkattn_tensor 
 /* Key j of a tensor shaped as k; -1 where its page is unmapped. */
 static inline int64_t sa_key_offset(const sa_stream *stream, const sinkattn_tensor *tensor, int64_t j) {
     const sa_sequence *at = &stream->sequence;
-    return stream->cache ? sa_cache_offset(stream->cache, tensor, at->batch, j, stream->kv_head)
+    return stream->cache ? sa_cache_offset(stream->cache, tensor, stream->b, j, stream->kv_head)
                          : sa_offset(tensor, at->batch, at->k_begin + j, stream->kv_head);
 }
 

@@ -68,7 +68,7 @@ typedef struct sinkattn_problem {
     sinkattn_op op;
     sinkattn_dtype dtype;       /* of q, k, v, out and their gradients */
     sinkattn_dtype s_aux_dtype; /* of s_aux and its gradient; SINKATTN_NO_DTYPE: no sink */
-    bool packed;                /* sequences lie end to end, bounded by cu_seqlens */
+    bool packed;                /* sequences lie end to end, bounded by cu_seqlens; decode: their rows do, keys lie in the cache */
     int64_t batch;              /* sequences */
     int64_t num_q_heads, num_kv_heads, head_dim;
     int64_t q_len, k_len; /* rows of q and k a sequence; packed: rows of the whole tensor; decode: k_len is the cache's capacity */
@@ -76,7 +76,8 @@ typedef struct sinkattn_problem {
     int64_t page_size, num_pages;       /* decode from a paged cache; page_size 0: the cache is contiguous */
     double softmax_scale;               /* 0: head_dim ** -0.5 */
     sinkattn_mask mask;
-    int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice; -N: N, merged by a kernel of their own */
+    int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice; -N: N, merged by a kernel of their own;
+                           packed: 0 or 1 */
     bool invariant;     /* decode: the bits of the prefill row, whatever the batch */
 } sinkattn_problem;
 
@@ -151,7 +152,7 @@ typedef struct sinkattn_fwd_args {
     void *lse;               /* contiguous [batch, num_q_heads, q_len], packed [num_q_heads, total_q]; fp32, fp64 when dtype is; as out */
     void *lse_raw;           /* as lse, written by forward and decode: the LSE over the keys alone; NULL: not wanted */
     const void *s_aux;       /* [num_q_heads] logits in natural-log units, never scaled; NULL with s_aux_dtype 0 */
-    const int32_t *cu_seqlens_q, *cu_seqlens_k; /* packed: [batch + 1] row offsets, from 0, not decreasing */
+    const int32_t *cu_seqlens_q, *cu_seqlens_k; /* packed: [batch + 1] row offsets, from 0, not decreasing; decode: no cu_seqlens_k */
 } sinkattn_fwd_args;
 
 typedef struct sinkattn_bwd_args {
@@ -162,7 +163,8 @@ typedef struct sinkattn_bwd_args {
     void *ds_aux; /* [num_q_heads] of s_aux_dtype, written; NULL with s_aux NULL: s_aux is frozen or absent, nothing is spent on it */
 } sinkattn_bwd_args;
 
-/* A decode's out once more, in NVFP4: 16 columns share a scale, and a column is value * scale / global_scale. Both are contiguous. */
+/* A decode's out once more, in NVFP4: 16 columns share a scale, and a column is value * scale / global_scale. Both are contiguous. Not of
+ * packed rows. */
 typedef struct sinkattn_nvfp4 {
     uint8_t *values;     /* [batch, q_len, num_q_heads, head_dim / 2] e2m1, two a byte, the first in its low half; NULL: not wanted */
     uint8_t *scales;     /* [batch, q_len, num_q_heads, head_dim / 16] e4m3; head_dim is a multiple of 16 */
@@ -176,6 +178,8 @@ typedef struct sinkattn_tier {
     int64_t num_pages;    /* 0: there is no second tier */
 } sinkattn_tier;
 
+/* The rows of a sequence stand at the end of its keys in use. Packed, each sequence may have any number of rows, chunks of a prefill beside
+ * single ones: on the CPU alone, with the bits of a forward of that sequence. */
 typedef struct sinkattn_decode_args {
     sinkattn_fwd_args fwd;        /* k, v are the cache: [batch, k_len, ..] or, with block_table, [num_pages, page_size, ..] */
     const int32_t *cache_seqlens; /* [batch] keys in use; NULL: k_len each */

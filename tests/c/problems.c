@@ -33,12 +33,13 @@ static sinkattn_mask random_mask(int64_t k_len) {
 }
 
 static void choose_decode(sinkattn_problem *p) {
-    p->packed = false;
-    p->q_len = AMONG(1, 1, 1, 2, 5, 17);
-    p->mask.has_right = true;
-    p->mask.right = 0;
     p->invariant = one_in(4);
-    p->num_splits = p->invariant ? pick(0, 1) : AMONG(0, 0, 1, 2, 3, 50);
+    p->num_splits = p->invariant || p->packed ? pick(0, 1) : AMONG(0, 0, 1, 2, 3, 50);
+    if (!p->packed) {
+        p->q_len = AMONG(1, 1, 1, 2, 5, 17);
+        p->mask.has_right = true;
+        p->mask.right = 0;
+    }
     if (p->num_splits > 1 && one_in(2)) p->k_len = pick(257, 700);
     if (one_in(2)) return;
     p->page_size = AMONG(1, 3, 16, 64, 128, 256);

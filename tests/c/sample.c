@@ -111,9 +111,8 @@ static int32_t *cut(int64_t batch, int64_t total) {
 
 static sa_sequence sequence_at(const sample *s, int64_t b) {
     const sinkattn_fwd_args args = {.problem = s->problem, .cu_seqlens_q = s->cu_seqlens_q, .cu_seqlens_k = s->cu_seqlens_k};
-    sa_sequence sequence = sa_sequence_at(&args, b);
-    if (s->cache_seqlens) sequence.k_len = s->cache_seqlens[b];
-    return sequence;
+    const sinkattn_decode_args decode = {.fwd = args, .cache_seqlens = s->cache_seqlens};
+    return s->problem.op == SINKATTN_DECODE ? sa_cached_sequence(&decode, b) : sa_sequence_at(&args, b);
 }
 
 static bool is_seen(const sa_band *band, int64_t j) {
@@ -124,10 +123,8 @@ static bool is_seen(const sa_band *band, int64_t j) {
 
 static void choose_lengths(sample *s) {
     const sinkattn_problem *p = &s->problem;
-    if (p->packed) {
-        s->cu_seqlens_q = cut(p->batch, p->q_len);
-        s->cu_seqlens_k = cut(p->batch, p->k_len);
-    }
+    if (p->packed) s->cu_seqlens_q = cut(p->batch, p->q_len);
+    if (p->packed && p->op != SINKATTN_DECODE) s->cu_seqlens_k = cut(p->batch, p->k_len);
     if (p->op != SINKATTN_DECODE) return;
     if (!one_in(4)) {
         s->cache_seqlens = allocate((size_t)p->batch * sizeof(int32_t));
@@ -159,12 +156,13 @@ static void poison(sample *s) {
     for (int64_t b = 0; b < p->batch; b++) {
         const sa_sequence sequence = sequence_at(s, b);
         const sa_band band = sa_band_of(&p->mask, sequence.q_len, sequence.k_len);
+        const int64_t k_batch = p->op == SINKATTN_DECODE ? b : sequence.batch;
         for (int64_t j = 0; j < sequence.k_len; j++) {
             if (!is_seen(&band, j)) continue;
             if (s->block_table)
                 seen[s->block_table[b * (p->k_len / p->page_size) + j / p->page_size] * k->rows + j % p->page_size] = true;
             else
-                seen[sequence.batch * k->rows + sequence.k_begin + j] = true;
+                seen[k_batch * k->rows + sequence.k_begin + j] = true;
         }
     }
     for (int64_t row = 0; row < k->batch * k->rows; row++)
@@ -186,7 +184,8 @@ static size_t s_aux_bytes(const sample *s) { return (size_t)(s->problem.num_q_he
 static void allocate_sample(sample *s, bool plain) {
     const sinkattn_problem *p = &s->problem;
     const bool backward = p->op == SINKATTN_BWD, paged = p->page_size != 0;
-    const int64_t batch = p->packed ? 1 : p->batch, pages = paged ? p->num_pages : batch, page_rows = paged ? p->page_size : p->k_len;
+    const int64_t batch = p->packed ? 1 : p->batch, k_batch = p->op == SINKATTN_DECODE ? p->batch : batch;
+    const int64_t pages = paged ? p->num_pages : k_batch, page_rows = paged ? p->page_size : p->k_len;
     s->q = array_new(p->dtype, batch, p->q_len, p->num_q_heads, p->head_dim, READ_SHARED, plain);
     s->k = array_new(p->dtype, pages, page_rows, p->num_kv_heads, p->head_dim, READ_SHARED, plain);
     s->v = array_new(p->dtype, pages, page_rows, p->num_kv_heads, p->head_dim, READ_SHARED, plain);

@@ -38,7 +38,7 @@ static sinkattn_problem problem_of(sinkattn_op op, sinkattn_dtype dtype, bool pa
                           .k_len = 160,
                           .mask = {.has_left = true, .left = 60, .has_right = true, .num_sink_tokens = 2}};
     if (op != SINKATTN_DECODE) return p;
-    p.num_splits = 2;
+    p.num_splits = packed ? 0 : 2;
     p.page_size = 16;
     p.num_pages = 12;
     return p;
@@ -99,6 +99,20 @@ static void check_decode(const sinkattn_device *device, sinkattn_dtype dtype) {
     sample_free(&s);
 }
 
+static void check_packed_decode(const sinkattn_device *device, sinkattn_dtype dtype) {
+    const int32_t cu_seqlens_q[] = {0, 70, 71, 148};
+    const sinkattn_problem problem = problem_of(SINKATTN_DECODE, dtype, true);
+    sample s = sample_new(&problem, true);
+    memcpy(s.cu_seqlens_q, cu_seqlens_q, sizeof cu_seqlens_q);
+    if (!s.cache_seqlens) s.cache_seqlens = malloc(3 * sizeof(int32_t));
+    for (int b = 0; b < 3; b++) s.cache_seqlens[b] = 40 * b + 75;
+    for (int i = 0; i < 30; i++) s.block_table[i] = 7 * i % 12;
+    check_changes(&s, device, s.cu_seqlens_q, 4, true);
+    check_changes(&s, device, s.cache_seqlens, 3, true);
+    check_changes(&s, device, s.block_table, 30, false);
+    sample_free(&s);
+}
+
 static void at_each_level(void (*body)(const sinkattn_device *device, sinkattn_dtype dtype)) {
     sinkattn_device device;
     const sinkattn_status status = sinkattn_query_cpu(2, &device);
@@ -111,6 +125,7 @@ static void at_each_level(void (*body)(const sinkattn_device *device, sinkattn_d
 
 static void test_packed(void) { at_each_level(check_packed); }
 static void test_decode(void) { at_each_level(check_decode); }
+static void test_packed_decode(void) { at_each_level(check_packed_decode); }
 
 /* An append has no executor. Its own lengths, written where the next sequence's page or length is read, change it as a thread would:
  * validated whole, and then another at the second sequence. */
@@ -151,5 +166,6 @@ static void test_append(void) {
 
 const test changing_tests[] = {{"cu_seqlens that change during a call", test_packed},
                                {"cache_seqlens and pages that change during a call", test_decode},
+                               {"lengths and pages of packed rows that change during a call", test_packed_decode},
                                {"lengths and pages that change during an append", test_append},
                                {0}};

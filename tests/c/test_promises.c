@@ -179,6 +179,57 @@ static void check_packed_is_dense(const sinkattn_device *device, sinkattn_dtype 
     sample_free(&packed);
 }
 
+/* A chunk of a prefill, no row, a decode row, a few speculative rows, rows without keys: over pages, against each sequence alone. */
+static void check_packed_over_pages_is_dense(const sinkattn_device *device, sinkattn_dtype dtype) {
+    enum { BATCH = 5, TOTAL = 50 };
+    const int32_t cu_q[] = {0, 37, 37, 38, 42, 47}, k_lens[] = {140, 50, 163, 9, 0};
+    const int64_t page_size = pick(1, 40), max_pages = sa_ceil_div(163, page_size);
+    sinkattn_problem problem = problem_of(SINKATTN_DECODE, dtype, BATCH, TOTAL, max_pages * page_size);
+    problem.mask.has_right = one_in(2);
+    problem.packed = true;
+    problem.page_size = page_size;
+    problem.num_pages = BATCH * max_pages;
+    sample packed = sample_new(&problem, true);
+    free(packed.cache_seqlens);
+    packed.cache_seqlens = malloc(sizeof k_lens);
+    memcpy(packed.cache_seqlens, k_lens, sizeof k_lens);
+    memcpy(packed.cu_seqlens_q, cu_q, sizeof cu_q);
+    for (int64_t i = 0; i < BATCH * max_pages; i++) packed.block_table[i] = (int32_t)((i + 2) % problem.num_pages);
+    if (!run(&packed, device)) return;
+    problem = (sinkattn_problem){.op = SINKATTN_FWD,
+                                 .dtype = dtype,
+                                 .s_aux_dtype = SINKATTN_FP32,
+                                 .batch = 1,
+                                 .num_q_heads = 6,
+                                 .num_kv_heads = 2,
+                                 .head_dim = 40,
+                                 .mask = problem.mask};
+    for (int b = 0; b < BATCH; b++) {
+        problem.q_len = cu_q[b + 1] - cu_q[b];
+        problem.k_len = k_lens[b];
+        sample dense = sample_new(&problem, true);
+        memcpy(dense.s_aux, packed.s_aux, 6 * sizeof(float));
+        copy_rows(&dense.q, 0, 0, &packed.q, 0, cu_q[b], problem.q_len);
+        for (int64_t j = 0; j < problem.k_len; j++) {
+            const int64_t page = packed.block_table[b * max_pages + j / page_size];
+            copy_rows(&dense.k, 0, j, &packed.k, page, j % page_size, 1);
+            copy_rows(&dense.v, 0, j, &packed.v, page, j % page_size, 1);
+        }
+        if (run(&dense, device)) {
+            CHECK(same_rows(&dense.out, 0, 0, &packed.out, 0, cu_q[b], problem.q_len), "level %d, out of sequence %d: %s", device->arch, b,
+                  problem_text(&packed.problem));
+            for (int64_t head = 0; head < 6; head++)
+                for (int64_t i = 0; i < problem.q_len; i++)
+                    CHECK(stat(dense.lse, &dense, 0, head, i) == stat(packed.lse, &packed, 0, head, cu_q[b] + i),
+                          "level %d, lse of sequence %d: %s", device->arch, b, problem_text(&packed.problem));
+        }
+        sample_free(&dense);
+    }
+    for (int64_t i = cu_q[BATCH]; i < TOTAL; i++)
+        CHECK(array_get(&packed.out, 0, i, 0, 0) == 0.0 && isinf(stat(packed.lse, &packed, 0, 0, i)), "row %" PRId64 " of no sequence", i);
+    sample_free(&packed);
+}
+
 static void check_no_sink_is_minus_infinity(const sinkattn_device *device, sinkattn_dtype dtype) {
     sinkattn_problem problem = problem_of(SINKATTN_FWD, dtype, 1, 70, 150);
     if (one_in(2)) {
@@ -275,6 +326,7 @@ static void test_decode_is_prefill(void) { at_each_level(check_decode_is_prefill
 static void test_chunked_prefill(void) { at_each_level(check_chunked_prefill); }
 static void test_paged_is_contiguous(void) { at_each_level(check_paged_is_contiguous); }
 static void test_packed_is_dense(void) { at_each_level(check_packed_is_dense); }
+static void test_packed_over_pages_is_dense(void) { at_each_level(check_packed_over_pages_is_dense); }
 static void test_no_sink_is_minus_infinity(void) { at_each_level(check_no_sink_is_minus_infinity); }
 static void test_frozen_sink(void) { at_each_level(check_frozen_sink); }
 
@@ -286,6 +338,7 @@ const test promise_tests[] = {{"invariant decode is prefill, bit for bit", test_
                               {"chunked prefill, bit for bit", test_chunked_prefill},
                               {"paged is contiguous, bit for bit", test_paged_is_contiguous},
                               {"packed is dense, bit for bit", test_packed_is_dense},
+                              {"packed over pages is dense, bit for bit", test_packed_over_pages_is_dense},
                               {"no sink is a sink of -inf, bit for bit", test_no_sink_is_minus_infinity},
                               {"a frozen sink changes no other gradient", test_frozen_sink},
                               {"visible NaN is where the oracle has it", test_visible_nan},

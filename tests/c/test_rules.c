@@ -110,10 +110,36 @@ static void test_scales_at_the_edge(void) {
     }
 }
 
+/* Refused with the way out by a build with CUDA rows and by one without; on the CPU in one part each, for any number of workers. */
+static void test_packed_rows_over_a_cache(void) {
+    sinkattn_problem problem = causal_window(SINKATTN_DECODE, 127);
+    problem.packed = true;
+    problem.batch = 3;
+    problem.page_size = 4;
+    problem.num_pages = 9;
+    const int32_t archs[] = {80, 90, 100};
+    sinkattn_plan plan;
+    sinkattn_status status;
+    for (int i = 0; i < 3; i++) {
+        const sinkattn_device gpu = {.backend = SINKATTN_CUDA, .arch = archs[i], .workers = 132};
+        status = sinkattn_make_plan(&problem, &gpu, &plan);
+        CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "packed rows over a cache are served on the CPU alone"), "%s",
+              status.message);
+    }
+    const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 64};
+    for (int64_t splits = 0; splits < 2; splits++) {
+        problem.num_splits = splits;
+        status = sinkattn_make_plan(&problem, &cpu, &plan);
+        CHECK(status.code == SINKATTN_OK && plan.num_splits == 1 && plan.num_items == 1000 * 8 / 64 + 3, "%s, %" PRId64 " splits, %" PRId64,
+              status.message, plan.num_splits, plan.num_items);
+    }
+}
+
 const test rule_tests[] = {{"rows and devices", test_rows_and_devices},
                            {"the local window's edge", test_the_local_windows_edge},
                            {"the single key tile's edge", test_the_single_tiles_edge},
                            {"partials below 2^31", test_partials_below_2_31},
                            {"sink tokens beyond the keys", test_sink_tokens_beyond_the_keys},
                            {"scales at the edge", test_scales_at_the_edge},
+                           {"packed rows over a cache", test_packed_rows_over_a_cache},
                            {0}};

@@ -16,7 +16,7 @@ typedef struct call {
     int32_t block_table[8];
 } call;
 
-typedef enum kind { FWD, BWD, DECODE, PACKED, PAGED, NUM_KINDS } kind;
+typedef enum kind { FWD, BWD, DECODE, PACKED, PAGED, PACKED_PAGED, NUM_KINDS } kind;
 
 typedef struct malformed {
     kind kind;
@@ -88,7 +88,9 @@ CHANGE(endless_q, p->q_len = (INT64_C(1) << 36) + 1)
 CHANGE(endless_k, p->k_len = INT64_MAX)
 CHANGE(long_packed_q, p->q_len = (int64_t)INT32_MAX + 1)
 CHANGE(long_packed_k, p->k_len = (int64_t)INT32_MAX + 1)
-CHANGE(packed_decode, p->packed = true; f->cu_seqlens_q = f->cu_seqlens_k = c->cu_seqlens)
+CHANGE(cu_seqlens_k_over_a_cache, f->cu_seqlens_k = c->cu_seqlens)
+CHANGE(splits, p->num_splits = 2)
+CHANGE(nvfp4, c->decode.nvfp4.values = (uint8_t *)c; c->decode.nvfp4.scales = (uint8_t *)(c + 1))
 CHANGE(pages_in_prefill, p->page_size = 4; p->num_pages = 4)
 CHANGE(pages_without_size, p->num_pages = 4)
 CHANGE(negative_page_size, p->page_size = -4)
@@ -205,7 +207,14 @@ static const malformed table[] = {
     {DECODE, endless_k, SINKATTN_INVALID, "k_len is 9223372036854775807; it must be at most 2^36"},
     {PACKED, long_packed_q, SINKATTN_INVALID, "q has 2147483648 packed rows"},
     {PACKED, long_packed_k, SINKATTN_INVALID, "k has 2147483648 packed rows"},
-    {DECODE, packed_decode, SINKATTN_INVALID, "packed is true"},
+    {PACKED_PAGED, no_cu_seqlens_q, SINKATTN_INVALID, "cu_seqlens_q is NULL; it must be given for packed sequences"},
+    {PACKED_PAGED, no_block_table, SINKATTN_INVALID, "block_table is NULL"},
+    {PACKED_PAGED, cu_seqlens_k_over_a_cache, SINKATTN_INVALID, "cu_seqlens_k is given; it must be NULL over a cache"},
+    {PACKED_PAGED, splits, SINKATTN_INVALID, "num_splits is 2; it must be 0 or 1 when packed is true"},
+    {PACKED_PAGED, nvfp4, SINKATTN_INVALID, "nvfp4.values is given; it must be NULL when packed is true"},
+    {PACKED_PAGED, long_packed_q, SINKATTN_INVALID, "q has 2147483648 packed rows"},
+    {PACKED_PAGED, out_is_q, SINKATTN_INVALID, "q and out overlap"},
+    {PACKED_PAGED, lse_in_out, SINKATTN_INVALID, "out and lse overlap"},
     {FWD, pages_in_prefill, SINKATTN_INVALID, "page_size is 4"},
     {DECODE, pages_without_size, SINKATTN_INVALID, "page_size is 0, num_pages is 4; pages must have 1 row or more"},
     {PAGED, negative_page_size, SINKATTN_INVALID, "page_size is -4"},
@@ -270,6 +279,13 @@ static const malformed table[] = {
     {PAGED, page_too_far, SINKATTN_INVALID, "block_table[1][1] is 6; it must be a page from 0 to 5"},
     {PAGED, page_negative, SINKATTN_INVALID, "block_table[0][0] is -1"},
     {PAGED, page_lowest, SINKATTN_INVALID, "block_table[1][0] is -2147483648"},
+    {PACKED_PAGED, cu_seqlens_from_one, SINKATTN_INVALID, "cu_seqlens_q[0] is 1; it must be 0"},
+    {PACKED_PAGED, cu_seqlens_falling, SINKATTN_INVALID, "cu_seqlens_q[2] is 6; it must be at least 9"},
+    {PACKED_PAGED, cu_seqlens_too_far, SINKATTN_INVALID, "cu_seqlens_q[2] is 100; it must be at most 7"},
+    {PACKED_PAGED, cache_too_long, SINKATTN_INVALID, "cache_seqlens[1] (seqused_k) is 17; it must be from 0 to 16"},
+    {PACKED_PAGED, cache_negative, SINKATTN_INVALID, "cache_seqlens[0] (seqused_k) is -1"},
+    {PACKED_PAGED, page_too_far, SINKATTN_INVALID, "block_table[1][1] is 6; it must be a page from 0 to 5"},
+    {PACKED_PAGED, page_negative, SINKATTN_INVALID, "block_table[0][0] is -1"},
     {PAGED, negative_host_pages, SINKATTN_INVALID, "host.num_pages is -1; it must be at least 0"},
     {PAGED, host_without_keys, SINKATTN_INVALID, "host.k is NULL"},
     {DECODE, host_when_contiguous, SINKATTN_INVALID, "host.num_pages is 1; it must be 0 when page_size is 0"},
@@ -282,11 +298,11 @@ static const malformed table[] = {
 };
 
 static sinkattn_problem base_problem(kind k) {
-    static const sinkattn_op ops[NUM_KINDS] = {SINKATTN_FWD, SINKATTN_BWD, SINKATTN_DECODE, SINKATTN_FWD, SINKATTN_DECODE};
+    static const sinkattn_op ops[NUM_KINDS] = {SINKATTN_FWD, SINKATTN_BWD, SINKATTN_DECODE, SINKATTN_FWD, SINKATTN_DECODE, SINKATTN_DECODE};
     sinkattn_problem p = {.op = ops[k],
                           .dtype = SINKATTN_FP32,
                           .s_aux_dtype = SINKATTN_FP32,
-                          .packed = k == PACKED,
+                          .packed = k == PACKED || k == PACKED_PAGED,
                           .batch = 2,
                           .num_q_heads = 4,
                           .num_kv_heads = 2,
@@ -294,8 +310,9 @@ static sinkattn_problem base_problem(kind k) {
                           .q_len = 3,
                           .k_len = 16,
                           .mask = {.has_right = true}};
-    if (k == PACKED) p.q_len = p.k_len = 7;
-    if (k == PAGED) {
+    if (p.packed) p.q_len = 7;
+    if (k == PACKED) p.k_len = 7;
+    if (k == PAGED || k == PACKED_PAGED) {
         p.page_size = 4;
         p.num_pages = 6;
     }
@@ -312,9 +329,11 @@ static call base_call(kind k, const sample *s) {
 
 /* Lengths point into the call itself, which must not move after this. */
 static void point_lengths(kind k, call *c) {
-    if (k == PACKED) c->bwd.fwd.cu_seqlens_q = c->bwd.fwd.cu_seqlens_k = c->cu_seqlens;
-    if (k == DECODE || k == PAGED) c->decode.cache_seqlens = c->cache_seqlens;
-    if (k == PAGED) c->decode.block_table = c->block_table;
+    const bool paged = k == PAGED || k == PACKED_PAGED;
+    if (k == PACKED || k == PACKED_PAGED) c->bwd.fwd.cu_seqlens_q = c->cu_seqlens;
+    if (k == PACKED) c->bwd.fwd.cu_seqlens_k = c->cu_seqlens;
+    if (k == DECODE || paged) c->decode.cache_seqlens = c->cache_seqlens;
+    if (paged) c->decode.block_table = c->block_table;
 }
 
 static sinkattn_status run_call(kind k, call *c, const sinkattn_problem *planned) {
@@ -326,7 +345,7 @@ static sinkattn_status run_call(kind k, call *c, const sinkattn_problem *planned
     const sinkattn_context context = {.workspace = workspace, .workspace_bytes = sizeof workspace};
     c->decode.fwd = c->bwd.fwd;
     if (k == BWD) return sinkattn_bwd(&c->bwd, &plan, &context);
-    return k == DECODE || k == PAGED ? sinkattn_decode(&c->decode, &plan, &context) : sinkattn_fwd(&c->bwd.fwd, &plan, &context);
+    return planned->op == SINKATTN_DECODE ? sinkattn_decode(&c->decode, &plan, &context) : sinkattn_fwd(&c->bwd.fwd, &plan, &context);
 }
 
 static void test_malformed_calls(void) {

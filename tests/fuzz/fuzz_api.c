@@ -137,10 +137,17 @@ static int64_t span_of(int64_t size, int64_t stride, int64_t inner) {
     return size > 1 && stride > 0 && stride < 1 << 20 ? size * stride : inner;
 }
 
+/* A decode's keys lie in a cache, whether its rows are packed or not. */
+static int64_t batch_of(const sinkattn_problem *p, bool is_k) {
+    if (is_k && p->page_size) return p->num_pages;
+    return p->packed && !(is_k && p->op == SINKATTN_DECODE) ? 1 : p->batch;
+}
+
+static int64_t rows_of(const sinkattn_problem *p, bool is_k) { return is_k ? (p->page_size ? p->page_size : p->k_len) : p->q_len; }
+
 static sinkattn_tensor tensor_of(call *c, const header *h, stream *s, const sinkattn_problem *p, bool is_k, bool written) {
     const int64_t bytes = sa_dtype_bytes(p->dtype), step = 16 / bytes;
-    const bool paged = is_k && p->page_size;
-    const int64_t batch = paged ? p->num_pages : p->packed ? 1 : p->batch, rows = paged ? p->page_size : is_k ? p->k_len : p->q_len;
+    const int64_t batch = batch_of(p, is_k), rows = rows_of(p, is_k);
     const int64_t heads = is_k ? p->num_kv_heads : p->num_q_heads;
     const bool was_refused = c->refused, empty = batch == 0 || rows == 0 || heads == 0;
     sinkattn_tensor t = {0};
@@ -213,7 +220,8 @@ static call call_of(const header *h, stream s, const sinkattn_problem *p) {
     }
     if (p->packed) {
         fwd.cu_seqlens_q = (h->missing & 2) ? NULL : cu_seqlens_of(&c, &s, p->batch, p->q_len);
-        fwd.cu_seqlens_k = (h->missing & 4) ? NULL : cu_seqlens_of(&c, &s, p->batch, p->k_len);
+        /* required, and of a decode surplus */
+        if (((h->missing & 4) != 0) == (p->op == SINKATTN_DECODE)) fwd.cu_seqlens_k = cu_seqlens_of(&c, &s, p->batch, p->k_len);
     }
     if (p->op == SINKATTN_DECODE) add_cache(&c, h, &s, p);
     c.decode.fwd = c.bwd.fwd = fwd;
@@ -273,8 +281,7 @@ static int64_t row_offset(const sinkattn_tensor *t, int64_t i, int64_t rows, int
 }
 
 static double largest_norm(const sinkattn_problem *p, const sinkattn_tensor *t, bool is_k) {
-    const bool paged = is_k && p->page_size;
-    const int64_t batch = paged ? p->num_pages : p->packed ? 1 : p->batch, rows = paged ? p->page_size : is_k ? p->k_len : p->q_len;
+    const int64_t batch = batch_of(p, is_k), rows = rows_of(p, is_k);
     const int64_t heads = is_k ? p->num_kv_heads : p->num_q_heads;
     double largest = 0.0;
     for (int64_t i = 0; i < batch * rows * heads; i++) {
@@ -379,6 +386,17 @@ int main(int argc, char **argv) {
         {"backward_packed", {.op = 1, .packed = 1, .batch = 1, .dtype = 4, .q_len = 20, .k_len = 60, .window = 3, .left = 7}},
         {"decode", {.op = 2, .s_aux_dtype = 1, .dtype = 4, .k_len = 220, .window = 2, .num_splits = 2, .workers = 2}},
         {"decode_paged", {.op = 2, .s_aux_dtype = 1, .k_len = 220, .page_size = 16, .num_pages = 9, .window = 3, .left = 50, .sinks = 3}},
+        {"decode_packed",
+         {.op = 2,
+          .packed = 1,
+          .batch = 2,
+          .s_aux_dtype = 1,
+          .q_len = 30,
+          .k_len = 90,
+          .page_size = 3,
+          .num_pages = 9,
+          .window = 3,
+          .left = 40}},
         {"large_scores", {.op = 1, .level = 168, .num_kv_heads = 13, .group = 21, .head_dim = 64, .q_len = 128, .k_len = 21, .scale = 153}},
         {"double", {.dtype = 1, .s_aux_dtype = 4, .q_len = 9, .k_len = 9}},
     };
