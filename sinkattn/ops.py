@@ -41,6 +41,8 @@ _fwd = torch.ops.sinkattn.flash_attn_fwd.default
 _fwd_raw = torch.ops.sinkattn.flash_attn_fwd_raw.default
 _decode = torch.ops.sinkattn.flash_decode.default
 _decode_raw = torch.ops.sinkattn.flash_decode_raw.default
+_decode_varlen = torch.ops.sinkattn.flash_decode_varlen.default
+_decode_varlen_raw = torch.ops.sinkattn.flash_decode_varlen_raw.default
 _append = torch.ops.sinkattn.append_kv.default
 _merge_attn_states = torch.ops.sinkattn.merge_attn_states.default
 _apply_sink = torch.ops.sinkattn.apply_sink.default
@@ -54,7 +56,6 @@ _UNSUPPORTED = {
     "rotary_sin": "it must be None: rotate q and k before the call",
     "cache_batch_idx": "it must be None: pass k_cache[cache_batch_idx], or a paged cache with a block_table",
     "cache_leftpad": "it must be None: let sequences start at slot 0, or pass a paged cache with a block_table",
-    "block_table": "it must be None: flash_attn_with_kvcache reads paged caches",
 }
 
 
@@ -149,6 +150,25 @@ def _lengths(number: Any, q: Tensor) -> Tensor:
     return torch.full(q.shape[:1], number, dtype=torch.int32, device=q.device)
 
 
+def _check_lengths(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, cached: bool
+) -> None:
+    """Those of packed rows: keys are packed as well, by cu_seqlens_k, or lie in a cache, by seqused_k."""
+    if cu_seqlens_q is None:
+        raise ValueError("sinkattn: cu_seqlens_q is None; it must be int32 offsets [batch + 1], or use flash_attn_func")
+    if cached and seqused_k is None:
+        lengths = "int32 [batch] keys in use" if cu_seqlens_k is None else "cu_seqlens_k.diff(), and cu_seqlens_k=None"
+        raise ValueError(f"sinkattn: block_table is given without seqused_k; it must be {lengths}")
+    if cached and cu_seqlens_k is not None:
+        raise ValueError(
+            "sinkattn: cu_seqlens_k and seqused_k are both given; the first is for packed keys, the second for a cache"
+        )
+    if not cached and cu_seqlens_k is None:
+        raise ValueError(
+            "sinkattn: cu_seqlens_k is None; it must be int32 offsets [batch + 1], or give seqused_k to read a cache"
+        )
+
+
 def _wants_raw(s_aux: Tensor | None, return_lse: ReturnLse) -> bool:
     """Whether the LSE without the sink is another one than the LSE."""
     if return_lse is not True and return_lse is not False and (not isinstance(return_lse, str) or return_lse != "raw"):
@@ -215,28 +235,31 @@ def flash_attn_func(
 # fmt: off
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: bool = ..., block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+    block_table: Tensor | None = ..., *, seqused_k: Tensor | None = ..., s_aux: Tensor | None = ...,
     learnable_sink: Tensor | None = ..., sinks: Tensor | None = ..., num_sink_tokens: int = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: bool = ..., block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+    block_table: Tensor | None = ..., *, seqused_k: Tensor | None = ..., s_aux: Tensor | None = ...,
     learnable_sink: Tensor | None = ..., sinks: Tensor | None = ..., num_sink_tokens: int = ...,
     return_lse: Literal[True, "raw"],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
-    window_size: Window = ..., softcap: float = ..., alibi_slopes: Tensor | None = ..., deterministic: bool = ...,
-    return_attn_probs: bool = ..., block_table: Tensor | None = ..., *, s_aux: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: Window = ..., softcap: float = ...,
+    alibi_slopes: Tensor | None = ..., deterministic: bool = ..., return_attn_probs: bool = ...,
+    block_table: Tensor | None = ..., *, seqused_k: Tensor | None = ..., s_aux: Tensor | None = ...,
     learnable_sink: Tensor | None = ..., sinks: Tensor | None = ..., num_sink_tokens: int = ..., return_lse: ReturnLse,
 ) -> Result: ...
 # fmt: on
@@ -245,7 +268,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
@@ -258,6 +281,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    seqused_k: Tensor | None = None,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -271,22 +295,28 @@ def flash_attn_varlen_func(
     the longest sequences, are hints. causal=True makes window_size's right side 0, whatever it is. The LSE is
     [num_q_heads, total_q]. On the CPU, offsets that do not start at 0, decrease, or end past the tensor raise
     ValueError.
+
+    With seqused_k in place of cu_seqlens_k, packed rows read a cache, as serving engines call it for chunks of a
+    prefill and decode rows at once: k and v are pages [num_pages, page_size, num_kv_heads, head_dim] with block_table
+    int32 [batch, max_pages], or [batch, capacity, num_kv_heads, head_dim] without. Sequence b has seqused_k[b] (int32
+    [batch]) keys, its rows stand at their end, and have the bits of flash_attn_func on that sequence. On the CPU alone:
+    CUDA tensors raise NotImplementedError, and so do tensors that ask for a gradient.
     """
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
-    _refuse(block_table=block_table)
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if offsets is None:
-            raise ValueError(f"sinkattn: {name} is None; it must be int32 offsets [batch + 1], or use flash_attn_func")
+    cached = seqused_k is not None or block_table is not None
+    _check_lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, cached)
     s_aux = _one_s_aux(s_aux, learnable_sink, sinks)
     left, right = _window(window_size, causal)
+    raw = _wants_raw(s_aux, return_lse)
+    op: Any = (_decode_varlen_raw if raw else _decode_varlen) if cached else _fwd_raw if raw else _fwd
     out, *_, lse = call(
-        _fwd_raw if _wants_raw(s_aux, return_lse) else _fwd,
+        op,
         q,
         k,
         v,
         s_aux,
         cu_seqlens_q,
-        cu_seqlens_k,
+        *((seqused_k, block_table) if cached else (cu_seqlens_k,)),
         max_seqlen_q,
         max_seqlen_k,
         softmax_scale,

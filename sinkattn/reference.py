@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
@@ -172,7 +172,9 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
     *,
+    seqused_k: Tensor | None = None,
     s_aux: Tensor | None = None,
     num_sink_tokens: int = 0,
     return_lse: ReturnLse = False,
@@ -180,20 +182,45 @@ def flash_attn_varlen_func(
     """flash_attn_func on packed q [total_q, num_q_heads, head_dim], k, v [total_k, num_kv_heads, head_dim].
 
     Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and keys likewise; rows past the last get out 0,
-    LSE -inf. The LSE is [num_q_heads, total_q]. Raises ValueError on offsets that do not start at 0, decrease, or end
-    past the tensor.
+    LSE -inf. The LSE is [num_q_heads, total_q]. With seqused_k [batch] in place of cu_seqlens_k, k and v are a cache
+    as that of flash_attn_with_kvcache, and rows stand at the end of seqused_k keys. Raises ValueError on offsets that
+    do not start at 0, decrease, or end past the tensor, and on lengths and pages outside the cache.
     """
     alibi = alibi_slopes is not None
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi, return_attn_probs=return_attn_probs)
     q_lens, q_rows, q_valid = _rows(cu_seqlens_q, q.shape[0])
-    k_lens, k_rows, _ = _rows(cu_seqlens_k, k.shape[0])
-    seen = visible(q_lens, k_lens, q_rows.shape[1], k_rows.shape[1], *_window(window_size, causal), num_sink_tokens)
-    out, *both = _attend(q[q_rows], k[k_rows], v[k_rows], s_aux, seen, _scale(softmax_scale, q.shape[-1]))
+    if seqused_k is not None and cu_seqlens_k is None:
+        k_lens = seqused_k.long()
+        page, slot, _ = _cached(k.shape[1], k.shape[0], k_lens, block_table)
+        keys, values = k[page, slot], v[page, slot]
+    elif cu_seqlens_k is not None and seqused_k is None:
+        k_lens, k_rows, _ = _rows(cu_seqlens_k, k.shape[0])
+        keys, values = k[k_rows], v[k_rows]
+    else:
+        raise ValueError("give one of cu_seqlens_k, of packed keys, and seqused_k, of those in a cache")
+    seen = visible(q_lens, k_lens, q_rows.shape[1], keys.shape[1], *_window(window_size, causal), num_sink_tokens)
+    out, *both = _attend(q[q_rows], keys, values, s_aux, seen, _scale(softmax_scale, q.shape[-1]))
     rows = (q_rows[q_valid],)
     packed = torch.zeros_like(q).index_put(rows, out[q_valid])
     empty = both[0].new_full((q.shape[0], q.shape[1]), -math.inf)
     lse, lse_raw = (empty.index_put(rows, x.transpose(1, 2)[q_valid]).T for x in both)
     return _select(packed, lse, lse_raw, return_lse)
+
+
+def _cached(page_size: int, num_pages: int, lens: Tensor, block_table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Page and slot of each place of a cache that has lens [batch] keys in use, and if it is one; [batch, capacity]."""
+    batch, capacity = lens.shape[0], page_size * (1 if block_table is None else block_table.shape[1])
+    if bool((lens < 0).any()) or bool((lens > capacity).any()):
+        raise ValueError(f"keys in use are {lens.tolist()}; the cache holds {capacity}")
+    place = torch.arange(capacity, device=lens.device)
+    used = place < lens[:, None]
+    if block_table is None:
+        pages = torch.arange(batch, device=lens.device)[:, None].expand(batch, capacity)
+    else:
+        pages = block_table.long()[:, place // page_size]
+    if bool(((pages < 0) | (pages >= num_pages))[used].any()):
+        raise ValueError(f"block_table has a page outside [0, {num_pages}) among those in use")
+    return torch.where(used, pages, 0), (place % page_size).expand(batch, -1), used
 
 
 def flash_attn_with_kvcache(
@@ -224,24 +251,17 @@ def flash_attn_with_kvcache(
     left, right = _window(window_size, causal)
     if right > 0 or (q.shape[1] > 1 and right != 0):
         raise ValueError("decoding is causal: give causal=True with more than one row, and no right window")
-    batch, page_size = q.shape[0], k_cache.shape[1]
+    page_size = k_cache.shape[1]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    lens = torch.as_tensor(capacity if cache_seqlens is None else cache_seqlens, device=q.device).long().expand(batch)
+    lens = torch.as_tensor(capacity if cache_seqlens is None else cache_seqlens, device=q.device).long()
+    lens = lens.expand(q.shape[0])
     new = 0 if k is None else k.shape[1]
-    if bool((lens < 0).any()) or bool((lens + new > capacity).any()):
-        raise ValueError(f"cache_seqlens is {lens.tolist()} with {new} new keys; the cache holds {capacity}")
-    place = torch.arange(capacity, device=q.device)
-    used = place < (lens + new)[:, None]  # [batch, capacity]
-    if block_table is None:
-        pages = torch.arange(batch, device=q.device)[:, None].expand(batch, capacity)
-    else:
-        pages = block_table.long()[:, place // page_size]
+    if bool((lens < 0).any()):
+        raise ValueError(f"cache_seqlens is {lens.tolist()}; it must be at least 0")
     num_pages = k_cache.shape[0] + (0 if k_cache_host is None else k_cache_host.shape[0])
-    if bool(((pages < 0) | (pages >= num_pages))[used].any()):
-        raise ValueError(f"block_table has a page outside [0, {num_pages}) among those in use")
-    page, slot = torch.where(used, pages, 0), (place % page_size).expand(batch, -1)  # [batch, capacity] each
+    page, slot, used = _cached(page_size, num_pages, lens + new, block_table)
     if k is not None and v is not None:
-        fresh = used & (place >= lens[:, None])
+        fresh = used & (torch.arange(capacity, device=q.device) >= lens[:, None])
         k_cache[page[fresh], slot[fresh]] = k.flatten(0, 1)
         v_cache[page[fresh], slot[fresh]] = v.flatten(0, 1)
     if k_cache_host is not None and v_cache_host is not None:

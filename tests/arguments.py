@@ -60,6 +60,14 @@ def decode_args(paged: bool = False) -> Arguments:
     return (q, k.view(4, 4, 2, 8), v.view(4, 4, 2, 8), s_aux, lens, table, 0.4, -1, 0, 2, False)
 
 
+def varlen_cache_args() -> Arguments:
+    """Of flash_decode_varlen: rows 3, 0, 2 of 4, 8, 5 keys in pages of 4, and one row past the end."""
+    q, _, _, s_aux, cu_q, _ = packed()
+    _, k, v, _, _, table, *_ = decode_args(paged=True)
+    table, lens = torch.cat([table, table[:1]]), torch.tensor([4, 8, 5], dtype=torch.int32)
+    return (q, k, v, s_aux, cu_q, lens, table, 3, 8, 0.4, 3, 0, 1)
+
+
 def append_args(paged: bool = False) -> Arguments:
     """k_cache, v_cache, k, v, cache_seqlens, block_table: three new keys for each of two sequences."""
     _, k_cache, v_cache, _, lens, table, *_ = decode_args(paged)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from arguments import append_args, cache, decode_args, dense, packed, partials
+from arguments import append_args, cache, decode_args, dense, packed, partials, varlen_cache_args
 from torch import Tensor
 
 import sinkattn
@@ -36,6 +36,11 @@ def paged_call() -> Call:
     return dict(zip(names, decode_args(paged=True), strict=False)) | {"causal": True}
 
 
+def varlen_cache_call() -> Call:
+    names = ("q", "k", "v", "s_aux", "cu_seqlens_q", "seqused_k", "block_table")
+    return dict(zip(names, varlen_cache_args(), strict=False))
+
+
 def append_call() -> Call:
     k_cache, v_cache, k, v, lens, _ = append_args()
     return cache_call() | {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": lens}
@@ -55,6 +60,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Call]]] = {
     "packed": (sinkattn.flash_attn_varlen_func, packed_call),
     "cache": (sinkattn.flash_attn_with_kvcache, cache_call),
     "paged": (sinkattn.flash_attn_with_kvcache, paged_call),
+    "varlen cache": (sinkattn.flash_attn_varlen_func, varlen_cache_call),
     "append": (sinkattn.flash_attn_with_kvcache, append_call),
     "merge": (sinkattn.merge_attn_states, merge_call),
     "sink": (sinkattn.apply_sink, sink_call),
@@ -98,6 +104,7 @@ TAKEN = {  # by these functions, of those in VALUES
     "packed": f"{ALL} dropout_p return_attn_probs max_seqlen_q max_seqlen_k",
     "cache": f"{ALL} num_splits invariant return_softmax_lse rotary_cos rotary_sin cache_batch_idx cache_leftpad"
     " cache_seqlens",
+    "varlen cache": f"{ALL} dropout_p return_attn_probs max_seqlen_q max_seqlen_k",
     "append": "cache_seqlens",
 }
 

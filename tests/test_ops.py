@@ -26,6 +26,8 @@ from arguments import (
     out_args,
     packed,
     partials,
+    put_at,
+    varlen_cache_args,
 )
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -46,6 +48,8 @@ OPCHECKS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "decode": ("flash_decode", decode_args),
     "decode-paged": ("flash_decode", lambda: decode_args(paged=True)),
     "decode-out": ("flash_decode_out", lambda: out_args(decode_args())),
+    "decode-varlen": ("flash_decode_varlen", varlen_cache_args),
+    "decode-varlen-raw": ("flash_decode_varlen_raw", lambda: put_at(varlen_cache_args(), 3, lambda _: None)),
     "append": ("append_kv", append_args),
     "append-paged": ("append_kv", lambda: append_args(paged=True)),
     "merge": ("merge_attn_states", partials),

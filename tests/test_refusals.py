@@ -69,12 +69,6 @@ def test_unsupported_arguments_of_the_cache(name: str) -> None:
         sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, causal=True, **{name: value})
 
 
-def test_paged_prefill_is_refused() -> None:
-    q, k, v, _, cu_q, cu_k = packed()
-    with pytest.raises(NotImplementedError, match=r"block_table is a tensor .* flash_attn_with_kvcache reads paged"):
-        sinkattn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, block_table=cu_q)
-
-
 def test_rows_of_a_cache_are_causal() -> None:
     q, k, v, _, lens = cache()
     with pytest.raises(NotImplementedError, match="2 rows with causal=False"):

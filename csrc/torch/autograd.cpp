@@ -192,6 +192,19 @@ struct FlashDecodeNvfp4 {
     }
 };
 
+// Result as in FlashAttnFwd.
+template <class Result> struct FlashDecodeVarlen {
+    static constexpr const char *name =
+        std::is_same_v<Result, Tensors3> ? "sinkattn::flash_decode_varlen_raw" : "sinkattn::flash_decode_varlen";
+    using Signature = Result(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const at::Tensor &,
+                             const at::Tensor &, const Maybe &, MaybeInt, MaybeInt, MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
+
+    template <class... Args> [[noreturn]] static variable_list apply(const Args &.../*args*/) {
+        C10_THROW_ERROR(NotImplementedError, "sinkattn: packed rows over a cache have no backward; call under torch.no_grad(), or give "
+                                             "packed keys and cu_seqlens_k where gradients are needed");
+    }
+};
+
 // torch refuses these too, but only when their versions are counted, which is after the write.
 void check_writable(const at::Tensor &tensor, const char *name) {
     TORCH_CHECK(!tensor.is_inference(), "sinkattn: ", name,
@@ -243,6 +256,8 @@ TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
     m.impl("flash_decode_raw", Differentiable<FlashDecode<Tensors3>>::kernel);
     m.impl("flash_decode_out", flash_decode_out);
     m.impl("flash_decode_nvfp4", Differentiable<FlashDecodeNvfp4>::kernel);
+    m.impl("flash_decode_varlen", Differentiable<FlashDecodeVarlen<Tensors2>>::kernel);
+    m.impl("flash_decode_varlen_raw", Differentiable<FlashDecodeVarlen<Tensors3>>::kernel);
     m.impl("append_kv", append_kv);
 }
 

@@ -75,6 +75,12 @@ void check_cache_ranks(const at::Tensor &q, const at::Tensor &k_cache, const at:
     check_rank(v_cache, "v_cache", q, false);
 }
 
+void check_varlen_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v) {
+    check_rank(q, "q", q, true);
+    check_rank(k, "k", q, false);
+    check_rank(v, "v", q, false);
+}
+
 void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
     check_rank(k_cache, "k_cache", k_cache, false, "k_cache");
     check_rank(v_cache, "v_cache", k_cache, false, "k_cache");

@@ -26,6 +26,9 @@ sinkattn_mask mask_of(int64_t window_size_left, int64_t window_size_right, int64
 bool check_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k);
 void check_cache_ranks(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache);
 
+// Rows of q packed, the cache not.
+void check_varlen_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v);
+
 void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v);
 
 void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q, const char *q_name = "q");

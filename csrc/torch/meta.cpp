@@ -112,6 +112,27 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     check_device(scratch, "scratch", q);
 }
 
+Tensors2 flash_decode_varlen(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
+                             const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table,
+                             MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/, std::optional<double> /*softmax_scale*/,
+                             c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/, c10::SymInt /*num_sink_tokens*/) {
+    check_varlen_ranks(q, k, v);
+    check_device(cu_seqlens_q, "cu_seqlens_q", q);
+    check_device(seqused_k, "seqused_k", q);
+    check_devices(q, {{"s_aux", &s_aux}, {"block_table", &block_table}});
+    return {empty_contiguous(q), empty_lse(q)};
+}
+
+Tensors3 flash_decode_varlen_raw(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
+                                 const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table,
+                                 MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, std::optional<double> softmax_scale,
+                                 c10::SymInt window_size_left, c10::SymInt window_size_right, c10::SymInt num_sink_tokens) {
+    auto [out, lse] =
+        flash_decode_varlen(q, k, v, s_aux, cu_seqlens_q, seqused_k, block_table, std::move(max_seqlen_q), std::move(max_seqlen_k),
+                            softmax_scale, std::move(window_size_left), std::move(window_size_right), std::move(num_sink_tokens));
+    return {std::move(out), std::move(lse), empty_lse(q)};
+}
+
 at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
                      const Maybe &block_table) {
     check_append_ranks(k_cache, v_cache, k, v);
@@ -130,6 +151,8 @@ TORCH_LIBRARY_IMPL(sinkattn, Meta, m) {
     m.impl("flash_decode_raw", flash_decode_raw);
     m.impl("flash_decode_out", flash_decode_out);
     m.impl("flash_decode_nvfp4", flash_decode_nvfp4);
+    m.impl("flash_decode_varlen", flash_decode_varlen);
+    m.impl("flash_decode_varlen_raw", flash_decode_varlen_raw);
     m.impl("append_kv", append_kv);
 }
 

@@ -56,8 +56,9 @@ Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, c
     sinkattn_problem &problem = in.args.problem;
     problem.op = op;
     problem.dtype = dtype_of(q, "q");
-    const char *k_name = op == SINKATTN_DECODE ? "k_cache" : "k";
-    const char *v_name = op == SINKATTN_DECODE ? "v_cache" : "v";
+    const bool decodes = op == SINKATTN_DECODE && q.dim() == 4; // packed rows call their cache k and v
+    const char *k_name = decodes ? "k_cache" : "k";
+    const char *v_name = decodes ? "v_cache" : "v";
     check_like(k, k_name, q, q.scalar_type());
     check_like(v, v_name, q, q.scalar_type());
     TORCH_CHECK_VALUE(k.size(-1) == q.size(-1), "sinkattn: ", k_name, " has head_dim ", k.size(-1), ", q has ", q.size(-1));
@@ -86,20 +87,25 @@ Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, c
     return in;
 }
 
+void take_packed_rows(Inputs &in, const at::Tensor &q, const at::Tensor &cu_seqlens_q) {
+    sinkattn_problem &problem = in.args.problem;
+    TORCH_CHECK_VALUE(cu_seqlens_q.numel() > 0, "sinkattn: cu_seqlens_q is empty, it must hold batch + 1 offsets");
+    problem.packed = true;
+    problem.batch = cu_seqlens_q.numel() - 1;
+    in.lengths_q = indices(cu_seqlens_q, "cu_seqlens_q", {problem.batch + 1}, q);
+    in.args.cu_seqlens_q = in.lengths_q.const_data_ptr<int32_t>();
+}
+
 Inputs prefill_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
                       const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k,
                       MaybeScale softmax_scale, const sinkattn_mask &mask) {
     const bool packed = check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
     Inputs in = common_inputs(op, q, k, v, s_aux, softmax_scale, mask);
     sinkattn_problem &problem = in.args.problem;
-    problem.packed = packed;
     if (packed) {
-        TORCH_CHECK_VALUE(cu_seqlens_q->numel() > 0, "sinkattn: cu_seqlens_q is empty, it must hold batch + 1 offsets");
-        problem.batch = cu_seqlens_q->numel() - 1;
-        in.lengths_q = indices(*cu_seqlens_q, "cu_seqlens_q", {problem.batch + 1}, q);
+        take_packed_rows(in, q, *cu_seqlens_q);
         check_pair(*cu_seqlens_q, "cu_seqlens_q", *cu_seqlens_k, "cu_seqlens_k");
         in.lengths_k = indices(*cu_seqlens_k, "cu_seqlens_k", {problem.batch + 1}, q);
-        in.args.cu_seqlens_q = in.lengths_q.const_data_ptr<int32_t>();
         in.args.cu_seqlens_k = in.lengths_k.const_data_ptr<int32_t>();
         problem.max_seqlen_q = max_seqlen_q.value_or(0);
         problem.max_seqlen_k = max_seqlen_k.value_or(0);
@@ -173,6 +179,20 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
     if (!q.is_cpu()) check_if_asked(q);
 }
 
+// Result: out and lse, and lse_raw where there are three; in.args will point to them.
+template <class Result> Result empty_results(Inputs &in, const at::Tensor &q) {
+    Result result;
+    std::get<0>(result) = at::empty(q.sizes(), q.options());
+    std::get<1>(result) = at::empty(lse_shape(in.args.problem), q.options().dtype(lse_dtype(q)));
+    in.args.out = written_rows_of(std::get<0>(result));
+    in.args.lse = std::get<1>(result).mutable_data_ptr();
+    if constexpr (std::tuple_size_v<Result> == 3) {
+        std::get<2>(result) = at::empty_like(std::get<1>(result));
+        in.args.lse_raw = std::get<2>(result).mutable_data_ptr();
+    }
+    return result;
+}
+
 // kOutputs: 2, out and lse; 3, lse_raw too.
 template <int kOutputs, class Result = std::conditional_t<kOutputs == 3, Tensors3, Tensors2>>
 Result flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
@@ -180,15 +200,7 @@ Result flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor
                       int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
     Inputs in = prefill_inputs(SINKATTN_FWD, q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                                mask_of(window_size_left, window_size_right, num_sink_tokens));
-    Result result;
-    std::get<0>(result) = at::empty(q.sizes(), q.options());
-    std::get<1>(result) = at::empty(lse_shape(in.args.problem), q.options().dtype(lse_dtype(q)));
-    in.args.out = written_rows_of(std::get<0>(result));
-    in.args.lse = std::get<1>(result).mutable_data_ptr();
-    if constexpr (kOutputs == 3) {
-        std::get<2>(result) = at::empty_like(std::get<1>(result));
-        in.args.lse_raw = std::get<2>(result).mutable_data_ptr();
-    }
+    Result result = empty_results<Result>(in, q);
     launch(sinkattn_fwd, in.args, in.args.problem, q);
     return result;
 }
@@ -233,18 +245,13 @@ Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Ten
     return {std::move(dq), std::move(dk), std::move(dv), std::move(ds_aux)};
 }
 
-// Rows of one call are causal among themselves, and stand at the end of the keys in use.
-sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tensor &k_cache, const Maybe &cache_seqlens,
-                                 const Maybe &block_table, int64_t num_splits, bool invariant) {
+// The lengths and pages of a cache for problem.batch sequences.
+sinkattn_decode_args cache_args(Inputs &in, const at::Tensor &q, const at::Tensor &k_cache, const Maybe &lengths, const char *lengths_name,
+                                const Maybe &block_table) {
     sinkattn_problem &problem = in.args.problem;
-    problem.batch = q.size(0);
-    problem.num_splits = num_splits;
-    problem.invariant = invariant;
-    TORCH_CHECK_VALUE(block_table || k_cache.size(0) == problem.batch, "sinkattn: k_cache has batch ", k_cache.size(0), ", q has ",
-                      problem.batch);
     sinkattn_decode_args args{};
-    if (cache_seqlens) {
-        in.lengths_k = indices(*cache_seqlens, "cache_seqlens", {problem.batch}, q);
+    if (lengths) {
+        in.lengths_k = indices(*lengths, lengths_name, {problem.batch}, q);
         args.cache_seqlens = in.lengths_k.const_data_ptr<int32_t>();
     }
     if (block_table) {
@@ -256,6 +263,18 @@ sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tens
         problem.k_len = block_table->size(1) * k_cache.size(1);
     }
     return args;
+}
+
+// Rows of one call are causal among themselves, and stand at the end of the keys in use.
+sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tensor &k_cache, const Maybe &cache_seqlens,
+                                 const Maybe &block_table, int64_t num_splits, bool invariant) {
+    sinkattn_problem &problem = in.args.problem;
+    problem.batch = q.size(0);
+    problem.num_splits = num_splits;
+    problem.invariant = invariant;
+    TORCH_CHECK_VALUE(block_table || k_cache.size(0) == problem.batch, "sinkattn: k_cache has batch ", k_cache.size(0), ", q has ",
+                      problem.batch);
+    return cache_args(in, q, k_cache, cache_seqlens, "cache_seqlens", block_table);
 }
 
 // Pages beyond the cache's, in memory of the host that a GPU reads in place, so that nothing can be copied for it.
@@ -366,6 +385,30 @@ Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, cons
     return {std::move(out), std::move(lse), std::move(values), std::move(scales)};
 }
 
+// kOutputs as in flash_attn_fwd.
+template <int kOutputs, class Result = std::conditional_t<kOutputs == 3, Tensors3, Tensors2>>
+Result flash_decode_varlen(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
+                           const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table, MaybeInt max_seqlen_q,
+                           MaybeInt max_seqlen_k, MaybeScale softmax_scale, int64_t window_size_left, int64_t window_size_right,
+                           int64_t num_sink_tokens) {
+    check_varlen_ranks(q, k, v);
+    Inputs in =
+        common_inputs(SINKATTN_DECODE, q, k, v, s_aux, softmax_scale, mask_of(window_size_left, window_size_right, num_sink_tokens));
+    sinkattn_problem &problem = in.args.problem;
+    take_packed_rows(in, q, cu_seqlens_q);
+    TORCH_CHECK_VALUE(seqused_k.dim() == 1 && seqused_k.size(0) == problem.batch, "sinkattn: seqused_k has shape ", seqused_k.sizes(),
+                      ", cu_seqlens_q has shape ", cu_seqlens_q.sizes(), "; they must be [batch] and [batch + 1]");
+    TORCH_CHECK_VALUE(block_table || k.size(0) == problem.batch, "sinkattn: k has batch ", k.size(0), ", cu_seqlens_q has ", problem.batch,
+                      "; with pages give a block_table");
+    problem.max_seqlen_q = max_seqlen_q.value_or(0);
+    problem.max_seqlen_k = max_seqlen_k.value_or(0);
+    sinkattn_decode_args args = cache_args(in, q, k, seqused_k, "seqused_k", block_table);
+    Result result = empty_results<Result>(in, q);
+    args.fwd = in.args;
+    launch(sinkattn_decode, args, problem, q);
+    return result;
+}
+
 using Named = std::pair<const at::Tensor *, const char *>;
 
 Named named(const Maybe &tensor, const char *name) { return {tensor ? &*tensor : nullptr, name}; }
@@ -414,6 +457,8 @@ void register_kernels(torch::Library &m) {
     m.impl("flash_decode_raw", flash_decode_raw);
     m.impl("flash_decode_out", flash_decode_out);
     m.impl("flash_decode_nvfp4", flash_decode_nvfp4);
+    m.impl("flash_decode_varlen", flash_decode_varlen<2>);
+    m.impl("flash_decode_varlen_raw", flash_decode_varlen<3>);
 }
 
 } // namespace

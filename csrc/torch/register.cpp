@@ -33,6 +33,13 @@ TORCH_LIBRARY(sinkattn, m) {
     m.def("flash_decode_out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? s_aux, Tensor? cache_seqlens, Tensor? block_table, "
           "float? softmax_scale, SymInt window_size_left, SymInt num_sink_tokens, SymInt num_splits, bool invariant, "
           "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch, *, Tensor? k_cache_host=None, Tensor? v_cache_host=None) -> ()");
+    m.def("flash_decode_varlen(Tensor q, Tensor k, Tensor v, Tensor? s_aux, Tensor cu_seqlens_q, Tensor seqused_k, "
+          "Tensor? block_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, "
+          "SymInt window_size_left=-1, SymInt window_size_right=-1, SymInt num_sink_tokens=0) -> (Tensor out, Tensor lse)");
+    m.def("flash_decode_varlen_raw(Tensor q, Tensor k, Tensor v, Tensor? s_aux, Tensor cu_seqlens_q, Tensor seqused_k, "
+          "Tensor? block_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, "
+          "SymInt window_size_left=-1, SymInt window_size_right=-1, SymInt num_sink_tokens=0) "
+          "-> (Tensor out, Tensor lse, Tensor lse_raw)");
     m.def("append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table=None) "
           "-> Tensor cache_seqlens_after");
     m.def("merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
