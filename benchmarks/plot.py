@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from . import (
     report,
     scaling,
     shapes,
+    split_prefill,
     tiers,
     trace,
     traffic,
@@ -36,6 +38,7 @@ PICTURES: dict[ModuleType, type[Any]] = {
     tiers: tiers.TierRow,
     shapes: gpu.Row,
     packed: gpu.Row,
+    split_prefill: gpu.Row,
     crossover: crossover.CrossoverRow,
     launches: launches.LaunchRow,
     scaling: scaling.ScalingRow,
@@ -48,9 +51,10 @@ PICTURES: dict[ModuleType, type[Any]] = {
 TABLES: dict[ModuleType, type[Any]] = {paged: paged.PagedRow}
 DOCS = harness.ROOT / "docs"
 PAGE = DOCS / "studies.md"
+COMPUTED: dict[ModuleType, Callable[[], list[str]]] = {split_prefill: split_prefill.computed}  # needs no rows
 # The studies whose tables stand on a page, between their marks.
 PAGES: dict[Path, tuple[ModuleType, ...]] = {
-    PAGE: (shapes, packed, crossover, launches, scaling, accuracy),
+    PAGE: (shapes, packed, crossover, split_prefill, launches, scaling, accuracy),
     DOCS / "planner.md": (planner,),
     DOCS / "decoding.md": (traffic, paged),
 }
@@ -66,7 +70,8 @@ def page(path: Path, results: Path = harness.RESULTS) -> str:
             shown += study.markdown(*harness.load(path, (PICTURES | TABLES)[study]))
             if study in PICTURES:
                 shown.append(f"![{study.SUITE}]({study.SUITE}-{path.parent.name}.svg)")
-        text = report.placed(text, study.SUITE, shown)
+        computed = COMPUTED[study]() if study in COMPUTED else []
+        text = report.placed(text, study.SUITE, computed + (shown or [report.none_yet(study.SUITE)]))
     return text
 
 

@@ -156,3 +156,27 @@ def test_decode_splits_need_scratch() -> None:
     q, k, v = (torch.randn(1, rows, heads, 64) for rows, heads in ((1, 8), (4096, 1), (4096, 1)))
     with pytest.raises(ValueError, match=r"scratch has 1 bytes, this call needs \d+ contiguous ones; sinkattn.plan"):
         ops.flash_decode_out(*out_args((q, k, v, None, None, None, None, -1, 0, 4, False), 1))
+
+
+def test_selected_keys_are_pages_of_one_key() -> None:
+    """128:1 heads of 512, each sequence with its own choice from one cache: every key outside it has no effect."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 1, 128, 512, generator=generator)
+    cache = torch.randn(300, 1, 1, 512, generator=generator)
+    table = torch.stack([torch.randperm(300, generator=generator)[:48] for _ in range(2)]).int()
+    lens = torch.tensor([48, 31], dtype=torch.int32)
+    s_aux = torch.randn(128, generator=generator)
+    outside = torch.ones(300, dtype=torch.bool)
+    for row, n in zip(table, lens, strict=True):
+        outside[row[:n].long()] = False
+    cache[outside] = torch.nan
+    out, lse = sinkattn.flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=lens, block_table=table, causal=True, s_aux=s_aux, return_lse=True
+    )
+    for b, n in enumerate(lens.tolist()):
+        keys = cache[table[b, :n].long()].transpose(0, 1).double()  # [1, n, 1, 512]
+        want, want_lse = reference.flash_attn_func(
+            q[b : b + 1].double(), keys, keys, causal=True, s_aux=s_aux.double(), return_lse=True
+        )
+        torch.testing.assert_close(out[b].double(), want[0], rtol=0, atol=2e-6 * float(want.abs().max()))
+        torch.testing.assert_close(lse[b].double(), want_lse[0], rtol=0, atol=1e-5)

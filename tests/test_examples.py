@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,12 @@ def test_rl_parity() -> None:
     for name in ("chunks", "decode", "decode, invariant"):
         assert found["sinkattn", "16 rows", name] == ("0.0e+00", "100.0%")
     assert 0 < float(found["eager", "16 rows", "decode"][0]) < 1e-4, "nothing was compared"
+
+
+def test_select_keys() -> None:
+    printed = run(
+        "select_keys.py", "--keys", "4096", "--top", "256", "--heads", "32", "--head-dim", "128", "--batch", "2"
+    )
+    assert "256 of 4096 keys, 32:1 heads of 128: off from fp64 by" in printed
+    assert float(re.search(r"by (\S+)", printed)[1]) < 5e-3  # type: ignore[index]
+    assert 0.5 < float(re.search(r"hold: (\S+)", printed)[1]) < 1  # type: ignore[index]

@@ -12,7 +12,21 @@ import pytest
 import torch
 from gpus import needs_gpus
 
-from benchmarks import accuracy, crossover, harness, launches, naive, packed, peers, plot, report, scaling, studies
+import sinkattn
+from benchmarks import (
+    accuracy,
+    crossover,
+    harness,
+    launches,
+    naive,
+    packed,
+    peers,
+    plot,
+    report,
+    scaling,
+    split_prefill,
+    studies,
+)
 from benchmarks.__main__ import main
 
 PAGE = plot.PAGE.read_text()
@@ -42,7 +56,7 @@ def test_a_page_shows_the_kept_results(tmp_path: Path) -> None:
 
 def test_a_page_measures_nothing_in_its_prose() -> None:
     """A figure stands in a table, which the test above compares."""
-    prose = re.sub(r"<!-- benchmarks (\w+): begin -->.*?<!-- benchmarks \1: end -->", "", PAGE, flags=re.DOTALL)
+    prose = re.sub(r"<!-- benchmarks ([\w-]+): begin -->.*?<!-- benchmarks \1: end -->", "", PAGE, flags=re.DOTALL)
     unit = r"\b\d[\d.,]*\s*(?:x|ms|us|s|%|times|[KMG]i?B|[TG]FLOP/s)(?!\w)"
     assert re.findall(unit, prose) == []
     assert re.findall(unit, "4.2 ms, 3x and 1,000 times") == ["4.2 ms", "3x", "1,000 times"]
@@ -203,6 +217,33 @@ def test_a_crossover_cut_short_keeps_its_rows(
     rows = kept_by("crossover", path)
     assert {832, 800, 768} < {row.length for row in rows}
     assert crossover.found(rows, crossover.fields("cpu")[1], "forward", ("w128", "full")) == (768, 800)
+
+
+def test_split_prefill_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) -> None:
+    rows = kept_by("split-prefill", tmp_path / "rows.json")
+    assert [(row.case, row.impl, row.note) for row in rows] == [
+        ("16of1024-8:1", impl, "") for impl in ("sinkattn", "split-2", "split-4")
+    ]
+    assert all(row.ms for row in rows)
+
+
+@pytest.mark.parametrize(("keys", "parts"), [(1024, 8), (1027, 8), (19, 1), (40, 4)])
+def test_split_prefill_is_one_forward(keys: int, parts: int) -> None:
+    """Also where parts leave keys over, and gradients: the sink joins once."""
+    q, k, v = (torch.randn(1, n, heads, 16, requires_grad=True) for n, heads in ((7, 4), (keys, 2), (keys, 2)))
+    s_aux = torch.randn(4, requires_grad=True)
+    both = []
+    for out in (
+        split_prefill.split_attention(q, k, v, s_aux, parts),
+        sinkattn.flash_attn_func(q, k, v, causal=True, s_aux=s_aux),
+    ):
+        both.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, s_aux))))
+    torch.testing.assert_close(*both, rtol=2e-5, atol=2e-6)
+
+
+def test_partial_results_take_little_memory() -> None:
+    assert split_prefill.partial_bytes(16, 8) == 9 * 16 * 64 * (64 * 2 + 4)
+    assert "| 16 | 0.387 (0.6 %) |" in split_prefill.computed()[1]
 
 
 def test_blocks_are_counted_in_a_trace() -> None:
