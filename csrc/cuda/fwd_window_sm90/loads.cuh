@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the windowed forward's other warps do for its math groups, and the shared memory that they have together: one fetches K and V of a
-// span, one tiles of queries, one looks at the values. Which spans there are.
+// The windowed forward's spans, its shared memory, and its loader warps: one loads K and V of spans, one tiles of Q, one checks V.
+//
+// A span is consecutive tokens of one sequence and kv head whose tiles share one load of K and V. Spans begin at multiples of their length
+// counted from position 0. Item i of a launch is span i / num_kv_heads of kv head i % num_kv_heads; a block computes every gridDim.x-th.
 #pragma once
 
 #include "cuda/host/tensor_map.cuh"
@@ -12,34 +14,34 @@
 
 namespace sa::fwd_window_sm90 {
 
-constexpr int kGroups = 4, kMathThreads = 128 * kGroups, kThreads = kMathThreads + 128;
-enum NamedBarrier : int { kMathBarrier = 1 }; // one a math group, from this one on; 0 is __syncthreads
-constexpr int kMathRegisters = 104, kOtherRegisters = 64;
+constexpr int kWarpgroups = 4, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128; // kWarpgroups: of the math
+enum NamedBarrier : int { kMathBarrier = 1 }; // of the first math warpgroup, the next ones follow; 0 is __syncthreads
+constexpr int kMathRegisters = 104, kLoaderRegisters = 64;
 constexpr int kTileRows = sa_fwd_cuda_sm90_window_tile_q, kKeys = sa_fwd_cuda_sm90_window_tile_k;
 constexpr int kMaxSpan = 96, kSpanKeys = kMaxSpan + kKeys;
-constexpr int kSpanCost = 4; // of a span beside its tokens, in tokens: measured
-constexpr int kStages = 2, kSlots = 3, kSlotBytes = kTileRows * kRowBytes, kKeyBytes = kSpanKeys * kRowBytes;
-static_assert(kGroups * kMathRegisters + kOtherRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
-              "registers that the block begins with");
+constexpr int kSpanCost = 4; // measured: a span takes as long as its tokens and this many more
+constexpr int kStages = 2, kTileStages = 3, kTileBytes = kTileRows * kRowBytes, kKeyBytes = kSpanKeys * kRowBytes;
+static_assert(kWarpgroups * kMathRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
+              "setmaxnreg distributes the registers that the block begins with");
 
-// A span of tokens of one sequence and kv head.
 struct Span {
     sa_sequence sequence;
-    int64_t kv_head, lse;     // offset of the first row's lse
-    sa_position_t token, key; // of the first tile: its first token, and the first key of that token's window; both may lie outside
-    int low_key, high_key, low_token, high_token; // the sequence's keys and tokens, from these two on
-    int first_tile, num_tiles;                    // that hold tokens of the sequence
+    int64_t kv_head, lse;                 // lse: element offset of the first token's and first head's
+    sa_position_t first_token, first_key; // first_key: of the first token's window; both may lie outside the sequence
+    int key_begin, key_end;               // of the sequence, counted from first_key
+    int token_begin, token_end;           // of the sequence, counted from first_token
+    int first_tile, num_tiles;            // the tiles that hold tokens of the sequence
     bool exists, has_sink;
 };
 
 struct Smem {
     unsigned char keys[kStages][kKeyBytes], values[kStages][kKeyBytes];
-    unsigned char slots[kGroups][kSlots][kSlotBytes];
+    unsigned char tiles[kWarpgroups][kTileStages][kTileBytes]; // Q, then out
     Span spans[kStages];
-    Barriers<kStages> planned, kv_full, kv_ready, kv_empty; // planned: the span is described; ready: values checked, s_aux there
-    Barriers<kSlots> q_full[kGroups], q_empty[kGroups];
-    float s_aux[kStages][kTileRows];
-    bool nonfinite[kStages];
+    Barriers<kStages> planned, kv_full, kv_ready, kv_empty; // planned: spans[] is written; ready: V is checked, s_aux[] is written
+    Barriers<kTileStages> q_full[kWarpgroups], q_empty[kWarpgroups];
+    float s_aux[kStages][kTileRows]; // of the heads of the GQA group, -inf for none
+    bool nonfinite[kStages];         // V held such values, which are zeros now
 };
 
 struct Maps {
@@ -47,24 +49,25 @@ struct Maps {
 };
 
 struct Problem {
-    sa_band window;           // of a sequence long enough that nothing is clamped
+    sa_band window;           // of a sequence so long that nothing is clamped
     unsigned num_spans;       // of a kv head
-    unsigned step, head_step; // from one of a block's spans to its next
-    unsigned spans_a_batch;   // 0: packed
-    int group, group_log2;    // heads of a token, a power of two
-    int tokens, span;         // of a tile, of a span
-    int reach;                // keys that a row sees beside its window's first
+    unsigned step, head_step; // gridDim.x items as spans and kv heads
+    unsigned batch_spans;     // spans of a kv head in a batch entry; 0: packed
+    int group, group_log2;    // q heads of a kv head, a power of two
+    int tile_tokens, span_tokens;
+    int last_key; // the last key of a row's window, counted from its first
     float scale_log2;
 };
 
-static inline int64_t num_spans(const sinkattn_problem &problem, int span) {
-    if (problem.packed) return problem.q_len / span + 2 * (problem.batch + 1);
-    return problem.batch * (problem.q_len / span + 2);
+static inline int64_t num_spans(const sinkattn_problem &problem, int span_tokens) {
+    if (problem.packed) return problem.q_len / span_tokens + 2 * (problem.batch + 1);
+    return problem.batch * (problem.q_len / span_tokens + 2);
 }
 
-// Tokens of a span: as many as let the blocks end soonest. Of a packed batch the last spans of sequences are short.
-static inline int choose_span(const sinkattn_problem &problem, int tokens, int workers) {
-    const int least = tokens < 8 ? 8 : tokens;
+// Tokens of a span with which the blocks should end soonest. Dense: rounds of spans times a span's cost; packed, where each sequence may
+// end in a short span: a block's average work and one span.
+static inline int choose_span(const sinkattn_problem &problem, int tile_tokens, int workers) {
+    const int least = tile_tokens < 8 ? 8 : tile_tokens;
     const int64_t heads = problem.num_kv_heads;
     int best = least;
     int64_t best_cost = INT64_MAX;
@@ -78,60 +81,64 @@ static inline int choose_span(const sinkattn_problem &problem, int tokens, int w
     return best;
 }
 
-// Where a block stands among the spans: kv heads in turn, then sequences. What comes later lies in the same or in a later sequence.
+// The block's next item, and the sequence of its last one, where the search for the next one's sequence begins.
 struct Walk {
-    unsigned n, kv_head, sequence;
+    unsigned span, kv_head, sequence;
 };
 
-__device__ __forceinline__ int near(int64_t distance) { return static_cast<int>(sa_clamp(distance, -(1 << 20), 1 << 20)); }
+// A distance in tokens or keys as int; a span is far shorter than the limits.
+__device__ __forceinline__ int distance(int64_t tokens) { return static_cast<int>(sa_clamp(tokens, -(1 << 20), 1 << 20)); }
 
-// The next span that exists, by the lanes of a warp, which look for its sequence.
+// The block's next span that holds tokens. By a whole warp, whose lanes look for the sequence in a packed batch.
 __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &args, const Problem &p) {
     const sinkattn_problem &problem = args.problem;
     const auto batch = static_cast<unsigned>(problem.batch), heads = static_cast<unsigned>(problem.num_kv_heads);
-    const auto first_span = [&](unsigned b) { return static_cast<unsigned>(rows_before(args, b)) / static_cast<unsigned>(p.span) + 2 * b; };
+    // Room for every span of the sequences before b, whose positions may begin and end inside one.
+    const auto first_span = [&](unsigned b) {
+        return static_cast<unsigned>(rows_before(args, b)) / static_cast<unsigned>(p.span_tokens) + 2 * b;
+    };
     Span span;
     span.exists = false;
-    while (walk.n < p.num_spans && !span.exists) {
+    while (walk.span < p.num_spans && !span.exists) {
         sa_position_t within;
-        if (p.spans_a_batch) {
-            walk.sequence = walk.n / p.spans_a_batch;
-            within = static_cast<sa_position_t>(walk.n % p.spans_a_batch);
+        if (p.batch_spans) {
+            walk.sequence = walk.span / p.batch_spans;
+            within = static_cast<sa_position_t>(walk.span % p.batch_spans);
         } else {
-            for (unsigned begun = 32; begun == 32; walk.sequence += begun) {
+            for (unsigned begun = 32; begun == 32; walk.sequence += begun) { // of the next 32 sequences
                 const unsigned b = walk.sequence + 1 + threadIdx.x % 32;
-                begun = __ffs(~__ballot_sync(0xffffffffu, b <= batch && first_span(b) <= walk.n)) - 1u;
+                begun = __ffs(~__ballot_sync(0xffffffffu, b <= batch && first_span(b) <= walk.span)) - 1u;
                 if (begun > 32) begun = 32;
             }
-            within = static_cast<sa_position_t>(walk.n - first_span(walk.sequence));
+            within = static_cast<sa_position_t>(walk.span - first_span(walk.sequence));
         }
         span.has_sink = args.s_aux && walk.sequence < batch;
         span.kv_head = walk.kv_head;
         span.sequence = sequence_or_tail(args, walk.sequence);
         const sa_band band = sa_band_of(&problem.mask, span.sequence.q_len, span.sequence.k_len);
         const sa_position_t start = sa_position(&band, 0),
-                            base = (start >= 0 ? start : start - p.span + 1) / p.span * p.span; // a multiple of span
-        span.token = base - start + within * p.span;
-        span.key = sa_window_begin(&p.window, base + within * p.span);
-        span.exists = within >= 0 && span.token < span.sequence.q_len && span.sequence.q_len > 0; // then it has a tile
-        span.low_key = near(-static_cast<int64_t>(span.key));
-        span.high_key = near(span.sequence.k_len - span.key);
-        span.low_token = near(-static_cast<int64_t>(span.token));
-        span.high_token = near(span.sequence.q_len - span.token);
-        span.first_tile = max(span.low_token, 0) / p.tokens;
-        span.num_tiles = (min(span.high_token, p.span) + p.tokens - 1) / p.tokens - span.first_tile;
-        span.lse = sa_row_index(&problem, &span.sequence, span.kv_head * p.group, span.token);
-        walk.n += p.step;
+                            base = (start >= 0 ? start : start - p.span_tokens + 1) / p.span_tokens * p.span_tokens; // rounded down
+        span.first_token = base - start + within * p.span_tokens;
+        span.first_key = sa_window_begin(&p.window, base + within * p.span_tokens);
+        span.exists = within >= 0 && span.first_token < span.sequence.q_len && span.sequence.q_len > 0;
+        span.key_begin = distance(-static_cast<int64_t>(span.first_key));
+        span.key_end = distance(span.sequence.k_len - span.first_key);
+        span.token_begin = distance(-static_cast<int64_t>(span.first_token));
+        span.token_end = distance(span.sequence.q_len - span.first_token);
+        span.first_tile = max(span.token_begin, 0) / p.tile_tokens;
+        span.num_tiles = (min(span.token_end, p.span_tokens) + p.tile_tokens - 1) / p.tile_tokens - span.first_tile;
+        span.lse = sa_row_index(&problem, &span.sequence, span.kv_head * p.group, span.first_token);
+        walk.span += p.step;
         walk.kv_head += p.head_step;
         if (walk.kv_head >= heads) {
             walk.kv_head -= heads;
-            walk.n++;
+            walk.span++;
         }
     }
     return span;
 }
 
-// Keys and values, a span ahead of the queries. By a warp.
+// By a warp. In flight at the top: K and V of at most two earlier spans.
 __device__ __forceinline__ void load_keys(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
     const auto heads = static_cast<unsigned>(args.problem.num_kv_heads);
     Walk walk{blockIdx.x / heads, blockIdx.x % heads, 0};
@@ -145,8 +152,8 @@ __device__ __forceinline__ void load_keys(Smem &smem, const sinkattn_fwd_args &a
             if (!span.exists) {
                 smem.kv_full[stage].arrive();
             } else {
-                smem.kv_full[stage].arrive_expect(2 * (p.span + kKeys) * kRowBytes);
-                const int key = static_cast<int>(span.sequence.k_begin + span.key), batch = static_cast<int>(span.sequence.batch);
+                smem.kv_full[stage].arrive_expect(2 * (p.span_tokens + kKeys) * kRowBytes);
+                const int key = static_cast<int>(span.sequence.k_begin + span.first_key), batch = static_cast<int>(span.sequence.batch);
                 tensor_load(smem.keys[stage], &maps.k, smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
                 tensor_load(smem.values[stage], &maps.v, smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
             }
@@ -155,38 +162,37 @@ __device__ __forceinline__ void load_keys(Smem &smem, const sinkattn_fwd_args &a
     }
 }
 
-// Tiles of queries, as slots become free. By a warp.
+// By a warp: tiles to the math warpgroups in turn. In flight at the top: Q of the tiles before, at most kTileStages a warpgroup.
 __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const Problem &p) {
-    int group = 0;
-    Ring<kSlots> slots;
+    int warpgroup = 0;
+    Ring<kTileStages> tiles;
     for (Ring<kStages> stages;; stages.n++) {
-        const uint32_t stage = stages.stage();
         smem.planned.wait(stages);
-        const Span &span = smem.spans[stage];
+        const Span &span = smem.spans[stages.stage()];
         if (!span.exists) break;
         const int head = static_cast<int>(span.kv_head * p.group),
-                  first = static_cast<int>(span.sequence.q_begin + span.token) + span.first_tile * p.tokens,
+                  first = static_cast<int>(span.sequence.q_begin + span.first_token) + span.first_tile * p.tile_tokens,
                   batch = static_cast<int>(span.sequence.batch);
         for (int tile = 0; tile < span.num_tiles; tile++) {
-            const uint32_t slot = slots.stage();
-            Barrier &full = smem.q_full[group][slot];
-            smem.q_empty[group].acquire(slots);
+            const uint32_t stage = tiles.stage();
+            Barrier &full = smem.q_full[warpgroup][stage];
+            smem.q_empty[warpgroup].acquire(tiles);
             if (threadIdx.x % 32 == 0) {
-                full.arrive_expect(kSlotBytes);
-                tensor_load(smem.slots[group][slot], &maps.q, full, 0, head, first + tile * p.tokens, batch);
+                full.arrive_expect(kTileBytes);
+                tensor_load(smem.tiles[warpgroup][stage], &maps.q, full, 0, head, first + tile * p.tile_tokens, batch);
             }
-            if (++group == kGroups) {
-                group = 0;
-                slots.n++;
+            if (++warpgroup == kWarpgroups) {
+                warpgroup = 0;
+                tiles.n++;
             }
         }
         smem.kv_empty.release(stages);
     }
 }
 
-// What the math needs beside the keys, by a warp.
+// By a warp: s_aux of a span's heads, and V without values that are not finite.
 template <class Element> __device__ __forceinline__ void check_values(Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
-    const int lane = threadIdx.x % 32, bytes = (p.span + kKeys) * kRowBytes;
+    const int lane = threadIdx.x % 32, bytes = (p.span_tokens + kKeys) * kRowBytes;
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.stage();
         smem.kv_full.wait(stages);
@@ -195,9 +201,9 @@ template <class Element> __device__ __forceinline__ void check_values(Smem &smem
         for (int i = lane; i < p.group; i += 32)
             smem.s_aux[stage][i] =
                 span.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i)) : -INFINITY;
-        const bool some = __any_sync(0xffffffffu, any_nonfinite<Element, 32>(smem.values[stage], bytes, lane));
-        if (some) zero_nonfinite<Element, 32>(smem.values[stage], bytes, lane);
-        if (lane == 0) smem.nonfinite[stage] = some;
+        const bool found = __any_sync(0xffffffffu, any_nonfinite<Element, 32>(smem.values[stage], bytes, lane));
+        if (found) zero_nonfinite<Element, 32>(smem.values[stage], bytes, lane);
+        if (lane == 0) smem.nonfinite[stage] = found;
         async_fence();
         smem.kv_ready.arrive(stages);
     }
