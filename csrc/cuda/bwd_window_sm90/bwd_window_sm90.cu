@@ -2,27 +2,27 @@
 //
 // Backward for causal windows of up to 128 keys before a row, head_dim up to 64, on sm_90.
 //
-//     row group      dQ of step n                    | delta of step n + 2; one warp: Q, dO, out (and K, V) of step n + 3 | ...
-//     math group g   S = K Q^T, dP = V dO^T | P, dS | dV += P dO, dK += dS Q | ...        (three groups, keys in the rows of wgmma)
+//     row warpgroup      dQ of step n                    | delta of step n + 2; one warp: Q, dO, out (and K, V) of step n + 3 | ...
+//     math warpgroup g   S = K Q^T, dP = V dO^T | P, dS | dV += P dO, dK += dS Q | ...        (three, keys in the rows of wgmma)
 //
-// A block walks down a range of groups of 64 positions of the sequences of one kv head after another. The tokens of group a see keys of
-// the groups a - 2, a - 1 and a only; key groups go round the three math groups, and a math group keeps dK and dV of its 64 keys in
-// registers while the walk passes the three token groups that see them: each gradient is summed in one place, over all heads, and rounded
-// once. A step is 64 rows, tokens x heads. dS goes through shared memory to the row group, which sums dQ over the three key groups. At the
-// start of its range a block meets keys that are another's, for dQ alone; after the end it meets rows that are another's, for dK and dV
-// alone. Groups lie at multiples of 64 positions and sums run in their order, so no bit depends on where a range is cut.
+// Positions are cut into tiles of 64, whose rows see keys of their own tile and of the two before (walk.cuh). A block walks down its share
+// of tiles in steps of 64 rows. Key tiles go round the three math warpgroups; each keeps dK and dV of its 64 keys in registers while the
+// walk passes the tiles that see them, so a gradient is summed in one place, over all heads, and rounded once. dS goes through shared
+// memory to the row warpgroup, which sums dQ over the three key tiles. Before its share a block meets keys of another block, for dQ alone;
+// after it rows of another, for dK and dV alone. Tiles lie at multiples of 64 positions and sums run in their order, so no bit depends on
+// where a share begins or ends.
 //
-// The row group works in order, and most waits follow from that: it says that step n is ready when it is done with dQ of step n - 2, so
-// the place of dS is free; keys of a group are replaced when dQ of the last step that saw them is done.
+// The row warpgroup works in order, so two buffers need no barrier: step n is ready only when dQ of step n - 2 is done, so dS of that step
+// may be replaced; and keys are replaced once dQ of the last step that saw them is done.
 //
 // ds_aux of a head is the sum of p_sink (g - sum_j P_ij dP_ij) over rows. A thread's columns are always of the same heads, so it sums
 // p_sink P dP of its heads in registers, in fp32; each warp leaves one number a head, and the second launch adds those up.
 //
-// Values that are not finite: masked pairs have P = dS = 0, but 0 * NaN is NaN. A block that meets such keys, or ends with such a
-// gradient, says so, and the second launch does that block's range again with such values zeroed, and NaN where a pair sees them.
+// Values that are not finite: a masked pair has P = dS = 0, but 0 * NaN is NaN. A block that meets such keys, or whose dK or dV are not
+// finite, raises its flag, and the second launch computes its share again with such values zeroed, and NaN where a row sees them.
 //
-// Shared memory: four stages of Q, dO and out, 96 KiB; K and V of four groups, 64 KiB; two stages of dS of three groups, 48 KiB.
-// Registers: dK and dV 64; S, dP, P and dS of half a step at a time, 48, since those of all 64 rows do not fit beside them.
+// Shared memory, 223 KiB: four stages of Q, dO and out, 96 KiB; K and V of four tiles, 64 KiB; dS of two steps and three tiles, 48 KiB.
+// Registers: dK and dV 64 of 144; S, dP, P and dS of 32 rows at a time, 48, since those of all 64 rows do not fit beside them.
 
 #include "cuda/bwd_window_sm90/rows.cuh"
 #include "cuda/bwd_window_sm90/walk.cuh"
@@ -35,9 +35,20 @@
 namespace sa::bwd_window_sm90 {
 namespace {
 
-// ---- a math group ----
+// ---- a math warpgroup: 64 keys in the rows of its accumulators, the step's rows in their columns ----
 
 constexpr int kHalfRows = kRows / 2, kHalfBytes = kHalfRows * kRowBytes;
+
+// What a step needs of its math warpgroup.
+struct MathWarpgroup {
+    Smem &smem;
+    const Problem &p;
+    const int warp, lane, pair_at; // warp: of the warpgroup; pair_at: where the thread stores dS, in bytes from the start of a tile
+    float *warp_sums;              // [kHeads]: the warp's part of ds_aux
+    float (&dk)[32], (&dv)[32], (&sums)[2]; // sums: p_sink P dP of the heads of the thread's two columns
+    const int &age, &key_stage;             // of the key tile
+    const bool &adds;                       // to dK and dV, or begins them: zeroing the accumulators makes ptxas serialize all wgmma
+};
 
 template <class Element> __device__ __forceinline__ void score_product(float (&s)[16], uint32_t keys, uint32_t rows) {
     const uint64_t a = operand(keys, 0), b = operand(rows, 0);
@@ -52,6 +63,7 @@ __device__ __forceinline__ void gradient_product(float (&d)[32], const uint32_t 
     for (int t = 0; t < 2; t++) wgmma_registers<Element>(d, weights[t], operand_at(b, t * 16 * kRowBytes), adds || t > 0);
 }
 
+// dV += P dO and dK += dS Q over 32 rows.
 template <class Element>
 __device__ __forceinline__ void add_gradients(float (&dk)[32], float (&dv)[32], const uint32_t (&weights)[2][4],
                                               const uint32_t (&gradients)[2][4], uint32_t q, uint32_t dout, bool adds) {
@@ -60,13 +72,14 @@ __device__ __forceinline__ void add_gradients(float (&dk)[32], float (&dv)[32], 
     wgmma_commit();
 }
 
-enum Mask { kAll, kPairs, kAny }; // all pairs are seen, or both columns of a thread are of one token, or neither
+enum Mask { kNone, kByToken, kByColumn }; // all pairs are seen; a thread's two columns are of one token; or of two
 
-// S and dP to P and dS, as operands. `first`: the first of the rows, `before`: the group's first position less the thread's first key.
+// P and dS of 32 rows from `first` on, as left operands. before: the step's tile's first position less the thread's first key's.
 template <class C, Mask kMask>
-__device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_t (&gradients)[2][4], float (&sums)[2],
-                                              const float (&s)[16], const float (&dp)[16], const Smem &smem, int stage, int slot, int first,
-                                              int before, const Problem &p) {
+__device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_t (&gradients)[2][4], const MathWarpgroup &m,
+                                              const float (&s)[16], const float (&dp)[16], int stage, int first, int before) {
+    const Smem &smem = m.smem;
+    const Problem &p = m.p;
     const int column = first + fragment_column(), key = warpgroup_row(0);
 #pragma unroll
     for (int n = 0; n < 4; n++) {
@@ -74,13 +87,13 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
         const float4 both = *reinterpret_cast<const float4 *>(&smem.bias[stage][8 * n + column]);
         const float bias[2] = {both.x, both.z}, p_sink[2] = {both.y, both.w};
         int2 token = {};
-        if (kMask == kPairs) token.x = token.y = smem.token[stage][8 * n + column];
-        if (kMask == kAny) token = *reinterpret_cast<const int2 *>(&smem.token[stage][8 * n + column]);
+        if (kMask == kByToken) token.x = token.y = smem.token[stage][8 * n + column];
+        if (kMask == kByColumn) token = *reinterpret_cast<const int2 *>(&smem.token[stage][8 * n + column]);
         float weight[4], term[4], ds[4];
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             const int distance = (x & 1 ? token.y : token.x) + before - 8 * (x / 2);
-            const bool sees = kMask == kAll || static_cast<uint32_t>(distance) <= static_cast<uint32_t>(p.behind);
+            const bool sees = kMask == kNone || static_cast<uint32_t>(distance) <= static_cast<uint32_t>(p.max_distance);
             weight[x] = exp2_approx(fmaf(s[4 * n + x], p.scale_log2, -(x & 1 ? lse.y : lse.x)));
             if (!sees) weight[x] = 0.0f;
             term[x] = weight[x] * (sees ? dp[4 * n + x] : 0.0f);
@@ -88,7 +101,7 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
             if (!C::kHide) continue;
             if (sees) {
                 const int row = 8 * n + column + (x & 1);
-                const uint32_t bad = smem.bad_rows[stage][row] | smem.bad_keys[slot][key + 8 * (x / 2)];
+                const uint32_t bad = smem.bad_rows[stage][row] | smem.bad_keys[m.key_stage][key + 8 * (x / 2)];
                 if (bad) term[x] = ds[x] = NAN;
                 if (bad & 1) weight[x] = NAN;
             } else {
@@ -96,7 +109,7 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
             }
         }
         if (C::kSums)
-            for (int x = 0; x < 2; x++) sums[x] = fmaf(p_sink[x], term[x] + term[x + 2], sums[x]);
+            for (int x = 0; x < 2; x++) m.sums[x] = fmaf(p_sink[x], term[x] + term[x + 2], m.sums[x]);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             weights[n / 2][n % 2 * 2 + i] = pack_halves<typename C::Element>(weight[2 * i], weight[2 * i + 1]);
@@ -105,7 +118,7 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
     }
 }
 
-// NaN in dV where a key is seen by a row whose dO has such a value in that column, which was left out of the product.
+// NaN in dV where a row that sees the key has a value in that column of dO that is not finite, which was zeroed for the product.
 __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, int stage, int before, const Problem &p) {
 #pragma unroll 1
     for (int row = 0; row < kRows; row++) {
@@ -115,18 +128,18 @@ __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, i
 #pragma unroll
         for (int i = 0; i < 32; i++)
             if (bad >> (element_column(i) + fragment_column()) & 1 &&
-                static_cast<uint32_t>(distance - 8 * element_row(i)) <= static_cast<uint32_t>(p.behind))
+                static_cast<uint32_t>(distance - 8 * element_row(i)) <= static_cast<uint32_t>(p.max_distance))
                 dv[i] = NAN;
     }
 }
 
-// A gradient of the group's keys, in whole 16-byte chunks. True when it is not finite.
+// dK or dV of the key tile, times factor, in whole 16-byte chunks. True when the gradient is not finite.
 template <class Element>
-__device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const sinkattn_tensor &tensor, const Step &step, int r,
+__device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const sinkattn_tensor &tensor, const Step &step, int age,
                                            int64_t head_dim) {
     const int key = warpgroup_row(0), column = 8 * (threadIdx.x % 4);
-    const int num_keys = step.num_keys + r * kKeys;
-    auto *to = static_cast<uint16_t *>(tensor.data) + sa_offset(&tensor, step.batch, step.key - r * kKeys + key, step.kv_head) + column;
+    const int num_keys = step.num_keys + age * kKeys;
+    auto *to = static_cast<uint16_t *>(tensor.data) + sa_offset(&tensor, step.batch, step.key - age * kKeys + key, step.kv_head) + column;
     float nan = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -141,14 +154,14 @@ __device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const s
             }
             quad_transpose(x);
             if (key + 8 * i < num_keys && column + 8 * n < head_dim) *reinterpret_cast<uint4 *>(to + 8 * n) = {x[0], x[1], x[2], x[3]};
-            computed(d); // one piece after another, for want of registers
+            computed(d); // compiler fence: one piece after another, since registers are few
         }
         to += 8 * tensor.row_stride;
     }
     return nan != 0.0f;
 }
 
-// A thread's two columns are of two heads, or of one.
+// Adds the lanes' sums to those of the step's heads: a thread's two columns are of two heads, or of the only one.
 __device__ __forceinline__ void close_heads(float *warp_sums, float (&sums)[2], int first, int heads) {
     const int lane = threadIdx.x % 32;
     if (heads == 1) sums[0] += sums[1];
@@ -159,7 +172,7 @@ __device__ __forceinline__ void close_heads(float *warp_sums, float (&sums)[2], 
     sums[0] = sums[1] = 0.0f;
 }
 
-// A warp's part of ds_aux, with that of a warp of the row group.
+// The part of ds_aux of math warp `warp` of kWarps; the first kRowWarps of them include what a row warp summed.
 __device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_sums, const sinkattn_bwd_args &args, const Problem &p,
                                            const Step &step, int warp) {
     __syncwarp();
@@ -169,17 +182,17 @@ __device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_s
     }
 }
 
-// Step n of a token group that sees the math group's keys, begun while the last products of the one before run.
-template <class C>
-__device__ __forceinline__ void take_step(float (&dk)[32], float (&dv)[32], float (&sums)[2], float *warp_sums, Smem &smem,
-                                          const Problem &p, uint32_t n, int slot, int r, int flags, int warp, int lane, int pair_at,
-                                          bool adds, bool opens) {
+// Step n, whose rows see the key tile. In flight at the top, unless it begins a tile of rows: dV and dK of the second half of step n - 1.
+// In flight at the end: those of step n.
+template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup &m, uint32_t n, int flags, bool begins) {
     using Element = typename C::Element;
-    const int stage = n % kStages;
+    Smem &smem = m.smem;
+    const Problem &p = m.p;
+    const int stage = n % kStages, warp = m.warp;
     const Step &step = smem.steps[stage];
-    const int step_token = warp_uniform(step.token), before = r * kKeys - 16 * warp - lane / 4;
+    const int step_token = warp_uniform(step.token), before = m.age * kKeys - 16 * warp - m.lane / 4;
     const uint32_t q = warp_uniform_register(shared_address(smem.q[stage])), dout = q + sizeof(smem.q),
-                   k = warp_uniform_register(shared_address(smem.k[slot])), v = k + sizeof(smem.k);
+                   k = warp_uniform_register(shared_address(smem.k[m.key_stage])), v = k + sizeof(smem.k);
     uint32_t weights[2][4], gradients[2][4];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -189,80 +202,82 @@ __device__ __forceinline__ void take_step(float (&dk)[32], float (&dv)[32], floa
         score_product<Element>(dp, v, dout + half * kHalfBytes);
         wgmma_commit();
         // Also for keys of another block; that result is discarded.
-        if (half) add_gradients<Element>(dk, dv, weights, gradients, q, dout, adds);
+        if (half) add_gradients<Element>(m.dk, m.dv, weights, gradients, q, dout, m.adds);
         const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
-        const int nearest = r * kKeys + first - 16 * warp - 15, farthest = r * kKeys + last - 16 * warp;
-        const bool some = farthest >= 0 && nearest <= p.behind, all = !C::kHide && nearest >= 0 && farthest <= p.behind && !(flags & kEdge);
+        const int nearest = m.age * kKeys + first - 16 * warp - 15, farthest = m.age * kKeys + last - 16 * warp; // of the warp's keys
+        const bool any_seen = farthest >= 0 && nearest <= p.max_distance,
+                   all_seen = !C::kHide && nearest >= 0 && farthest <= p.max_distance && !(flags & kEdge);
         wgmma_wait<0>();
         computed(s);
         computed(dp);
-        computed(dv);
-        computed(dk);
-        if (!half && !opens) smem.step_empty.release({n - 1});
-        if (all) {
-            differentiate<C, kAll>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
-        } else if (some && !C::kHide && p.head_shift > 0) {
-            differentiate<C, kPairs>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
-        } else if (some) {
-            differentiate<C, kAny>(weights, gradients, sums, s, dp, smem, stage, slot, half * kHalfRows, before, p);
+        computed(m.dv);
+        computed(m.dk);
+        if (!half && !begins) smem.step_empty.release({n - 1});
+        if (all_seen) {
+            differentiate<C, kNone>(weights, gradients, m, s, dp, stage, half * kHalfRows, before);
+        } else if (any_seen && !C::kHide && p.head_shift > 0) {
+            differentiate<C, kByToken>(weights, gradients, m, s, dp, stage, half * kHalfRows, before);
+        } else if (any_seen) {
+            differentiate<C, kByColumn>(weights, gradients, m, s, dp, stage, half * kHalfRows, before);
         } else {
 #pragma unroll
             for (int i = 0; i < 8; i++) weights[i / 4][i % 4] = gradients[i / 4][i % 4] = 0;
         }
         if (flags & kOwnsRows) {
-            const uint32_t to = shared_address(smem.ds[n % 2][kGroups - 1 - r]);
+            const uint32_t to = shared_address(smem.ds[n % 2][kSeenTiles - 1 - m.age]);
 #pragma unroll
-            for (int t = 0; t < 2; t++) stmatrix_x4(to + pairs_on(pair_at, 2 * half + t), gradients[t]);
+            for (int t = 0; t < 2; t++) stmatrix_x4(to + pairs_on(m.pair_at, 2 * half + t), gradients[t]);
         }
     }
     wgmma_fence();
-    add_gradients<Element>(dk, dv, weights, gradients, q + kHalfBytes, dout + kHalfBytes, true);
+    add_gradients<Element>(m.dk, m.dv, weights, gradients, q + kHalfBytes, dout + kHalfBytes, true);
     async_fence(); // dS is on its way while the products run
     __syncwarp();
     smem.ds_full.arrive({n});
     if (C::kHide) {
         wgmma_wait<0>();
-        computed(dv);
-        computed(dk);
-        mark_values(dv, smem, stage, before, p);
+        computed(m.dv);
+        computed(m.dk);
+        mark_values(m.dv, smem, stage, before, p);
     }
-    if (C::kSums && flags & kHeadsEnd) close_heads(warp_sums, sums, step.head_in_group, 1 << p.head_shift);
+    if (C::kSums && flags & kHeadsEnd) close_heads(m.warp_sums, m.sums, step.head_in_group, 1 << p.head_shift);
 }
 
 template <class C> __device__ __forceinline__ void run_math(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
-    const int own_warp = warp_uniform(threadIdx.x / 32) - 4, math_group = own_warp / 4, warp = own_warp & 3, lane = threadIdx.x % 32;
-    float *warp_sums = smem.sums[own_warp], dk[32] = {}, dv[32] = {}, sums[2] = {};
-    // r counts the token groups that saw the math group's keys; as if before the first of them.
-    int r = (kGroups + 1 - math_group) % kGroups, slot = r == kGroups - 1 ? kSlots - 1 : math_group;
-    const int pair_at = swizzled(16 * warp + lane % 16, lane / 16);
-    bool adds = false; // to dK and dV, or begins them: zeroing the accumulators makes ptxas serialize all wgmma
+    const int math_warp = warp_uniform(threadIdx.x / 32) - 4, warpgroup = math_warp / 4, warp = math_warp & 3, lane = threadIdx.x % 32;
+    float *warp_sums = smem.sums[math_warp], dk[32] = {}, dv[32] = {}, sums[2] = {};
+    // Before the first tile of rows, number 2: warpgroups 0 and 1 have key tiles 0 and 1, and warpgroup 2 takes tile 2 next.
+    int age = (kWarpgroups + 1 - warpgroup) % kWarpgroups, key_stage = age == kSeenTiles - 1 ? kKeyStages - 1 : warpgroup;
+    bool adds = false;
+    const MathWarpgroup m = {smem, p,   warp,      lane, swizzled(16 * warp + left_row(lane), left_chunk(lane)), warp_sums, dk, dv,
+                             sums, age, key_stage, adds};
     uint32_t n = 0;
     const auto wait_for_step = [&]() {
         smem.step_ready.wait({n});
         return warp_uniform(smem.steps[n % kStages].flags);
     };
-    while (true) { // a token group
+    while (true) { // a tile of rows
         int flags = wait_for_step();
         if (!__any_sync(0xffffffffu, flags & kExists)) break;
-        if (r == kGroups - 1) { // the next keys
-            r = 0;
-            slot = (slot + kGroups) & (kSlots - 1);
+        if (age == kSeenTiles - 1) { // takes the newest keys
+            age = 0;
+            key_stage = (key_stage + kWarpgroups) & (kKeyStages - 1);
             adds = false;
         } else {
-            r++;
+            age++;
         }
-        if (C::kSums && flags & kNewHead) {
+        if (C::kSums && flags & kKvHeadBegin) {
             for (int h = lane; h < kHeads; h += 32) warp_sums[h] = 0.0f;
             __syncwarp();
         }
-        if (__any_sync(0xffffffffu, smem.steps[n % kStages].groups >> r & 1)) {
-            bool opens = true;
+        if (__any_sync(0xffffffffu, smem.steps[n % kStages].tiles >> age & 1)) {
+            bool begins = true;
             while (true) {
-                take_step<C>(dk, dv, sums, warp_sums, smem, p, n, slot, r, flags, warp, lane, pair_at, adds, opens);
-                if (__any_sync(0xffffffffu, flags & kCloses)) break;
+                take_step<C>(m, n, flags, begins);
+                if (__any_sync(0xffffffffu, flags & kTileEnd)) break;
                 n++;
                 adds = true;
-                opens = false;
+                begins = false;
                 flags = wait_for_step();
             }
             wgmma_wait<0>();
@@ -272,7 +287,7 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
         } else {
             while (true) {
                 smem.ds_full.arrive({n});
-                if (__any_sync(0xffffffffu, flags & kCloses)) break;
+                if (__any_sync(0xffffffffu, flags & kTileEnd)) break;
                 __syncwarp();
                 smem.step_empty.release({n});
                 n++;
@@ -280,22 +295,21 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
             }
         }
         const Step &step = smem.steps[n % kStages];
-        if (step.owned() >> r & 1 && (r == kGroups - 1 || flags & kSpanEnd)) {
-            const bool bad_dk = write_keys<typename C::Element>(dk, p.scale, args.dk, step, r, args.fwd.problem.head_dim),
-                       bad_dv = write_keys<typename C::Element>(dv, 1.0f, args.dv, step, r, args.fwd.problem.head_dim);
+        if (step.owned() >> age & 1 && (age == kSeenTiles - 1 || flags & kSegmentEnd)) {
+            const bool bad_dk = write_keys<typename C::Element>(dk, p.scale, args.dk, step, age, args.fwd.problem.head_dim),
+                       bad_dv = write_keys<typename C::Element>(dv, 1.0f, args.dv, step, age, args.fwd.problem.head_dim);
             if ((bad_dk || bad_dv) && !C::kHide) smem.nonfinite = 1;
         }
-        if (C::kSums && flags & kSpanEnd) write_sums(smem, warp_sums, args, p, step, own_warp);
+        if (C::kSums && flags & kSegmentEnd) write_sums(smem, warp_sums, args, p, step, math_warp);
         __syncwarp();
         smem.step_empty.release({n});
         n++;
     }
 }
 
-// The block's range.
 template <class C>
-__device__ __forceinline__ void walk_range(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p,
-                                           unsigned *error_word) {
+__device__ __forceinline__ void compute_share(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p,
+                                              unsigned *error_word) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; i++) {
             smem.step_full[i].init(1 + 32);
@@ -322,13 +336,13 @@ __device__ __forceinline__ void walk_range(Smem &smem, const sinkattn_bwd_args &
     __syncthreads();
 }
 
-// ds_aux from what the warps left, by the second launch: each block has some heads, or where a range was done again, the last one to come
-// has all.
-__device__ __forceinline__ void add_sums(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
+// ds_aux from the warps' parts, by the second launch: each block adds some heads, or, where a share is computed again, the last block to
+// finish adds all.
+__device__ __forceinline__ void add_sink_parts(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
     int64_t first = blockIdx.x, step = gridDim.x;
-    bool redone = false;
-    for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) redone |= p.redo[i] != 0;
-    if (__syncthreads_or(redone)) {
+    bool any_redo = false;
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) any_redo |= p.redo[i] != 0;
+    if (__syncthreads_or(any_redo)) {
         __threadfence();
         if (!__syncthreads_or(threadIdx.x == 0 && atomicAdd(&p.redo[gridDim.x], 1u) + 1 == gridDim.x)) return;
         __threadfence();
@@ -349,10 +363,10 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
     extern __shared__ __align__(1024) unsigned char shared[];
     Smem &smem = *reinterpret_cast<Smem *>(shared);
     if (C::kHide) {
-        if (p.redo[blockIdx.x]) walk_range<C>(smem, args, maps, p, error_word);
-        if (C::kSums) add_sums(smem, args, p);
+        if (p.redo[blockIdx.x]) compute_share<C>(smem, args, maps, p, error_word);
+        if (C::kSums) add_sink_parts(smem, args, p);
     } else {
-        walk_range<C>(smem, args, maps, p, error_word);
+        compute_share<C>(smem, args, maps, p, error_word);
         if (threadIdx.x == 0) p.redo[blockIdx.x] = smem.nonfinite;
         if (threadIdx.x == 0 && blockIdx.x == 0) p.redo[gridDim.x] = 0;
     }
@@ -370,8 +384,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     static_assert(sizeof(Smem) <= 227 * 1024, "what a block of compute capability 9.0 may use");
     const sinkattn_problem &problem = args.fwd.problem;
     Problem p;
-    p.behind = static_cast<int>(sa_window_keys(&problem.mask)) - 1;
-    p.reach = (p.behind + kKeys - 1) / kKeys;
+    p.max_distance = static_cast<int>(sa_window_keys(&problem.mask)) - 1;
+    p.tiles_before = (p.max_distance + kKeys - 1) / kKeys;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.head_shift = 0;
     while (p.head_shift < 3 && p.group % (2 << p.head_shift) == 0) p.head_shift++;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The row group of the windowed backward on sm_90, and the shared memory that it has with the math groups: one warp fetches steps and keys,
-// two prepare rows and values that are not finite, all four sum dQ, which goes out by bulk copies.
+// The row warpgroup of the windowed backward on sm_90, and the kernel's shared memory. Warp 0, the producer, finds and loads steps; warps 1
+// and 2 prepare rows, and with warp 3 check keys; all four sum dQ.
 #pragma once
 
 #include "cuda/bwd_window_sm90/walk.cuh"
@@ -12,33 +12,34 @@
 
 namespace sa::bwd_window_sm90 {
 
-constexpr int kThreads = 128 * (kGroups + 1), kWarps = 4 * kGroups; // of the math groups
-constexpr int kPreparers = 96, kRowWarps = 2;                       // threads of the row group but for the producer; warps that have rows
-constexpr int kStages = 4, kSlots = 4, kTileBytes = 64 * kRowBytes, kBlockBytes = 16 * kRowBytes;
-enum NamedBarrier : int { kRowBarrier = 1 }; // of the row group; 0 is __syncthreads
-constexpr int kHeads = 64;                   // of a group, at most
-constexpr int kNoToken = INT32_MAX / 2;      // sees no key
+constexpr int kWarpgroups = kSeenTiles, kWarps = 4 * kWarpgroups; // of the math, a warpgroup for each key tile that a row may see
+constexpr int kThreads = 128 * (kWarpgroups + 1);
+constexpr int kPreparers = 96, kRowWarps = 2; // threads of warps 1 to 3; warps that prepare rows, one a thread
+constexpr int kStages = 4, kKeyStages = 4, kTileBytes = 64 * kRowBytes, kBlockBytes = 16 * kRowBytes; // a block: 16 keys of a tile
+enum NamedBarrier : int { kRowBarrier = 1 }; // of the row warpgroup; 0 is __syncthreads
+constexpr int kHeads = 64;                   // of a GQA group, at most
+constexpr int kNoToken = INT32_MAX / 2;      // at no distance that a key is seen from
 
 template <class Element_, bool kSums_, bool kHide_> struct Config {
     using Element = Element_;
-    static constexpr bool kSums = kSums_; // for ds_aux
-    static constexpr bool kHide = kHide_; // values that are not finite
+    static constexpr bool kSums = kSums_; // ds_aux is wanted
+    static constexpr bool kHide = kHide_; // the second launch: values that are not finite are zeroed, and NaN put where a row sees them
 };
 
 struct Smem {
-    alignas(1024) unsigned char q[kStages][kTileBytes], dout[kStages][kTileBytes], out[kStages][kTileBytes];
-    unsigned char k[kSlots][kTileBytes], v[kSlots][kTileBytes]; // v lies behind k
-    unsigned char ds[2][kGroups][kTileBytes];                   // the oldest group's first
-    float lse[kStages][kRows], g[kStages][kRows];
-    alignas(16) float2 bias[kStages][kRows]; // g - delta, p_sink
-    int token[kStages][kRows];
-    uint32_t bad_rows[kStages][kRows], bad_dout[kStages][kRows][2]; // q or dO is not finite, which columns of dO
-    uint32_t bad_keys[kSlots][kKeys];                               // bit 0: K is not finite, bit 1: V
-    // Of a head: - sum of p_sink P dP by the math warps, of p_sink g by the row warps.
+    alignas(1024) unsigned char q[kStages][kTileBytes], dout[kStages][kTileBytes], out[kStages][kTileBytes]; // out, then dQ
+    unsigned char k[kKeyStages][kTileBytes], v[kKeyStages][kTileBytes]; // key tile n in stage n % kKeyStages; v lies behind k
+    unsigned char ds[2][kSeenTiles][kTileBytes];                        // of even and odd steps, the oldest key tile first
+    float lse[kStages][kRows], g[kStages][kRows];                       // lse: natural as loaded, then in log2 units; g: dlse
+    alignas(16) float2 bias[kStages][kRows];                            // g - delta, p_sink
+    int token[kStages][kRows];                                          // position in the tile, kNoToken for a row that does not exist
+    uint32_t bad_rows[kStages][kRows], bad_dout[kStages][kRows][2];     // not finite: bit 0, q, bit 1, dO; the columns of dO
+    uint32_t bad_keys[kKeyStages][kKeys];                               // not finite: bit 0, K, bit 1, V
+    // By head: the math warps' - sum of p_sink P dP, and the row warps' sum of p_sink g for each of the last four kv heads.
     float sums[kWarps][kHeads], terms[4][kRowWarps][kHeads];
     Step steps[kStages];
     Walk walk;
-    Barriers<kStages> step_full, step_ready, step_empty; // ready: the row warps have prepared it
+    Barriers<kStages> step_full, step_ready, step_empty; // ready: rows and keys are prepared
     Barriers<2> ds_full;
     union {
         int64_t scan[kThreads / 32];
@@ -53,22 +54,22 @@ struct Maps {
 
 struct Problem : WalkShape {
     float scale, scale_log2;
-    unsigned *redo; // of each block: its range must be done again; behind them, how many of the second launch's are through, if any must
-    float *sums;    // [num_q_heads][blocks * warps]
+    unsigned *redo; // [blocks]: the share must be computed again; then, if any must, how many blocks of the second launch are done
+    float *sums;    // [num_q_heads][blocks * kWarps]
 };
 
-// Steps up to `limit` on their way, by one warp. The keys of group m - 4 are gone, and those of m may come, when `finished`, the newest
-// group whose steps all have their dQ, is m - 2. False once there are no more steps.
-__device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, uint32_t &made,
-                                        uint32_t limit, int finished) {
+// Loads steps up to `limit`, by one warp. Key tile m takes the stage of tile m - 4 once dQ of every step of tile m - 2 is done: finished is
+// the newest tile of which that is true. False once there are no more steps.
+__device__ __forceinline__ bool load_steps(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, uint32_t &loaded,
+                                           uint32_t limit, int finished) {
     const int lane = threadIdx.x % 32;
-    while (made <= limit) {
-        const Ring<kStages> use{made};
+    while (loaded <= limit) {
+        const Ring<kStages> use{loaded};
         const int stage = use.stage();
         Barrier &full = smem.step_full[stage];
         Step step;
         step.flags = 0;
-        if (made > 0 && next_tokens(step, smem.steps[Ring<kStages>{made - 1}.stage()], p)) {
+        if (loaded > 0 && next_tokens(step, smem.steps[(loaded - 1) % kStages], p)) {
             smem.step_empty.acquire(use);
             if (lane == 0) smem.steps[stage] = step;
             __syncwarp();
@@ -80,20 +81,20 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
             __syncwarp();
             step = smem.steps[stage];
         }
-        made++;
+        loaded++;
         const bool exists = step.flags & kExists;
         if (lane == 0 && exists) {
-            store_wait_read<1>(); // dQ of the step before last, which lay where out comes
+            store_wait_read<1>(); // dQ of the step before last has left the stage of out
             full.arrive_expect((3 + 2 * __popc(step.loaded())) * kTileBytes);
             tensor_load(smem.q[stage], &maps.q, full, 0, step.head, step.row, step.batch);
             tensor_load(smem.dout[stage], &maps.dout, full, 0, step.head, step.row, step.batch);
             tensor_load(smem.out[stage], &maps.out, full, 0, step.head, step.row, step.batch);
 #pragma unroll 1
-            for (int r = kGroups - 1; r >= 0 && step.loaded(); r--) {
-                if (!(step.loaded() >> r & 1)) continue;
-                const int slot = (step.newest - r) % kSlots, key = step.key - r * kKeys;
-                tensor_load(smem.k[slot], &maps.k, full, 0, step.kv_head, key, step.batch);
-                tensor_load(smem.v[slot], &maps.v, full, 0, step.kv_head, key, step.batch);
+            for (int age = kSeenTiles - 1; age >= 0 && step.loaded(); age--) {
+                if (!(step.loaded() >> age & 1)) continue;
+                const int key_stage = (step.newest - age) % kKeyStages, key = step.key - age * kKeys;
+                tensor_load(smem.k[key_stage], &maps.k, full, 0, step.kv_head, key, step.batch);
+                tensor_load(smem.v[key_stage], &maps.v, full, 0, step.kv_head, key, step.batch);
             }
         } else if (lane == 0) {
             full.arrive();
@@ -115,8 +116,8 @@ __device__ __forceinline__ bool produce(Smem &smem, const sinkattn_bwd_args &arg
     return true;
 }
 
-// Half a key at a time: zeros past the sequence, since a masked pair's dS times K must be zero.
-template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int slot, int num_keys) {
+// A thread checks half a key at a time and zeroes keys past the sequence: a masked pair's dS = 0 times K must be zero.
+template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int key_stage, int num_keys) {
 #pragma unroll 1
     for (int i = threadIdx.x - 32; i < 2 * kKeys; i += kPreparers) {
         const int key = i / 2, half = i % 2;
@@ -124,7 +125,7 @@ template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int sl
         uint32_t bad_k = 0, bad_v = 0;
 #pragma unroll
         for (int c = 4 * half; c < 4 * half + 4; c++) {
-            auto *chunk = reinterpret_cast<uint4 *>(smem.k[slot] + swizzled(key, c));
+            auto *chunk = reinterpret_cast<uint4 *>(smem.k[key_stage] + swizzled(key, c));
             const uint4 x = *chunk;
             if (key >= num_keys) {
                 *chunk = {};
@@ -133,28 +134,28 @@ template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int sl
                 found = true;
             }
             if (C::kHide) {
-                bad_k |= zero_chunk<typename C::Element>(smem.k[slot] + swizzled(key, c));
-                bad_v |= zero_chunk<typename C::Element>(smem.v[slot] + swizzled(key, c));
+                bad_k |= zero_chunk<typename C::Element>(smem.k[key_stage] + swizzled(key, c));
+                bad_v |= zero_chunk<typename C::Element>(smem.v[key_stage] + swizzled(key, c));
             }
         }
         if (found && !C::kHide) smem.nonfinite = 1;
         if (C::kHide) {
             const uint32_t bad = (bad_k ? 1 : 0) | (bad_v ? 2 : 0), both = bad | __shfl_xor_sync(0xffffffffu, bad, 1);
-            if (half == 0) smem.bad_keys[slot][key] = both;
+            if (half == 0) smem.bad_keys[key_stage][key] = both;
         }
     }
 }
 
-// s_aux of the thread's row, found anew when its head is another.
+// s_aux of the thread's row, loaded again when the head changes.
 struct Sink {
     int head = -1;
     float value = -INFINITY;
 };
 
-// Rows that do not exist to zeros, and what is not finite, by the thread of the row.
+// By the thread of the row: zeroes a row that does not exist; in the second launch also q and dO that are not finite.
 template <class C> __device__ __forceinline__ void clean_row(Smem &smem, int stage, int row, bool real) {
     using Element = typename C::Element;
-    uint32_t bad_row = 0; // bit 0: q, bit 1: dO
+    uint32_t bad_row = 0;
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
         uint32_t bad = 0;
@@ -175,9 +176,11 @@ template <class C> __device__ __forceinline__ void clean_row(Smem &smem, int sta
     if (C::kHide) smem.bad_rows[stage][row] = bad_row;
 }
 
-// What the math needs of step n's rows, a thread a row, by two warps; keys are looked at by a third one as well. False after the last step.
+// lse, g - delta and p_sink of step n's rows, a thread a row, by warps 1 and 2; with warp 3 they check the step's new keys. False after the
+// last step.
 template <class C>
-__device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, Sink &sink, float &terms) {
+__device__ __forceinline__ bool prepare_step(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, Sink &sink,
+                                             float &terms) {
     using Element = typename C::Element;
     const Ring<kStages> use{n};
     const int stage = use.stage(), lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 - 1;
@@ -185,10 +188,10 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
     const Step &step = smem.steps[stage];
     const int flags = step.flags;
     if (flags & kExists) {
-        if (flags & kOpens)
+        if (flags & kTileBegin)
 #pragma unroll 1
-            for (int r = 0; r < kGroups; r++)
-                if (step.loaded() >> r & 1) check_keys<C>(smem, (step.newest - r) % kSlots, step.num_keys + r * kKeys);
+            for (int age = 0; age < kSeenTiles; age++)
+                if (step.loaded() >> age & 1) check_keys<C>(smem, (step.newest - age) % kKeyStages, step.num_keys + age * kKeys);
         if (row_warp < kRowWarps) {
             const int row = threadIdx.x - 32, token = step.token + (row >> p.head_shift);
             const bool real = token >= step.begin && token < step.end;
@@ -213,8 +216,8 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
             smem.bias[stage][row] = {real ? g - delta : 0.0f, p_sink};
             smem.token[stage][row] = real ? token : kNoToken;
             if (C::kSums && args.dlse) {
-                float *sums = smem.terms[step.kv_head % 4][row_warp]; // the math may be two heads behind
-                if (flags & kNewHead) {
+                float *sums = smem.terms[step.kv_head % 4][row_warp]; // the math may be two kv heads behind
+                if (flags & kKvHeadBegin) {
                     for (int h = lane; h < kHeads; h += 32) sums[h] = 0.0f;
                     __syncwarp();
                 }
@@ -226,14 +229,15 @@ __device__ __forceinline__ bool prepare(Smem &smem, const sinkattn_bwd_args &arg
                 }
             }
         }
-        if (C::kHide || flags & (kOpens | kEdge)) async_fence(); // else nothing was written that wgmma reads; it waits for dQ's stores
+        if (C::kHide || flags & (kTileBegin | kEdge))
+            async_fence(); // else wgmma reads nothing written here, and the fence would wait for dQ's stores
     }
     __syncwarp();
     smem.step_ready[stage].arrive();
     return flags & kExists;
 }
 
-// dQ from kBlocks blocks of 16 keys, of which the first is block `first` from the oldest group's on, the oldest first.
+// dQ over kBlocks blocks of 16 keys, the oldest first; `first`: the first one, counted from the oldest key tile's.
 template <class Element, int kBlocks>
 __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, uint32_t newest, uint32_t first) {
     const uint32_t base = warp_uniform_register(shared_address(&smem)), k_block = 4 * (newest - 2) + first;
@@ -243,29 +247,21 @@ __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, ui
 #pragma unroll
     for (int i = 0; i < kBlocks; i++)
         wgmma_shared_transposed<Element>(dq, operand_at(ds, i * kBlockBytes),
-                                         operand_at(k, (k_block + i) * kBlockBytes & (kSlots * kTileBytes - 1)), i > 0);
+                                         operand_at(k, (k_block + i) * kBlockBytes & (kKeyStages * kTileBytes - 1)), i > 0);
     wgmma_commit();
     wgmma_wait<0>();
     computed(dq);
 }
 
-// dQ of step n to where its rows of out were, which nobody reads any more.
+// dQ of step n to the stage of its out, which was read for delta.
 template <class Element> __device__ __forceinline__ void stage_dq(const float (&dq)[32], Smem &smem, uint32_t n, const Problem &p) {
-    const uint32_t to = shared_address(smem.out[n % kStages]) + swizzled(threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16);
-#pragma unroll
-    for (int t = 0; t < 4; t++) {
-        uint32_t x[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float *pair = &dq[8 * t + 2 * i];
-            x[i] = pack_halves<Element>(pair[0] * p.scale, pair[1] * p.scale);
-        }
-        stmatrix_x4(pairs_on(to, t), x);
-    }
+    const uint32_t to =
+        shared_address(smem.out[n % kStages]) + swizzled(threadIdx.x / 32 * 16 + left_row(threadIdx.x), store_chunk(threadIdx.x));
+    store_accumulator<Element, 0>(to, dq, [&](int) { return p.scale; });
     async_fence();
 }
 
-// From there to the tensor, by the producer. A group of copies a step, so that they can be counted.
+// From there to the tensor, by the producer. One bulk group a step, whether or not it copies: store_wait_read counts groups.
 __device__ __forceinline__ void send_dq(const Smem &smem, const Maps &maps, uint32_t n) {
     if (threadIdx.x == 0) {
         const Step &step = smem.steps[n % kStages];
@@ -276,7 +272,8 @@ __device__ __forceinline__ void send_dq(const Smem &smem, const Maps &maps, uint
     __syncwarp();
 }
 
-// dQ of a step with rows that do not exist, of the others: two lanes exchange halves of a chunk, and a row's four write two whole chunks.
+// Where some of the step's rows do not exist, the others by threads: two lanes exchange halves of a 16-byte chunk, so that a row's four
+// lanes write two whole chunks.
 template <class Element>
 __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
     const int row = warpgroup_row(threadIdx.x, 0), column = 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
@@ -301,7 +298,7 @@ __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step
     }
 }
 
-// True when the step was its token group's last.
+// dQ of step n. True when the step was its tile's last.
 template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
     smem.ds_full.wait({n});
     const Step &step = smem.steps[n % kStages];
@@ -310,8 +307,8 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
     float dq[32] = {};
     if (owns) {
         const int count = warp_uniform_register(__popc(step.seen())), newest = warp_uniform_register(step.newest);
-        // Past the keys that the first row sees, and from those that the last one sees on, dS is zero.
-        const uint32_t token = warp_uniform_register(step.token), first = (2 * kKeys + token - p.behind) / 16,
+        // Blocks of 16 keys from the first that the first row sees to the last that the last row sees; dS of others is zero.
+        const uint32_t token = warp_uniform_register(step.token), first = (2 * kKeys + token - p.max_distance) / 16,
                        end = (2 * kKeys + token + (kRows >> p.head_shift) + 15) / 16;
         if (count == 3 && end - first <= 9)
             dq_product<Element, 9>(dq, smem, n, newest, min(first, 3));
@@ -321,34 +318,34 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
             dq_product<Element, 8>(dq, smem, n, newest, 4);
         else if (count == 1)
             dq_product<Element, 4>(dq, smem, n, newest, 8);
-    }
-    if (owns) {
         if (flags & kEdge)
             write_dq<Element>(dq, step, args, p);
         else
             stage_dq<Element>(dq, smem, n, p);
     }
-    // All four warps have left the step before and this one's product, and staged dQ: the producer may send that, and make another of that
-    // step, of dS and of the keys.
+    // All four warps have finished the product and staged dQ: the producer may send dQ and reuse the stage of the step before; dS and, at a
+    // tile's end, its oldest keys may be replaced.
     bar_sync<128>(kRowBarrier);
-    return flags & kCloses;
+    return flags & kTileEnd;
 }
 
 template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
     using Element = typename C::Element;
     const bool producer = threadIdx.x < 32;
-    uint32_t made = 0, prepared = 0, done = 0; // steps
-    int finished = kGroups - 2;
-    bool more = true, ended = false; // steps to make, and to prepare
+    uint32_t loaded = 0, prepared = 0, done = 0; // steps
+    int finished = kSeenTiles - 2;               // the newest key tile whose steps are all done
+    bool more = true, ended = false;             // more steps to load; no more to prepare
     Sink sink;
     float terms = 0.0f;
+    // In flight at the top: copies of steps prepared to loaded - 1 (known to the producer alone); dQ of steps done - 2 and done - 1
+    // leaving.
     while (true) {
         if (!ended && prepared < done + 2) {
             if (producer) {
-                if (more) more = produce(smem, args, maps, p, made, done + 2, finished);
+                if (more) more = load_steps(smem, args, maps, p, loaded, done + 2, finished);
                 ended = !(smem.steps[prepared % kStages].flags & kExists);
             } else {
-                ended = !prepare<C>(smem, args, p, prepared, sink, terms);
+                ended = !prepare_step<C>(smem, args, p, prepared, sink, terms);
             }
             __syncwarp();
             prepared += !ended;

@@ -171,19 +171,6 @@ __device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_ar
                                args.problem.head_dim, [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
 }
 
-// O, scaled and rounded, to the tile's buffer.
-template <class Element> __device__ __forceinline__ void stage_out(unsigned char *buffer, const float (&o)[32], const float (&factor)[2]) {
-    const uint32_t to = shared_address(buffer) + swizzled(store_row(threadIdx.x), store_chunk(threadIdx.x));
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            packed[i] = pack_halves<Element>(o[4 * n + 2 * i] * factor[i & 1], o[4 * n + 2 * i + 1] * factor[i & 1]);
-        stmatrix_x4(pairs_on(to, n / 2), packed);
-    }
-}
-
 // By threads, where a copy would overwrite rows of another sequence: only the rows of this one.
 __device__ __forceinline__ void write_rows(const sinkattn_fwd_args &args, const Tile &tile, int64_t token, int group) {
     const Span &span = tile.span;
@@ -245,7 +232,8 @@ __device__ __forceinline__ void compute_tiles(Smem &smem, const sinkattn_fwd_arg
             wgmma_wait<0>();
             computed(o);
             if (smem.nonfinite[stage]) add_hidden<Element>(o, args, tile, p);
-            stage_out<Element>(tile.buffer, o, factor);
+            store_accumulator<Element, 0>(shared_address(tile.buffer) + swizzled(store_row(threadIdx.x), store_chunk(threadIdx.x)), o,
+                                          [&](int i) { return factor[i]; });
             write_tile(smem, tiles, args, maps, tile, p, warpgroup);
         }
         n -= span.num_tiles;

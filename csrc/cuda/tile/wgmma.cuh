@@ -35,4 +35,17 @@ template <class Element, int kSteps> __device__ __forceinline__ void pack(uint32
     for (int i = 0; i < 8 * kSteps; i += 2) packed[i / 8][i / 2 % 4] = pack_halves<Element>(x[i], x[i + 1]);
 }
 
+// The accumulator, the thread's i-th row times factor(i), rounded, to a tile in shared memory. to: address of store_row's store_chunk.
+template <class Element, int kHalf, int kSize, class Factor>
+__device__ __forceinline__ void store_accumulator(uint32_t to, const float (&d)[kSize], const Factor &factor) {
+#pragma unroll
+    for (int n = 0; n < kSize / 8; n++) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            packed[i] = pack_halves<Element>(d[8 * n + 2 * i] * factor(i & 1), d[8 * n + 2 * i + 1] * factor(i & 1));
+        stmatrix_x4(pairs_on(to, n, kHalf), packed);
+    }
+}
+
 } // namespace sa
