@@ -19,7 +19,7 @@ import torch
 from . import gpu, harness, peers, studies
 from .cases import Case
 from .harness import Call
-from .naive import NAIVE
+from .naive import NAIVE, NAIVE_BLOCKS
 from .peers import Peer
 
 SUITE = "crossover"
@@ -43,7 +43,8 @@ class Field:
 
 def fields(device: str, quick: bool = False) -> tuple[Field, ...]:
     on_gpu = device == "cuda"
-    naive = ("naive", NAIVE) if on_gpu else ("PyTorch", next(peer for peer in peers.CPU if peer.name == "eager"))
+    eager = next(peer for peer in peers.CPU if peer.name == "eager")
+    simple = {"naive": NAIVE, "naive-blocks": NAIVE_BLOCKS} if on_gpu else {"PyTorch": eager}
     full = ("fa2", peers.PREFILL_QUICK[-1]) if on_gpu else ("SDPA", next(p for p in peers.CPU if p.name == "sdpa"))
     narrow = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128} if on_gpu else {"head_dim": 64}
     wide = {"num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64} if on_gpu else {"head_dim": 64}
@@ -51,7 +52,8 @@ def fields(device: str, quick: bool = False) -> tuple[Field, ...]:
     return (
         Field(
             "short", "2 sequences", {"forward": _doubled(16, short)}, narrow, 2,
-            {"flash": (0, peers.OURS), naive[0]: (0, naive[1])}, (("flash", naive[0]),),
+            {"flash": (0, peers.OURS), **{name: (0, peer) for name, peer in simple.items()}},
+            tuple(("flash", name) for name in simple),
         ),
         Field(
             "long", "1 sequence", {"forward": _doubled(512, longest), "both": _doubled(512, longest // 2)}, wide, 1,
@@ -203,7 +205,8 @@ def plot(path: Path, machine: dict[str, object], rows: Sequence[CrossoverRow]) -
             times = _times(rows, field.name, direction)
             for name in field.entries:
                 points = sorted(times.get(name, {}).items())
-                panel.plot([n for n, _ in points], [ms for _, ms in points], marker=".", label=name)
+                if points:
+                    panel.plot([n for n, _ in points], [ms for _, ms in points], marker=".", label=name)
             for contest, style in zip(field.contests, ("--", ":", "-."), strict=False):
                 crossed = found(rows, field, direction, contest)
                 if isinstance(crossed, tuple):

@@ -25,16 +25,19 @@ from torch import Tensor
 
 import sinkattn
 
-from . import cases, decode, gpu, harness, peers, report, studies
+from . import cases, decode, gpu, harness, packed, peers, report, studies
 from .decode import HEAD_DIM, NUM_KV_HEADS, Cache, DecodeCase
 from .harness import Inputs
+from .naive import NAIVE, NAIVE_BLOCKS
 
 SUITE = "launches"
 CALLS = 20
+NOTHING = "a function that does nothing"
 PREFILLS = tuple(
     case for case in cases.PREFILL_QUICK if case.id in ("w128-16384", "w128-packed", "full-16384-d64", "w1024-d128")
 )
 PEERS = (peers.OURS, peers.PREFILL_QUICK[-1])
+NAIVES = {NAIVE: "naive kernel", NAIVE_BLOCKS: "naive kernel, a block a sequence and head"}  # which have a sink too
 CASES = (
     DecodeCase("b1-1k", 1, 1024, 0),
     DecodeCase("b8-8k", 8, 8192, 0),
@@ -168,8 +171,8 @@ def prefills(case: cases.Case) -> dict[str, Callable[[], object]]:
     """Raises RuntimeError when we are wrong."""
     found: dict[str, Callable[[], object]] = {}
     for direction in report.DIRECTIONS:
-        calls, _ = harness.ready(case, direction, PEERS)
-        found |= {f"{report.LINES[peer.name]}: {direction}": call for peer, call in calls.items()}
+        calls, _ = harness.ready(case, direction, (*PEERS, *NAIVES))
+        found |= {f"{NAIVES.get(peer) or report.LINES[peer.name]}: {direction}": call for peer, call in calls.items()}
     return found
 
 
@@ -191,7 +194,7 @@ def training_steps() -> dict[str, Callable[[], object]]:
     nothing = peers.Peer("nothing", lambda case, direction: Nothing.apply, True, False)
     ready, _ = harness.ready(cases.HOST, "both", PEERS)
     calls = {report.LINES[peer.name]: call for peer, call in ready.items()}
-    calls["a function that does nothing"] = harness.prepare(nothing, cases.HOST, "both", Inputs.of(cases.HOST))
+    calls[NOTHING] = harness.prepare(nothing, cases.HOST, "both", Inputs.of(cases.HOST))
 
     def on_one_thread(call: harness.Call) -> Callable[[], object]:
         def step() -> object:
@@ -208,13 +211,25 @@ def _blocks(row: LaunchRow) -> str:
     return ", ".join(map(str, row.blocks)) or "-"
 
 
+def winners(rows: Sequence[LaunchRow]) -> dict[int, float]:
+    """Of calls that compute the same, the one that costs the host least, and how many times that the next one costs;
+    by the row's place."""
+    rivals: dict[tuple[str, str], list[tuple[float, int]]] = {}
+    for i, row in enumerate(rows):
+        who, colon, what = row.call.partition(": ")
+        if colon and not who.startswith(NOTHING):
+            rivals.setdefault((row.case, what), []).append((row.host_us, i))
+    ranked = (sorted(group) for group in rivals.values() if len(group) > 1)
+    return {i: second / first for (first, i), (second, _), *_ in ranked}
+
+
 def markdown(machine: dict[str, object], rows: Sequence[LaunchRow]) -> list[str]:
-    lines = []
-    for row in rows:
+    lines, ahead = [], winners(rows)
+    for i, row in enumerate(rows):
         counted = (row.copies, row.syncs, row.allocations)
         cells = [row.case, row.call, f"{row.kernels:g}", _blocks(row), *(f"{x:g}" for x in counted)]
-        lines.append([*cells, f"{row.host_us:.3g}"])
-    heads = ["case", "call", "kernels", "blocks of each", "copies", "waits", "allocations", "host, us"]
+        lines.append([*cells, f"{row.host_us:.3g}", f"{ahead[i]:.2f}x" if i in ahead else ""])
+    heads = ["case", "call", "kernels", "blocks of each", "copies", "waits", "allocations", "host, us", "winner, by"]
     return [studies.where(machine, rows), studies.table(heads, lines)]
 
 
@@ -238,7 +253,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     gpu.require("launches")
     commit, rows = options.commit or harness.commit(), list[LaunchRow]()
-    for case in PREFILLS[:1] if options.quick else PREFILLS:
+    two_short = next(case for case in packed.cases(packed.QUICK_CONFIGURATIONS) if case.name == "2x60-full-bf16")
+    for case in (two_short, *(PREFILLS[:1] if options.quick else PREFILLS)):
         rows += measure(case.id, prefills(case), commit)
         torch.cuda.empty_cache()
     rows += measure(cases.HOST.id, training_steps(), commit)

@@ -33,17 +33,12 @@ template <bool MAXIMUM> __device__ float reduce(float x) {
     return x;
 }
 
-// q, out [total, num_q_heads, HEAD_DIM]; k, v [total, num_kv_heads, HEAD_DIM]; s_aux [num_q_heads], -inf for none.
-// Grid (tiles of ROWS rows of the longest sequence, num_q_heads, sequences). A row sees `window` keys, itself the last.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    naive_forward(const element *q, const element *k, const element *v, const float *s_aux, const int *cu_seqlens, element *out,
-                  int num_q_heads, int num_kv_heads, int window) {
-    int begin = cu_seqlens[blockIdx.z], length = cu_seqlens[blockIdx.z + 1] - begin;
-    int first = blockIdx.x * ROWS, rows = min(ROWS, length - first);
-    if (rows <= 0) return;
+// The tile of rows from `first` on. queries: [ROWS][HEAD_DIM], then scores [ROWS][keys].
+__device__ void attend(const element *q, const element *k, const element *v, const float *s_aux, int begin, int length, int first,
+                       element *out, float *queries, int num_q_heads, int num_kv_heads, int window) {
+    int rows = min(ROWS, length - first);
     int head = blockIdx.y, kv_head = head / (num_q_heads / num_kv_heads);
     int from = max(0, first - window + 1), keys = first + rows - from; // that some row sees
-    extern __shared__ float queries[];                                 // [ROWS][HEAD_DIM], then scores [ROWS][keys]
     float *scores = queries + ROWS * HEAD_DIM;
     q += ((long long)(begin + first) * num_q_heads + head) * HEAD_DIM;
     out += ((long long)(begin + first) * num_q_heads + head) * HEAD_DIM;
@@ -88,4 +83,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < SHARE; ++i) sums[i] += scores[(mine + i) * keys + key] * x;
     }
     for (int i = 0; i < SHARE && mine + i < rows; ++i) out[(long long)(mine + i) * num_q_heads * HEAD_DIM + d] = from_float(sums[i]);
+}
+
+// q, out [total, num_q_heads, HEAD_DIM]; k, v [total, num_kv_heads, HEAD_DIM]; s_aux [num_q_heads], -inf for none.
+// Grid (tiles of ROWS rows of the longest sequence, num_q_heads, sequences); a block takes every gridDim.x-th tile of its
+// sequence, so with gridDim.x = 1 all of a sequence and head. A row sees `window` keys, itself the last.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    naive_forward(const element *q, const element *k, const element *v, const float *s_aux, const int *cu_seqlens, element *out,
+                  int num_q_heads, int num_kv_heads, int window) {
+    extern __shared__ float shared[];
+    int begin = cu_seqlens[blockIdx.z], length = cu_seqlens[blockIdx.z + 1] - begin;
+    for (int first = blockIdx.x * ROWS; first < length; first += gridDim.x * ROWS) {
+        attend(q, k, v, s_aux, begin, length, first, out, shared, num_q_heads, num_kv_heads, window);
+        __syncthreads(); // the next tile overwrites the scores
+    }
 }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
+from . import studies
 from .cases import Case
 from .peers import Absent, Attention, Peer, on_rows, row_bounds
 
@@ -18,11 +19,41 @@ SOURCE = Path(__file__).with_suffix(".cu")
 ROWS, THREADS = 16, 256
 
 
+STATIC, OPT_IN = 48 << 10, 227 << 10  # bytes of shared memory a block has by itself, and on 9.0 where it asks
+LENGTHS, HEAD_DIMS = (60, 64, 128, 256, 512, 1024, 2048, 4096), (64, 128, 256)
+
+
+def tile_bytes(head_dim: int, keys: int) -> int:
+    """Of a tile's rows of q, and their scores against so many keys, in fp32."""
+    return 4 * ROWS * (head_dim + keys)
+
+
+def longest(head_dim: int, limit: int) -> int:
+    """Keys whose scores fit a block's shared memory."""
+    return limit // (4 * ROWS) - head_dim
+
+
 def shared_bytes(case: Case) -> int:
-    """What a block needs: its rows of q, and their scores in fp32 against all keys that one of them may see."""
-    longest = max(case.packed)
-    keys = min(longest, case.window + ROWS - 1) if case.window else longest
-    return 4 * ROWS * (case.head_dim + keys)
+    """What a block needs for all keys that one of its rows may see."""
+    keys = max(case.packed)
+    return tile_bytes(case.head_dim, min(keys, case.window + ROWS - 1) if case.window else keys)
+
+
+def computed() -> list[str]:
+    """What a naive tile takes of shared memory, and where that ends."""
+
+    def fits(size: int) -> str:
+        where = "" if size <= STATIC else ", opt-in" if size <= OPT_IN else ", does not fit"
+        return f"{size / 1024:g}{where}"
+
+    lines = [[str(n), *(fits(tile_bytes(d, n)) for d in HEAD_DIMS)] for n in LENGTHS]
+    for name, limit in (("at most, 48 KiB", STATIC), ("at most, 227 KiB", OPT_IN)):
+        lines.append([name, *(f"{longest(d, limit)} keys" for d in HEAD_DIMS)])
+    return [
+        f"Shared memory of a naive tile of {ROWS} rows, computed: KiB. A block has 48 by itself, and on 9.0 up to "
+        "227 where it asks.",
+        studies.table(["keys seen", *(f"head_dim {d}" for d in HEAD_DIMS)], lines),
+    ]
 
 
 @cache
@@ -40,7 +71,8 @@ def _kernel(head_dim: int, dtype: str, limit: int) -> Any:
     return kernel
 
 
-def build(case: Case, direction: str, with_sink: bool = True) -> Attention:
+def build(case: Case, direction: str, with_sink: bool = True, by_tiles: bool = True) -> Attention:
+    """A block a tile of rows, or one for all rows of a sequence and head."""
     if case.device == "cpu":
         raise Absent("not supported: it is a CUDA kernel")
     if direction != "forward" or not case.packed:
@@ -52,7 +84,7 @@ def build(case: Case, direction: str, with_sink: bool = True) -> Attention:
         )
     kernel = _kernel(case.head_dim, case.dtype, limit)
     bounds, window = row_bounds(case), case.window or case.length
-    grid = (-(-max(case.packed) // ROWS), case.num_q_heads, len(case.packed))
+    grid = (-(-max(case.packed) // ROWS) if by_tiles else 1, case.num_q_heads, len(case.packed))
     none = torch.full((case.num_q_heads,), -torch.inf, device=case.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
@@ -65,4 +97,7 @@ def build(case: Case, direction: str, with_sink: bool = True) -> Attention:
 
 
 NAIVE = Peer("naive", build, has_sink=True, heads_first=False)
+NAIVE_BLOCKS = Peer(
+    "naive-blocks", lambda case, direction: build(case, direction, by_tiles=False), has_sink=True, heads_first=False
+)
 NAIVE_WITHOUT = Peer("naive-no-sink", lambda case, direction: build(case, direction, False), heads_first=False)

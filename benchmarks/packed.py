@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import gpu, harness, peers, report, studies
 from .cases import Case
-from .naive import NAIVE, NAIVE_WITHOUT
+from .naive import NAIVE, NAIVE_WITHOUT, ROWS
 from .peers import Absent, Attention, Peer
 
 SUITE = "packed"
@@ -73,12 +73,43 @@ def _found(rows: Sequence[gpu.Row]) -> dict[str, dict[str, gpu.Row]]:
     return found
 
 
+def traffic_bytes(case: Case) -> dict[str, int]:
+    """What a call with sinks asks of memory, its caches not counted, by peer.
+
+    sinkattn: every tensor once, and the LSE. The naive kernel: K and V once more for each tile of rows of each query
+    head. PyTorch's formula: K and V repeated for the query heads; the scores written, then scaled, masked, joined by
+    the sink and made weights, each a read and a write, and read by the last product.
+    """
+    of_head, total = 2 * case.head_dim, sum(case.packed)
+    io, keys = 2 * total * case.num_q_heads * of_head, 2 * total * case.num_kv_heads * of_head
+    seen = 0
+    for n in case.packed:
+        for first in range(0, n, ROWS):
+            last = min(first + ROWS, n)
+            seen += last - max(0, first - case.window + 1 if case.window else 0)
+    scores = 2 * case.num_q_heads * sum(n * n for n in case.packed)
+    repeated = 2 * total * case.num_q_heads * of_head
+    return {
+        "sinkattn": io + keys + 4 * total * case.num_q_heads,
+        "naive": io + 2 * seen * case.num_q_heads * of_head,
+        "standard": io + keys + 2 * repeated + 10 * scores,
+    }
+
+
+def _winner(row: dict[str, gpu.Row]) -> str:
+    """The fastest with sinks, and how many times its time the next one took."""
+    timed = sorted((row[name].ms or 0.0, words) for name, words in NAMES.items() if row[name].ms)
+    return timed[0][1] if len(timed) < 2 else f"{timed[0][1]}, {timed[1][0] / timed[0][0]:.3g}x"
+
+
 def _memory(row: gpu.Row) -> str:
     return "-" if row.ms is None or row.extra_mib is None else f"{row.extra_mib:.4g}"
 
 
 def markdown(machine: dict[str, object], rows: Sequence[gpu.Row]) -> list[str]:
-    heads = ["case", "sinkattn + s_aux, ms (TFLOP/s)", "naive", "PyTorch", "sinkattn, no sink, ms", "naive", "PyTorch"]
+    heads = ["case", "sinkattn + s_aux, ms (TFLOP/s)", "naive", "PyTorch", "winner, over the next"]
+    heads += ["sinkattn, no sink, ms", "naive", "PyTorch"]
+    traffic = {case.id: traffic_bytes(case) for case in cases(CONFIGURATIONS)}
     lines = []
     for case, row in _found(rows).items():
         ours, without = row["sinkattn"], row["sinkattn-no-sink"]
@@ -86,7 +117,8 @@ def markdown(machine: dict[str, object], rows: Sequence[gpu.Row]) -> list[str]:
         ratios = [report.ratio(row[name], ours) for name in ("naive", "standard")]
         others = [report.ratio(row[f"{name}-no-sink"], without) for name in ("naive", "standard")]
         extra = ", ".join(_memory(row[name]) for name in NAMES)
-        lines.append([case, times, *ratios, studies.milliseconds(without.ms), *others, extra])
+        asked = ", ".join(f"{traffic[case][name] / 2**20:.4g}" for name in NAMES)
+        lines.append([case, times, *ratios, _winner(row), studies.milliseconds(without.ms), *others, extra, asked])
     absent: dict[str, list[str]] = {}
     for one in rows:
         if one.note and one.impl in NAMES:
@@ -94,7 +126,8 @@ def markdown(machine: dict[str, object], rows: Sequence[gpu.Row]) -> list[str]:
     notes = [
         f"* {note}: {', '.join(names) if len(names) < len(lines) else 'everywhere'}." for note, names in absent.items()
     ]
-    shown = studies.table([*heads, "extra MiB: sinkattn, naive, PyTorch"], lines)
+    memory = [f"{what}: sinkattn, naive, PyTorch" for what in ("extra MiB", "traffic, computed, MiB")]
+    shown = studies.table([*heads, *memory], lines)
     return [studies.where(machine, rows), shown, *(["\n".join(notes)] if notes else [])]
 
 

@@ -18,6 +18,7 @@ from . import (
     harness,
     launches,
     long,
+    naive,
     packed,
     paged,
     planner,
@@ -51,7 +52,8 @@ PICTURES: dict[ModuleType, type[Any]] = {
 TABLES: dict[ModuleType, type[Any]] = {paged: paged.PagedRow}
 DOCS = harness.ROOT / "docs"
 PAGE = DOCS / "studies.md"
-COMPUTED: dict[ModuleType, Callable[[], list[str]]] = {split_prefill: split_prefill.computed}  # needs no rows
+# What needs no rows.
+COMPUTED: dict[ModuleType, Callable[[], list[str]]] = {packed: naive.computed, split_prefill: split_prefill.computed}
 # The studies whose tables stand on a page, between their marks.
 PAGES: dict[Path, tuple[ModuleType, ...]] = {
     PAGE: (shapes, packed, crossover, split_prefill, launches, scaling, accuracy),

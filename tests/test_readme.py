@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import cpu, distributed, prefill, report
+from benchmarks import cpu, distributed, gpu, harness, prefill, report
+from benchmarks.cases import PREFILL_QUICK
 from sinkattn.reference import visible
 
 ROOT = Path(__file__).parent.parent
@@ -28,3 +29,13 @@ def test_table_is_drawn_from_the_kept_results(study: ModuleType, text: str, tmp_
     assert report.none_yet(study.SUITE) in study.readme(text, tmp_path)
     with pytest.raises(ValueError, match="the page has no"):
         study.readme("# no place for a table\n")
+
+
+def test_the_price_of_the_sinks_gradient() -> None:
+    """Of the cases with a target, the kept backward over the same run's without sinks."""
+    _, rows = harness.load(harness.RESULTS / "nvidia-h200" / f"{prefill.SUITE}.json", gpu.Row)
+    ms = {(row.case, row.impl): row.ms for row in rows if row.direction == "backward" and row.ms}
+    cases = [case.id for case in PREFILL_QUICK if (case.id, "sinkattn") in ms]
+    more = sorted(100 * (ms[case, "sinkattn"] / ms[case, "sinkattn-no-sink"] - 1) for case in cases)
+    assert len(more) == 8
+    assert f"costs {more[0]:.0f} to {more[-1]:.0f} % of these backwards" in TEXT

@@ -16,6 +16,7 @@ import sinkattn
 from benchmarks import (
     accuracy,
     crossover,
+    gpu,
     harness,
     launches,
     naive,
@@ -137,6 +138,51 @@ def test_the_naive_kernel_says_what_it_needs() -> None:
     case = next(case for case in packed.cases([(2, 60)]))
     with pytest.raises(peers.Absent, match="computes packed forwards alone"):
         naive.build(replace(case, device="cuda"), "backward")
+
+
+def test_a_naive_tile_meets_the_shared_memory() -> None:
+    """At the line that a block has by itself, and at the one that it may ask for."""
+    for head_dim in naive.HEAD_DIMS:
+        for limit in (naive.STATIC, naive.OPT_IN):
+            keys = naive.longest(head_dim, limit)
+            assert naive.tile_bytes(head_dim, keys) <= limit < naive.tile_bytes(head_dim, keys + 1)
+    shown = naive.computed()[1]
+    assert "| 512 | 36 | 40 | 48 |" in shown
+    assert "| 1024 | 68, opt-in | 72, opt-in | 80, opt-in |" in shown
+    assert "| 4096 | 260, does not fit |" in shown
+    assert "| at most, 48 KiB | 704 keys | 640 keys | 512 keys |" in shown
+
+
+def test_traffic_and_winners_of_packed_calls() -> None:
+    (case,) = (case for case in packed.cases([(2, 60)]) if case.name == "2x60-full-bf16")
+    asked = packed.traffic_bytes(case)
+    token = 128 * 2  # bytes of a head
+    assert asked["sinkattn"] == 120 * (2 * 32 + 2 * 8) * token + 120 * 32 * 4
+    assert asked["naive"] == 120 * 2 * 32 * token + 2 * (16 + 32 + 48 + 60) * 2 * 32 * token
+    assert asked["standard"] == 120 * (2 * 32 + 2 * 8 + 4 * 32) * token + 10 * 2 * 2 * 32 * 60**2
+    (narrow,) = (case for case in packed.cases([(2, 60)]) if case.name == "2x60-w16-bf16")
+    assert packed.traffic_bytes(narrow)["naive"] == 120 * 2 * 32 * token + 2 * (16 + 31 + 31 + 27) * 2 * 32 * token
+    _, rows = harness.load(harness.RESULTS / "nvidia-h200" / "packed.json", gpu.Row)
+    shown = packed.markdown({"gpu": "NVIDIA H200", "cuda": "13.0"}, rows)[1]
+    assert "| sinkattn, 1.98x |" in shown.splitlines()[2]
+
+
+def test_both_grids_of_the_naive_kernel_are_studied() -> None:
+    short, _ = crossover.fields("cuda")
+    assert short.contests == (("flash", "naive"), ("flash", "naive-blocks"))
+    assert min(short.lengths["forward"]) == 16
+    assert {peer.name for peer in launches.NAIVES} == {"naive", "naive-blocks"}
+
+
+def test_winners_among_launches() -> None:
+    def row(call: str, host_us: float) -> launches.LaunchRow:
+        return launches.LaunchRow("launches", "case", call, 1, [132], 0, 0, 3, host_us, "abc", "2.0")
+
+    rows = [row("FA2: forward", 30), row("ours: forward", 20), row("naive: forward", 50), row("ours: backward", 9)]
+    rows += [row("flash_decode_out", 3), row(f"{launches.NOTHING}: forward", 1)]
+    assert launches.winners(rows) == {1: 1.5}
+    lines = launches.markdown({"gpu": "NVIDIA H200", "cuda": "13.0"}, rows)[1].splitlines()
+    assert [line.endswith("| 1.50x |") for line in lines[2:]] == [False, True, False, False, False, False]
 
 
 def test_scaling_is_projected() -> None:
@@ -262,16 +308,18 @@ def test_blocks_are_counted_in_a_trace() -> None:
 def test_launches_are_drawn_without_a_gpu(tmp_path: Path) -> None:
     row = launches.LaunchRow("launches", "b1-1k", "flash_decode_out", 1, [132], 0, 0, 3, 14.2, "abc", "2.0")
     facts: dict[str, object] = {"gpu": "NVIDIA H200", "cuda": "13.0"}
-    assert "| b1-1k | flash_decode_out | 1 | 132 | 0 | 0 | 3 | 14.2 |" in launches.markdown(facts, [row])[1]
+    assert "| b1-1k | flash_decode_out | 1 | 132 | 0 | 0 | 3 | 14.2 |  |" in launches.markdown(facts, [row])[1]
     launches.plot(tmp_path / "launches.svg", facts, [row])
     assert b"</svg>" in (tmp_path / "launches.svg").read_bytes()
 
 
 @needs_gpus()
 def test_the_naive_kernel_is_right() -> None:
+    """In both of its grids."""
+    who = (*packed.PEERS, naive.NAIVE_BLOCKS)
     for case in packed.cases([(2, 60), (3, 129), (1, 1024)]):
-        calls, notes = harness.ready(case, "forward", packed.PEERS)
-        assert (len(calls), notes) == (len(packed.PEERS), {}), case.name
+        calls, notes = harness.ready(case, "forward", who)
+        assert (len(calls), notes) == (len(who), {}), case.name
 
 
 def test_a_picture_is_small_and_whole(tmp_path: Path) -> None:
