@@ -6,10 +6,11 @@
 //     keys   a block owns keys, meets rows:   S = K Q^T,   dP = V dO^T,   P, dS,   dV += P dO,   dK += dS Q
 //     sink   ds_aux of a head from its rows' terms
 //
-// Rows and keys run through one kernel: what is owned stays in shared memory and is the left side of S and dP, what is met streams by and
-// is their right side; a warp keeps the gradients of 16 or 32 owned rows in registers. The first kernel leaves lse and g - delta of every
-// row for the second, and the row's term of ds_aux for the third. Sums run over the met in ascending tiles anchored at key 0, or at row 0
-// of the sequence, all heads of the group in one sum: the same bits every time, no atomics, and each gradient is rounded once.
+// The first two are one kernel template. The owned tile stays in shared memory and is the left side of S and dP; the met tiles pass through
+// the stages, one after the other, and are their right side. A warp keeps the gradients of 16 or 32 owned rows (or keys) in registers. The
+// rows kernel leaves lse and g - delta of every row for the keys kernel, and the row's term of ds_aux for the sink kernel. Met tiles ascend
+// from key 0, or row 0 of the sequence, and the heads of a GQA group are in one sum: the same bits every time, without atomics, and each
+// gradient is rounded once. Registers: 246 or 255; shared memory: 50 to 130 KiB; docs/kernels/bwd_sm80.md has the budget.
 
 #include "cuda/bwd_sm80/keys.cuh"
 #include "cuda/bwd_sm80/workspace.cuh"
@@ -20,22 +21,22 @@
 namespace sa::bwd_sm80 {
 namespace {
 
-// A block owns kTile rows (or keys) and meets kStep keys (or rows) at a time; a warp owns kBlocks x 16.
+// A block owns a tile of kTile rows (or keys) and meets tiles of kStep keys (or rows); a warp owns kBlocks x 16.
 template <class Element_, bool kOwnsKeys_, int kHeadDim, int kTile_, int kStep_, int kBlocks_> struct Config {
     using Element = Element_;
     static constexpr bool kOwnsKeys = kOwnsKeys_;
     static constexpr int kTile = kTile_, kStep = kStep_, kBlocks = kBlocks_, kWarpRows = 16 * kBlocks;
-    // dK and dV of 16 keys x 256 would fill the registers: two warps share the keys, and each keeps half of the columns.
+    // dK and dV of 16 keys x 256 would fill the registers: two warps share the keys, each with half of the columns.
     static constexpr int kColumns = kOwnsKeys && kHeadDim > 128 ? 128 : kHeadDim, kColumnParts = kHeadDim / kColumns;
     static constexpr int kRowWarps = kTile / kWarpRows, kThreads = 32 * kRowWarps * kColumnParts;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = kHeadDim * 2, kGradients = kOwnsKeys ? 2 : 1;
     static constexpr int kRowStep = kThreads / kChunks; // rows that the threads copy at once
-    static_assert(kHeadDim % 64 == 0 && kStep % 16 == 0 && kTile % kWarpRows == 0, "whole swizzled rows, 16 of the met a product");
+    static_assert(kHeadDim % 64 == 0 && kStep % 16 == 0 && kTile % kWarpRows == 0, "whole swizzled rows, 16 met rows a product");
     static_assert(kThreads % kChunks == 0 && kTile % kRowStep == 0 && kStep % kRowStep == 0 && kStep <= kThreads,
                   "threads share the copies evenly");
 };
 
-// What each owned row meets: [0, sink_end) and `length` from `begin`. A key's rows are one range.
+// Each owned row sees keys [0, sink_end) and [begin, begin + length); each owned key is seen by rows [begin, begin + length).
 template <class C> struct Seen {
     int32_t begin[C::kTile], sink_end[C::kTile];
     uint32_t length[C::kTile];
@@ -45,17 +46,17 @@ template <class C> struct Seen {
     }
 };
 
-// Tiles inside [full_begin, full_end) of the met need no mask in this warp, those outside [any_begin, any_end) are nothing to it.
-struct alignas(16) Reach {
+// The rows that see a warp's keys: those of [full_begin, full_end) see all of them, those outside [any_begin, any_end) none.
+struct alignas(16) WarpRows {
     int32_t full_begin, full_end, any_begin, any_end;
 };
 
 template <class C> struct Smem {
-    unsigned char owned[2][C::kTile * C::kRowBytes];                       // Q and dO, or K and V; at last what leaves: dQ, or dK and dV
-    unsigned char met[2][2][C::kStep * C::kRowBytes];                      // stages of K and V, or of Q and dO
-    Stats stats[C::kOwnsKeys ? 2 : 1][C::kOwnsKeys ? C::kStep : C::kTile]; // stages of the rows met, or those owned
+    unsigned char owned[2][C::kTile * C::kRowBytes];                       // Q and dO, or K and V; in the end dQ, or dK and dV
+    unsigned char met[2][2][C::kStep * C::kRowBytes];                      // by stage: K and V, or Q and dO
+    Stats stats[C::kOwnsKeys ? 2 : 1][C::kOwnsKeys ? C::kStep : C::kTile]; // of the rows met, by stage, or of those owned
     Seen<C> seen;
-    Reach reach[C::kThreads / 32]; // of the warps, where keys are owned
+    WarpRows warp_rows[C::kThreads / 32]; // where keys are owned
     Work work;
     RowSteps steps;
     sa_range keys; // owned
@@ -65,6 +66,12 @@ template <class C> struct Smem {
 template <class C> using Scores = float[C::kBlocks][C::kStep / 8][4];
 template <class C> using Gradient = float[C::kBlocks][C::kColumns / 8][4];
 
+// Sums over the met tiles: dQ, or dK and dV; and P dP of the thread's owned rows.
+template <class C> struct Sums {
+    Gradient<C> gradients[C::kGradients];
+    float p_dp[2 * C::kBlocks];
+};
+
 // The warp's first row, in the tile, and its first chunk of the gradients' columns.
 template <class C> __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % C::kRowWarps * C::kWarpRows; }
 template <class C> __device__ __forceinline__ int warp_chunk() { return threadIdx.x / 32 / C::kRowWarps * (C::kColumns / 8); }
@@ -73,7 +80,7 @@ template <class C> __device__ __forceinline__ int warp_chunk() { return threadId
 template <class C> __device__ __forceinline__ int copy_row() { return threadIdx.x / C::kChunks; }
 template <class C> __device__ __forceinline__ int copy_chunk() { return threadIdx.x % C::kChunks; }
 
-// Rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real`, where nothing is read.
+// Loads rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real`, where nothing is read.
 template <class C, int kCount>
 __device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_args &args, const Smem<C> &smem, int32_t first,
                                           sa_range real) {
@@ -122,7 +129,7 @@ __device__ __forceinline__ void load_keys(unsigned char *to, const sinkattn_fwd_
     }
 }
 
-// Tile t of what is met. Nothing outside what some owned row sees is read.
+// Loads met tile t. Keys that no owned row sees, or rows that see no owned key, are not read.
 template <class C>
 __device__ __forceinline__ void load_met(Smem<C> &smem, const sinkattn_bwd_args &args, const Stats *stats, int t, int stage) {
     const sa_range real = sa_key_tile(&smem.work.tiles, t);
@@ -156,9 +163,9 @@ template <class C> __device__ __forceinline__ void find_rows_of_keys(Smem<C> &sm
         smem.seen.sink_end[own] = 0;
     }
     constexpr unsigned kAll = 0xffffffffu;
-    const Reach reach = {__reduce_max_sync(kAll, begin), __reduce_min_sync(kAll, end),
-                         __reduce_min_sync(kAll, begin < end ? begin : INT32_MAX), __reduce_max_sync(kAll, begin < end ? end : 0)};
-    if (threadIdx.x % 32 == 0) smem.reach[threadIdx.x / 32] = reach;
+    const WarpRows warp_rows = {__reduce_max_sync(kAll, begin), __reduce_min_sync(kAll, end),
+                                __reduce_min_sync(kAll, begin < end ? begin : INT32_MAX), __reduce_max_sync(kAll, begin < end ? end : 0)};
+    if (threadIdx.x % 32 == 0) smem.warp_rows[threadIdx.x / 32] = warp_rows;
 }
 
 template <class C> __device__ __forceinline__ void find_keys_of_rows(Smem<C> &smem) {
@@ -172,7 +179,7 @@ template <class C> __device__ __forceinline__ void find_keys_of_rows(Smem<C> &sm
     }
 }
 
-// The owned rows' stats, delta = dO . O from the chunks of dO that this thread copied. Waits for the copies, for the block too.
+// Writes the owned rows' stats, with delta = dO . O from the chunks of dO that this thread copied. Waits for the copies and for the block.
 template <class C> __device__ __forceinline__ void find_stats(Smem<C> &smem, const sinkattn_bwd_args &args, Stats *stats) {
     static_assert(C::kTile <= C::kThreads, "a thread a row");
     constexpr int kCopies = C::kTile / C::kRowStep;
@@ -210,9 +217,9 @@ template <class C> __device__ __forceinline__ void find_stats(Smem<C> &smem, con
     if (own < count) stats[stats_index(args.fwd.problem, work, begin + own)] = row;
 }
 
-// s becomes P and dp becomes dS; what is not seen is zero in both, whatever it was. sums: P dP of the thread's rows.
+// s becomes P and dp becomes dS; a masked pair is zero in both. p_dp: sums of P dP of the thread's rows.
 template <class C, bool kMasked, bool kSums>
-__device__ __forceinline__ void gradient_step(Scores<C> &s, Scores<C> &dp, float (&sums)[2 * C::kBlocks], const Smem<C> &smem,
+__device__ __forceinline__ void gradient_step(Scores<C> &s, Scores<C> &dp, float (&p_dp)[2 * C::kBlocks], const Smem<C> &smem,
                                               int32_t first, int stage, float scale_log2) {
     const int column = fragment_column();
     int32_t begin[2 * C::kBlocks], sink_end[2 * C::kBlocks];
@@ -246,83 +253,83 @@ __device__ __forceinline__ void gradient_step(Scores<C> &s, Scores<C> &dp, float
                 float &score = s[i / 2][n][2 * (i & 1) + x], &product = dp[i / 2][n][2 * (i & 1) + x];
                 const float p = exp2_approx(fmaf(score, scale_log2, -row.lse));
                 score = seen ? p : 0.0f;
-                if (kSums) sums[i] = fmaf(score, seen ? product : 0.0f, sums[i]);
+                if (kSums) p_dp[i] = fmaf(score, seen ? product : 0.0f, p_dp[i]);
                 product = seen ? p * (product + row.bias) : 0.0f;
             }
     }
 }
 
-// One tile of the met: its part of the gradients. hide: it may hold values that are not finite.
+// Adds a met tile, whose first row (or key) is `first`, to the gradients. hide: it may hold values that are not finite.
 template <class C>
-__device__ __forceinline__ void add_tile(Gradient<C> (&gradients)[C::kGradients], float (&sums)[2 * C::kBlocks], Smem<C> &smem,
-                                         int32_t first, int stage, bool masked, bool hide, bool wants_sums, float scale_log2) {
+__device__ __forceinline__ void add_tile(Sums<C> &sums, Smem<C> &smem, int32_t first, int stage, bool masked, bool hide, bool wants_p_dp,
+                                         float scale_log2) {
     using Element = typename C::Element;
     Scores<C> s, dp;
     const uint32_t row = warp_row<C>() * C::kRowBytes, met[2] = {shared_address(smem.met[stage][0]), shared_address(smem.met[stage][1])};
     product_abt<Element, C::kRowBytes>(s, shared_address(smem.owned[0]) + row, met[0]);
     product_abt<Element, C::kRowBytes>(dp, shared_address(smem.owned[1]) + row, met[1]);
-    if (wants_sums && masked)
-        gradient_step<C, true, true>(s, dp, sums, smem, first, stage, scale_log2);
-    else if (wants_sums)
-        gradient_step<C, false, true>(s, dp, sums, smem, first, stage, scale_log2);
+    if (wants_p_dp && masked)
+        gradient_step<C, true, true>(s, dp, sums.p_dp, smem, first, stage, scale_log2);
+    else if (wants_p_dp)
+        gradient_step<C, false, true>(s, dp, sums.p_dp, smem, first, stage, scale_log2);
     else if (masked)
-        gradient_step<C, true, false>(s, dp, sums, smem, first, stage, scale_log2);
+        gradient_step<C, true, false>(s, dp, sums.p_dp, smem, first, stage, scale_log2);
     else
-        gradient_step<C, false, false>(s, dp, sums, smem, first, stage, scale_log2);
+        gradient_step<C, false, false>(s, dp, sums.p_dp, smem, first, stage, scale_log2);
     if (masked && hide) {
         const auto meets = [&](int i, int other) { return smem.seen.sees(warp_row<C>() + fragment_row(i), first + other); };
-        if constexpr (C::kOwnsKeys) product_pb_hiding<Element, C::kRowBytes>(gradients[1], s, met[1], warp_chunk<C>(), meets);
-        product_pb_hiding<Element, C::kRowBytes>(gradients[0], dp, met[0], warp_chunk<C>(), meets);
+        if constexpr (C::kOwnsKeys) product_pb_hiding<Element, C::kRowBytes>(sums.gradients[1], s, met[1], warp_chunk<C>(), meets);
+        product_pb_hiding<Element, C::kRowBytes>(sums.gradients[0], dp, met[0], warp_chunk<C>(), meets);
     } else {
-        if constexpr (C::kOwnsKeys) product_pb<Element, C::kRowBytes>(gradients[1], s, met[1], warp_chunk<C>());
-        product_pb<Element, C::kRowBytes>(gradients[0], dp, met[0], warp_chunk<C>());
+        if constexpr (C::kOwnsKeys) product_pb<Element, C::kRowBytes>(sums.gradients[1], s, met[1], warp_chunk<C>());
+        product_pb<Element, C::kRowBytes>(sums.gradients[0], dp, met[0], warp_chunk<C>());
     }
 }
 
-// All that is met, in order; the first tile is on its way.
+// Adds all met tiles in order; the copies of the first have begun.
 template <class C>
-__device__ __forceinline__ void add_tiles(Gradient<C> (&gradients)[C::kGradients], float (&sums)[2 * C::kBlocks], Smem<C> &smem,
-                                          const sinkattn_bwd_args &args, const Workspace &workspace, float scale_log2, bool hide) {
+__device__ __forceinline__ void add_tiles(Sums<C> &sums, Smem<C> &smem, const sinkattn_bwd_args &args, const Workspace &workspace,
+                                          float scale_log2, bool hide) {
     const sa_key_tiles &tiles = smem.work.tiles;
     const int end = tiles.end;
     for (int t = sa_key_tile_from(&tiles, 0), stage = 0; t < end; stage ^= 1) {
         const int next = sa_key_tile_from(&tiles, t + 1);
-        cp_async_wait<0>();
-        __syncthreads(); // tile t has landed, and nobody reads the other stage any more
+        cp_async_wait<0>(); // only tile t's copies are in flight, before the first tile the owned tile's as well
+        __syncthreads();    // tile t has landed, and no thread reads the other stage any more
         if (next < end) load_met<C>(smem, args, workspace.stats, next, stage ^ 1);
         const int32_t first = t * C::kStep;
         bool masked, needed = true;
         if constexpr (C::kOwnsKeys) {
-            const Reach reach = smem.reach[threadIdx.x / 32];
-            masked = first < reach.full_begin || first + C::kStep > reach.full_end;
-            needed = first < reach.any_end && first + C::kStep > reach.any_begin;
+            const WarpRows rows = smem.warp_rows[threadIdx.x / 32];
+            masked = first < rows.full_begin || first + C::kStep > rows.full_end;
+            needed = first < rows.any_end && first + C::kStep > rows.any_begin;
         } else {
             masked = !sa_key_tile_is_full(&tiles, t);
         }
-        if (needed) add_tile<C>(gradients, sums, smem, first, stage, masked, hide, workspace.terms && !C::kOwnsKeys, scale_log2);
+        if (needed) add_tile<C>(sums, smem, first, stage, masked, hide, workspace.terms && !C::kOwnsKeys, scale_log2);
         t = next;
     }
 }
 
-// The terms of ds_aux of the owned rows.
+// Writes the owned rows' terms of ds_aux.
 template <class C>
-__device__ __forceinline__ void write_terms(const float (&sums)[2 * C::kBlocks], const Smem<C> &smem, const sinkattn_bwd_args &args,
+__device__ __forceinline__ void write_terms(const float (&p_dp)[2 * C::kBlocks], const Smem<C> &smem, const sinkattn_bwd_args &args,
                                             float *terms) {
     const Work &work = smem.work;
 #pragma unroll
     for (int i = 0; i < 2 * C::kBlocks; i++) {
-        const float sum = quad_sum(sums[i]);
+        const float sum = quad_sum(p_dp[i]);
         const int64_t r = work.rows.begin + warp_row<C>() + fragment_row(i);
         if (r >= work.rows.end || threadIdx.x % 4 != 0) continue;
         const int64_t at = stat_index(work, args.fwd.problem, r);
         const float g = args.dlse ? static_cast<const float *>(args.dlse)[at] : 0.0f;
         const double s = sa_s_aux(&args.fwd, work.kv_head * work.group + r % work.group);
         const float p_sink = static_cast<float>(sa_exp_minus(s, static_cast<const float *>(args.fwd.lse)[at]));
-        terms[at] = work.has_sink ? p_sink * (g - sum) : 0.0f; // rows past the last sequence have no sink, and may hold anything
+        terms[at] = work.has_sink ? p_sink * (g - sum) : 0.0f; // rows past the last sequence have no sink; g may be anything there
     }
 }
 
-// A gradient through shared memory, where its left side was: a row leaves in whole 16-byte chunks.
+// Writes a gradient through its place among the owned tiles, in whole 16-byte chunks.
 template <class C>
 __device__ __forceinline__ void write_gradient(unsigned char *shared, const Gradient<C> &gradient, float factor, const Smem<C> &smem,
                                                const sinkattn_tensor &tensor, int64_t head_dim) {
@@ -376,28 +383,23 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
         find_stats<C>(smem, args, workspace.stats);
     }
 
-    Gradient<C> gradients[C::kGradients];
-    float sums[2 * C::kBlocks];
+    Sums<C> sums;
     for (bool hide = false;; hide = true) {
-        for (auto &gradient : gradients)
-            for (auto &block : gradient)
-                for (auto &elements : block)
-                    for (float &element : elements) element = 0.0f;
-        for (float &sum : sums) sum = 0.0f;
-        add_tiles<C>(gradients, sums, smem, args, workspace, scale * kLog2e, hide);
-        cp_async_wait<0>(); // what is owned has landed, were nothing met
+        sums = {};
+        add_tiles<C>(sums, smem, args, workspace, scale * kLog2e, hide);
+        cp_async_wait<0>(); // the owned tile has landed even if no tile was met
         // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: then all is done again with such values hidden.
         bool finite = true;
-        for (auto &gradient : gradients) finite = finite && is_finite(gradient);
+        for (auto &gradient : sums.gradients) finite = finite && is_finite(gradient);
         if (!__syncthreads_or(!hide && !finite)) break;
         load_first<C>(smem, args, workspace.stats);
     }
     if constexpr (C::kOwnsKeys) {
-        write_gradient<C>(smem.owned[0], gradients[0], scale, smem, args.dk, problem.head_dim);
-        write_gradient<C>(smem.owned[1], gradients[1], 1.0f, smem, args.dv, problem.head_dim);
+        write_gradient<C>(smem.owned[0], sums.gradients[0], scale, smem, args.dk, problem.head_dim);
+        write_gradient<C>(smem.owned[1], sums.gradients[1], 1.0f, smem, args.dv, problem.head_dim);
     } else {
-        if (workspace.terms) write_terms<C>(sums, smem, args, workspace.terms);
-        write_gradient<C>(smem.owned[0], gradients[0], scale, smem, args.dq, problem.head_dim);
+        if (workspace.terms) write_terms<C>(sums.p_dp, smem, args, workspace.terms);
+        write_gradient<C>(smem.owned[0], sums.gradients[0], scale, smem, args.dq, problem.head_dim);
     }
 }
 
@@ -408,7 +410,7 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &wo
     if (num_blocks > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of %s; a CUDA launch holds less than 2^31", static_cast<long long>(num_blocks),
                          C::kOwnsKeys ? "keys" : "rows");
-    static_assert(C::kChunks > 16 || sizeof(Smem<C>) <= 99 * 1024, "what a block of compute capability 8.6 may use");
+    static_assert(C::kChunks > 16 || sizeof(Smem<C>) <= 99 * 1024, "the shared memory of a block of compute capability 8.6");
     unsigned *error_word;
     SA_TRY(sa_cuda_error_word(&error_word));
     const float scale = static_cast<float>(sa_softmax_scale(&args.fwd.problem));
@@ -432,7 +434,7 @@ template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinka
                                          args, workspace.terms, num_streams, problem.q_len);
 }
 
-// Tiles of rows and keys as in variants.def; what each meets at a time, and the blocks a warp owns, as the registers allow.
+// kTileQ and kTileK are variants.def's; kStepK and kStepQ, the tiles met, and the blocks a warp owns are as large as the registers allow.
 template <int kHeadDim, int kTileQ, int kStepK, int kRowBlocks, int kTileK, int kStepQ, int kKeyBlocks>
 sinkattn_status launch_dtype(const void *arguments, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a block that owns keys works on: a tile of the keys of one kv head, and the rows of its group that see some of them; how rows are
-// walked, all heads of a token before the next token.
+// The work of a block that owns keys: a tile of the keys of one kv head, and the rows of its GQA group that see some of them. And steps
+// from row to row, all heads of a token before the next token.
 #pragma once
 
 #include "cuda/work/items.cuh"
 
 namespace sa::bwd_sm80 {
 
-// Tiles of packed sequence b begin at keys before it / tile_keys + b, as tiles of rows do.
+// Tiles of packed sequence b begin at (keys before b) / tile_keys + b, as tiles of rows do.
 static inline int64_t num_key_tiles(const sinkattn_problem &problem, int64_t tile_keys) {
     if (problem.packed) return problem.k_len / tile_keys + problem.batch + 1;
     return problem.batch * sa_ceil_div(problem.k_len, tile_keys);
 }
 
-// False when the tile has no keys. work's rows, tokens and tiles are those that see some key; tiles are of tile_rows rows, numbered from
-// row 0 of the sequence. Keys past cu_seqlens[batch] are one more sequence, which no row sees.
+// False if the tile has no keys. work's rows, tokens and tiles are those that see some key; tiles have tile_rows rows, from row 0 of the
+// sequence on. Keys past cu_seqlens[batch] are one more sequence, which no row sees.
 __device__ __forceinline__ bool find_key_work(const sinkattn_fwd_args &args, int64_t tile_keys, int64_t tile_rows, int64_t item, Work &work,
                                               sa_range &keys) {
     const sinkattn_problem &problem = args.problem;
@@ -50,14 +50,14 @@ __device__ __forceinline__ bool find_key_work(const sinkattn_fwd_args &args, int
     return true;
 }
 
-// Offset of row r from row 0 of the group's first head. The rows of a sequence and a kv head fit int32, which the launcher sees to.
+// Offset of row r from row 0 of the group's first head. The launcher refuses more rows of a sequence and kv head than int32 holds.
 __device__ __forceinline__ int64_t row_offset(const sinkattn_tensor &tensor, const Work &work, int32_t r) {
     const uint32_t group = static_cast<uint32_t>(work.group), token = static_cast<uint32_t>(r) / group;
     return token * tensor.row_stride + (static_cast<uint32_t>(r) - token * group) * tensor.head_stride;
 }
 
-// From a row of q and of dout to the one `step` below it, without a division: `head` heads on and so many elements; past the group's last
-// head, one token on.
+// From a row of q and of dout to the row `step` below, without a division: add `head` heads and q, dout elements; past the group's last
+// head, go on to the next token by q_token, dout_token.
 struct RowSteps {
     uint32_t head;
     int64_t q, q_token, dout, dout_token;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the backward's three kernels leave for each other: a row's lse and g - delta for the blocks that own keys, its term of ds_aux for
-// the last kernel.
+// The backward's workspace: of each row, lse and g - delta for the blocks that own keys, and its term of ds_aux for the sink kernel.
 #pragma once
 
 #include "cuda/work/items.cuh"
@@ -10,11 +9,10 @@
 namespace sa::bwd_sm80 {
 
 struct Stats {
-    float lse, bias; // lse in log2 units, 0 where there is nothing to normalise; bias: g - delta
+    float lse, bias; // lse: in log2 units, 0 for a row without keys and sink; bias: g - delta
 };
 
-// Stats in the order of rows: [batch][num_kv_heads][q_len * group], packed [num_kv_heads][total_q * group]. Terms as lse; NULL without
-// ds_aux.
+// stats: [batch, num_kv_heads, q_len * group], packed [num_kv_heads, total_q * group]. terms: shaped as lse; NULL without ds_aux.
 struct Workspace {
     Stats *stats;
     float *terms;
@@ -24,7 +22,7 @@ static inline int64_t num_stats(const sinkattn_problem &problem) {
     return (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len;
 }
 
-constexpr int kStatsAlignment = 8; // they are copied in one piece
+constexpr int kStatsAlignment = 8; // each is copied in one piece
 
 static inline int64_t bwd_workspace_bytes(const sinkattn_problem &problem) {
     const int64_t term_bytes = problem.s_aux_dtype ? sizeof(float) : 0;
