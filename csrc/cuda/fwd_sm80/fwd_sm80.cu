@@ -5,23 +5,24 @@
 //     tile n + 1   load K, V ........................
 //     tile n             S = Q K^T | mask, maxima | P of 16 keys, O += P V of 16 keys, ..
 //
-// A block has one tile of rows, all heads of a group side by side; Q stays in shared memory, S, P and O in registers. A warp owns
+// A block has one tile of rows, all heads of a GQA group side by side; Q stays in shared memory, S, P and O in registers. A warp owns
 // kRowBlocks x 16 rows alone, so the softmax needs no shared memory. A row's sums run over key tiles anchored at key 0, and a masked key
-// adds zero: its bits do not depend on its neighbours. Shared memory: Q, then per stage K and V; swizzled rows of kHeadDim elements.
-// head_dim below kHeadDim is filled with zeros by the loads.
+// adds zero: the row's bits do not depend on its neighbours. Shared memory: Q, then K and V of each stage, 25 to 130 KiB; swizzled rows of
+// kHeadDim elements, zero-filled by the loads past head_dim. Registers: 80 or 255; docs/kernels/fwd_sm80.md has the budget.
 
 #include "cuda/host/launch.cuh"
 #include "cuda/tile/mma.cuh"
 #include "cuda/tile/sink.cuh"
 #include "cuda/work/items.cuh"
+#include "cuda/work/tile_walk.cuh"
 
 namespace sa::fwd_sm80 {
 namespace {
 
-// A pivot follows its row's maximum only when that has grown by 2^kLazy: O is seldom multiplied.
+// A pivot follows its row's maximum only when that has grown by 2^kLazy, so O is seldom rescaled.
 constexpr float kLazy = 8.0f;
 
-// kRowBlocks: of 16 rows, a warp. kMinBlocks: of threads, that an SM's registers are to hold.
+// A warp owns kRowBlocks x 16 rows; registers are limited so that an SM holds kMinBlocks blocks of threads.
 template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kRowBlocks_, int kMinBlocks_> struct Config {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kRowBlocks = kRowBlocks_, kMinBlocks = kMinBlocks_;
@@ -32,14 +33,14 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kRowBlock
     static_assert(kHeadDim % 64 == 0 && kTileK % 16 == 0, "a warp reads whole swizzled rows, and 16 keys a product");
     static_assert(kTileQ % kWarpRows == 0 && kThreads % kChunks == 0 && kTileK % (kThreads / kChunks) == 0,
                   "threads share the work evenly");
-    static_assert(kTileQ <= kThreads, "a thread describes a row");
+    static_assert(kTileQ <= kThreads, "each row is described by a thread of its own");
 };
 
-// Where row r of a kv head lies, as offsets within the head of its group and its sequence.
-struct Place {
+// Row r of a kv head: its token in the sequence, and its head in the GQA group.
+struct TokenHead {
     uint32_t token, head;
 
-    __device__ __forceinline__ Place(sa_position_t r, sa_position_t group, sa_divisor by_group)
+    __device__ __forceinline__ TokenHead(sa_position_t r, sa_position_t group, sa_divisor by_group)
         : token(sa_divide(static_cast<uint32_t>(r), by_group)), head(static_cast<uint32_t>(r) - token * static_cast<uint32_t>(group)) {}
 
     __device__ __forceinline__ int64_t offset(const sinkattn_tensor &tensor) const {
@@ -47,10 +48,10 @@ struct Place {
     }
 };
 
-// What one thread finds out for its block, and where row, or key, 0 lies. In shared memory: the loop needs the registers.
+// The block's work, found by one thread. In shared memory: the loop needs the registers.
 struct Block {
     Work work;
-    const uint16_t *q, *k, *v;
+    const uint16_t *q, *k, *v; // row, or key, 0
     uint16_t *out;
     bool has_work;
 };
@@ -65,8 +66,8 @@ template <class C> __device__ __forceinline__ void find_block(Block &block, cons
     block.out = static_cast<uint16_t *>(args.out.data) + query_offset(work, args.out, 0);
 }
 
-// Of each row of the tile: it sees [0, sink_end) and [begin, end). In shared memory: only masked tiles, the start and the end ask. The rows
-// past the last see what it sees.
+// Each row of the tile sees keys [0, sink_end) and [begin, end); rows past the last see its keys. In shared memory: only masked tiles, the
+// start and the end read it.
 template <class C> struct RowTable {
     int32_t begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ];
     float s_aux[C::kTileQ];
@@ -74,38 +75,40 @@ template <class C> struct RowTable {
     __device__ __forceinline__ bool sees(int row, int32_t j) const { return (j >= begin[row] && j < end[row]) || j < sink_end[row]; }
 };
 
-// The rows of a thread's accumulators, 2 a row block. pivot in log2 units; sum over this lane's columns.
+template <class C> using Scores = float[C::kRowBlocks][C::kTileK / 8][4];
+
+// The state of a thread's rows, 2 a row block: O, the pivot in log2 units, and the sum over this lane's columns.
 template <class C> struct Rows {
+    float o[C::kRowBlocks][C::kHeadDim / 8][4];
     float pivot[2 * C::kRowBlocks], sum[2 * C::kRowBlocks];
 };
 
 template <class C> __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 * C::kWarpRows; }
 
-// The i-th of a thread's rows, in the tile.
+// Thread's row i, in the tile.
 template <class C> __device__ __forceinline__ int thread_row(int i) { return warp_row<C>() + fragment_row(i); }
 
 template <class C>
 __device__ __forceinline__ void describe_rows(RowTable<C> &table, const sinkattn_fwd_args &args, const Work &work, sa_divisor by_group) {
     const int row = threadIdx.x;
     if (row >= C::kTileQ) return;
-    const Place place(sa_first(work.rows.begin + row, work.rows.end - 1), work.group, by_group);
-    const auto i = static_cast<sa_position_t>(place.token);
+    const TokenHead at(sa_first(work.rows.begin + row, work.rows.end - 1), work.group, by_group);
+    const auto i = static_cast<sa_position_t>(at.token);
     const sa_range keys = sa_row_band(&work.band, i);
     table.begin[row] = keys.begin;
     table.end[row] = keys.end;
     table.sink_end[row] = sa_row_sink_end(&work.band, i);
-    table.s_aux[row] = work.has_sink
-                           ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, work.kv_head * work.group + place.head))
-                           : -INFINITY;
+    table.s_aux[row] =
+        work.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, work.kv_head * work.group + at.head)) : -INFINITY;
 }
 
-template <class C> __device__ __forceinline__ void start_rows(Rows<C> &rows, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4]) {
+template <class C> __device__ __forceinline__ void start_rows(Rows<C> &rows) {
 #pragma unroll
     for (int i = 0; i < 2 * C::kRowBlocks; i++) {
         rows.pivot[i] = -INFINITY;
         rows.sum[i] = 0.0f;
 #pragma unroll
-        for (int n = 0; n < C::kHeadDim / 8; n++) o[i / 2][n][2 * (i & 1)] = o[i / 2][n][2 * (i & 1) + 1] = 0.0f;
+        for (int n = 0; n < C::kHeadDim / 8; n++) rows.o[i / 2][n][2 * (i & 1)] = rows.o[i / 2][n][2 * (i & 1) + 1] = 0.0f;
     }
 }
 
@@ -128,17 +131,17 @@ template <class C> struct Loader {
         for (int i = 0; i < C::kTileQ / kRowStep; i++) {
             const sa_position_t r = first + i * kRowStep;
             const bool real = valid && r < end;
-            cp_async_16(to + offset(i), q + Place(r, group, by_group).offset(tensor), real);
+            cp_async_16(to + offset(i), q + TokenHead(r, group, by_group).offset(tensor), real);
         }
     }
 
-    // Of what this thread has loaded.
+    // The chunks that this thread loaded.
     __device__ __forceinline__ void negate_queries(unsigned char *q) const {
         for (int i = 0; i < C::kTileQ / kRowStep; i++)
             for (int x = 0; x < 4; x++) reinterpret_cast<uint32_t *>(q + offset(i))[x] ^= 0x80008000u;
     }
 
-    // Keys outside [keys.begin, keys.end) become zeros: nothing that no row sees is ever read.
+    // Keys outside [keys.begin, keys.end) become zeros: a key that no row sees is never read.
     __device__ __forceinline__ void load_keys(uint32_t to, const uint16_t *base, int64_t row_stride, int32_t first, sa_range keys) const {
         const uint16_t *from = base + (first + row) * row_stride + chunk * 8;
         const auto at = static_cast<unsigned>(first + row - keys.begin), count = static_cast<unsigned>(valid ? keys.end - keys.begin : 0);
@@ -151,8 +154,7 @@ template <class C> struct Loader {
 };
 
 // Scores to -inf where the row does not see the key. first is the tile's first key.
-template <class C>
-__device__ __forceinline__ void mask_tile(float (&s)[C::kRowBlocks][C::kTileK / 8][4], const RowTable<C> &table, int32_t first) {
+template <class C> __device__ __forceinline__ void mask_tile(Scores<C> &s, const RowTable<C> &table, int32_t first) {
     const int32_t column = first + fragment_column();
 #pragma unroll
     for (int i = 0; i < 2 * C::kRowBlocks; i++) {
@@ -168,10 +170,9 @@ __device__ __forceinline__ void mask_tile(float (&s)[C::kRowBlocks][C::kTileK / 
     }
 }
 
-// The rows' pivots over one more tile of scores, which o and the sums follow. from: what to subtract from the scores, in log2 units.
+// Raises the rows' pivots to one more tile of scores, and rescales o and the sums. from: what to subtract from the scores, in log2 units.
 template <class C>
-__device__ __forceinline__ void raise_pivots(float (&from)[2 * C::kRowBlocks], const float (&s)[C::kRowBlocks][C::kTileK / 8][4],
-                                             float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], Rows<C> &rows, float scale_log2) {
+__device__ __forceinline__ void raise_pivots(float (&from)[2 * C::kRowBlocks], const Scores<C> &s, Rows<C> &rows, float scale_log2) {
     float alpha[2 * C::kRowBlocks];
     bool grown = false;
 #pragma unroll
@@ -196,14 +197,14 @@ __device__ __forceinline__ void raise_pivots(float (&from)[2 * C::kRowBlocks], c
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; n++)
 #pragma unroll
-            for (int x = 2 * (i & 1); x < 2 * (i & 1) + 2; x++) o[i / 2][n][x] *= alpha[i];
+            for (int x = 2 * (i & 1); x < 2 * (i & 1) + 2; x++) rows.o[i / 2][n][x] *= alpha[i];
     }
 }
 
-// o += P V, where s becomes P 16 keys at a time: the exponentials of 16 keys run under the products of those before.
+// O += P V; s becomes P 16 keys at a time, so that their exponentials run under the products of the 16 keys before.
 template <class C>
-__device__ __forceinline__ void weigh_values(float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], float (&s)[C::kRowBlocks][C::kTileK / 8][4],
-                                             Rows<C> &rows, const float (&from)[2 * C::kRowBlocks], float scale_log2, uint32_t v) {
+__device__ __forceinline__ void weigh_values(Rows<C> &rows, Scores<C> &s, const float (&from)[2 * C::kRowBlocks], float scale_log2,
+                                             uint32_t v) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < C::kTileK / 16; step++) {
@@ -224,18 +225,17 @@ __device__ __forceinline__ void weigh_values(float (&o)[C::kRowBlocks][C::kHeadD
             ldmatrix_x4_trans(values, v + swizzled<C::kRowBytes>(16 * step + left_row(lane), n + left_chunk(lane)));
 #pragma unroll
             for (int b = 0; b < C::kRowBlocks; b++) {
-                mma_m16n8k16<typename C::Element>(o[b][n], p[b], values[0], values[1]);
-                mma_m16n8k16<typename C::Element>(o[b][n + 1], p[b], values[2], values[3]);
+                mma_m16n8k16<typename C::Element>(rows.o[b][n], p[b], values[0], values[1]);
+                mma_m16n8k16<typename C::Element>(rows.o[b][n + 1], p[b], values[2], values[3]);
             }
         }
     }
 }
 
-// A masked key's P is 0, but 0 * NaN is not: values that are not finite are added by hand to the rows that see them, then zeroed in shared
-// memory. Every thread of the block comes here.
+// A masked key's P is 0, but 0 * NaN is NaN: values that are not finite are added explicitly to the rows that see them, then zeroed in
+// shared memory. Called by every thread of the block.
 template <class C>
-__device__ __forceinline__ void hide_nonfinite(unsigned char *values, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4],
-                                               const RowTable<C> &table, int32_t first) {
+__device__ __forceinline__ void hide_nonfinite(unsigned char *values, Rows<C> &rows, const RowTable<C> &table, int32_t first) {
 #pragma unroll 1
     for (int key = 0; key < C::kTileK; key++) {
         bool sees[2 * C::kRowBlocks];
@@ -250,7 +250,7 @@ __device__ __forceinline__ void hide_nonfinite(unsigned char *values, float (&o)
                 const float value = nonfinite_part<typename C::Element>(half);
 #pragma unroll
                 for (int i = 0; i < 2 * C::kRowBlocks; i++)
-                    if (sees[i]) o[i / 2][n][2 * (i & 1) + x] += value;
+                    if (sees[i]) rows.o[i / 2][n][2 * (i & 1) + x] += value;
             }
         }
     }
@@ -260,11 +260,10 @@ __device__ __forceinline__ void hide_nonfinite(unsigned char *values, float (&o)
     __syncthreads();
 }
 
-// out through shared memory, where Q was: a row leaves in whole 16-byte chunks.
+// Writes out and lse. out leaves through Q's place in shared memory, in whole 16-byte chunks.
 template <class C>
-__device__ __forceinline__ void write_out(unsigned char *shared, float (&o)[C::kRowBlocks][C::kHeadDim / 8][4], const Rows<C> &rows,
-                                          const RowTable<C> &table, const sinkattn_fwd_args &args, const Block &block,
-                                          sa_divisor by_group) {
+__device__ __forceinline__ void write_out(unsigned char *shared, const Rows<C> &rows, const RowTable<C> &table,
+                                          const sinkattn_fwd_args &args, const Block &block, sa_divisor by_group) {
     const int lane = threadIdx.x % 32;
     const Work &work = block.work;
     const sa_position_t first = work.rows.begin, end = work.rows.end, group = work.group;
@@ -275,14 +274,14 @@ __device__ __forceinline__ void write_out(unsigned char *shared, float (&o)[C::k
         const RowEnd row_end(rows.pivot[i], sum, table.s_aux[row]);
         const float factor = row_end.factor();
         if (first + row < end && lane % 4 == 0) {
-            const Place place(first + row, group, by_group);
-            const int64_t at = sa_row_index(&args.problem, &work.sequence, work.kv_head * group + place.head, place.token);
-            static_cast<float *>(args.lse)[at] = row_end.lse();
-            if (args.lse_raw) static_cast<float *>(args.lse_raw)[at] = raw_lse(rows.pivot[i], sum);
+            const TokenHead at(first + row, group, by_group);
+            const int64_t stat = sa_row_index(&args.problem, &work.sequence, work.kv_head * group + at.head, at.token);
+            static_cast<float *>(args.lse)[stat] = row_end.lse();
+            if (args.lse_raw) static_cast<float *>(args.lse_raw)[stat] = raw_lse(rows.pivot[i], sum);
         }
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; n++) {
-            const float *pair = &o[i / 2][n][2 * (i & 1)];
+            const float *pair = &rows.o[i / 2][n][2 * (i & 1)];
             *reinterpret_cast<uint32_t *>(shared + swizzled<C::kRowBytes>(row, n) + 4 * (lane % 4)) =
                 pack_halves<typename C::Element>(pair[0] * factor, pair[1] * factor);
         }
@@ -293,8 +292,34 @@ __device__ __forceinline__ void write_out(unsigned char *shared, float (&o)[C::k
     for (int x = lane; x < C::kWarpRows * C::kChunks; x += 32) {
         const int row = warp_row<C>() + x / C::kChunks, chunk = x % C::kChunks;
         if (first + row >= end || chunk * 8 >= args.problem.head_dim) continue;
-        *reinterpret_cast<uint4 *>(out + Place(first + row, group, by_group).offset(args.out) + chunk * 8) =
+        *reinterpret_cast<uint4 *>(out + TokenHead(first + row, group, by_group).offset(args.out) + chunk * 8) =
             *reinterpret_cast<const uint4 *>(shared + swizzled<C::kRowBytes>(row, chunk));
+    }
+}
+
+// Works through the key tiles. load(t, stage) copies tile t's K and V; it has begun for the first.
+template <class C, class Load>
+__device__ __forceinline__ void attend(Rows<C> &rows, unsigned char *shared, const RowTable<C> &table, const sa_key_tiles &tiles,
+                                       float scale_log2, bool hide, const Load &load) {
+    const uint32_t q = shared_address(shared);
+    int stage = 0;
+    for (KeyTileWalk tile(tiles); tile.exists(); stage ^= 1) {
+        const KeyTileWalk next(tiles, tile.t + 1);
+        cp_async_wait<0>(); // in flight: only this tile's copies, at first with Q's
+        __syncthreads();    // they have landed, and no thread reads the other stage any more
+        if (next.exists()) load(next.t, stage ^ 1);
+
+        const int stage_at = C::kQueryBytes + stage * C::kStageBytes, values_at = stage_at + C::kKeyBytes;
+        Scores<C> s;
+        float from[2 * C::kRowBlocks];
+        product_abt<typename C::Element, C::kRowBytes>(s, q + warp_row<C>() * C::kRowBytes, q + stage_at);
+        const int32_t first = tile.t * C::kTileK;
+        const bool masked = !tile.is_full();
+        if (masked) mask_tile<C>(s, table, first);
+        raise_pivots<C>(from, s, rows, scale_log2);
+        if (hide && masked) hide_nonfinite<C>(shared + values_at, rows, table, first);
+        weigh_values<C>(rows, s, from, scale_log2, q + values_at);
+        tile = next;
     }
 }
 
@@ -320,10 +345,10 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
         loader.load_keys(to + C::kKeyBytes, v_data, args.v.row_stride, t * C::kTileK, keys);
         cp_async_commit();
     };
-    const int begin = sa_key_tile_from(&tiles, 0);
-    if (begin < tiles.end) { // else nothing may be on its way to where out will be
+    const KeyTileWalk first(tiles);
+    if (first.exists()) { // else no copy may be in flight to Q's place, through which out leaves
         loader.load_queries(q, block, args.q, by_group);
-        load(begin, 0);
+        load(first.t, 0);
     }
     describe_rows<C>(table, args, block.work, by_group);
     if (scale_log2 < 0.0f) {
@@ -333,32 +358,15 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
     }
     __syncthreads();
 
-    // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: then all is done again with such values hidden.
     Rows<C> rows;
-    float o[C::kRowBlocks][C::kHeadDim / 8][4];
     for (bool hide = false;; hide = true) {
-        start_rows<C>(rows, o);
-        for (int t = begin, stage = 0; t < tiles.end; stage ^= 1) {
-            const int next = sa_key_tile_from(&tiles, t + 1);
-            cp_async_wait<0>();
-            __syncthreads(); // tile t has landed, and nobody reads the other stage any more
-            if (next < tiles.end) load(next, stage ^ 1);
-
-            const int stage_at = C::kQueryBytes + stage * C::kStageBytes, values_at = stage_at + C::kKeyBytes;
-            float s[C::kRowBlocks][C::kTileK / 8][4], from[2 * C::kRowBlocks];
-            product_abt<typename C::Element, C::kRowBytes>(s, q + warp_row<C>() * C::kRowBytes, q + stage_at);
-            const int32_t first = t * C::kTileK;
-            const bool masked = !sa_key_tile_is_full(&tiles, t);
-            if (masked) mask_tile<C>(s, table, first);
-            raise_pivots<C>(from, s, o, rows, scale_log2);
-            if (hide && masked) hide_nonfinite<C>(shared + values_at, o, table, first);
-            weigh_values<C>(o, s, rows, from, scale_log2, q + values_at);
-            t = next;
-        }
-        if (!__syncthreads_or(!hide && !is_finite(o))) break;
-        load(begin, 0);
+        start_rows<C>(rows);
+        attend<C>(rows, shared, table, tiles, scale_log2, hide, load);
+        // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: then all is done again with such values hidden.
+        if (!__syncthreads_or(!hide && !is_finite(rows.o))) break;
+        load(first.t, 0);
     }
-    write_out<C>(shared, o, rows, table, args, block, by_group);
+    write_out<C>(shared, rows, table, args, block, by_group);
 }
 
 template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
@@ -380,8 +388,8 @@ sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const sinkattn_conte
     return launch<Config<Fp16, kHeadDim, kTileQ, kTileK, kRowBlocks, kMinBlocks>>(args, context);
 }
 
-// Two row blocks a warp halve the reads of K and V; at head_dim 256, O alone would fill the registers. Of a narrow window's tiles less is
-// masked where they are small, and 24 warps an SM hide the start and the end of a tile of rows.
+// Two row blocks a warp halve the reads of K and V; at head_dim 256, O alone would fill the registers. Narrow windows take small tiles, of
+// which fewer keys are masked, and 24 warps an SM, which hide the start and the end of a tile of rows.
 template <int kHeadDim, int kTileQ, int kTileK> sinkattn_status launch_mask(const void *arguments, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
     if constexpr (kHeadDim == 64)
