@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// New keys and values, copied behind those in use: a block a new row of a sequence, 16 bytes of K and of V a thread. Lengths and pages are
-// read here, so that a captured graph holds for all of them; what does not fit, and what an unmapped page would take, is left out and
-// reported in the error word. Two sequences that write one slot leave a mixture of both.
+// Copies new keys and values behind those in use: a block a new row of a sequence, 16 bytes of K and of V a thread. Lengths and pages are
+// read on the device, so that a captured graph serves all of them. Rows past the capacity or in unmapped pages are left out and reported in
+// the error word. Two sequences that write one slot leave a mixture of both.
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/sm80.cuh"
@@ -15,7 +15,7 @@ constexpr int kThreads = 128, kChunkBytes = 16;
 
 struct Params {
     sinkattn_append_args args;
-    uint32_t blocks; // of a sequence: its new rows, but at least one
+    uint32_t blocks; // a sequence: one a new row, at least one
     uint32_t chunks_a_head, num_chunks;
     unsigned *error_word;
 };
@@ -36,7 +36,7 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
     wait_for_previous_kernel();
     let_next_kernel_start();
     uint4 k = {}, v = {};
-    if (copies) { // asked for before the lengths are waited for
+    if (copies) { // in flight while the length is read
         k = *chunk_at<const uint4>(args.k, sa_offset(&args.k, b, row, head), bytes, chunk);
         v = *chunk_at<const uint4>(args.v, sa_offset(&args.v, b, row, head), bytes, chunk);
     }

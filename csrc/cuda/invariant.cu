@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decode with the bits of the prefill: it is the prefill. The forward takes packed sequences of lengths found on the device, and its rows
-// depend on nothing but their keys; so a cache is laid before it as packed keys, sequence b from key b * step on, and the slots between two
-// sequences are a sequence of their own that has no rows:
+// Decode with the bits of the prefill, by the prefill's own kernel. The forward reads packed lengths on the device, and a row's bits depend
+// on its keys alone; so the cache is passed to it as packed keys. Sequence b begins at key b * step, and the slots between two sequences
+// are a sequence of their own without rows:
 //
 //     cu_seqlens_q   0         q_len        q_len        2 q_len       ..   batch * q_len
 //     cu_seqlens_k   0         used[0]      step         step + used[1] ..   all slots
 //
-// A contiguous cache is read where it lies. Pages are first gathered into the workspace, those keys that some row sees. Then the statistics
-// are put in a decode's order. Which forward: the one that the planner takes for these heads and this mask, on this device.
+// A contiguous cache is read in place. Of a paged one, the keys that some row sees are gathered into the workspace first. At the end, lse
+// is transposed to a decode's order. The planner chooses the forward, for these heads, this mask and this device.
 
 #include "cuda/host/backend.h"
 #include "cuda/work/items.cuh"
@@ -47,7 +47,7 @@ Memory lay_out(const sinkattn_problem &problem, void *workspace) {
     memory.k = take(keys);
     memory.v = take(keys);
     memory.forward = take(kCounterBytes);
-    memory.bytes = static_cast<int64_t>(at - begin) + kAlignment - 1; // wherever it begins
+    memory.bytes = static_cast<int64_t>(at - begin) + kAlignment - 1; // enough at any address
     return memory;
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void copy_row(char *to, const sinkattn_tensor &cache,
     }
 }
 
-// Keys of unmapped pages are zeros.
+// Copies the keys that some row sees; those of unmapped pages are zeros.
 __global__ __launch_bounds__(kThreads) void gather_pages(sinkattn_decode_args args, Memory memory, unsigned *error_word) {
     const sinkattn_problem &problem = args.fwd.problem;
     const int64_t b = blockIdx.y, element_bytes = sa_dtype_bytes(problem.dtype), head_bytes = problem.head_dim * element_bytes,
@@ -92,20 +92,20 @@ __global__ __launch_bounds__(kThreads) void gather_pages(sinkattn_decode_args ar
     }
 }
 
-// [num_q_heads, batch * q_len] to [batch, num_q_heads, q_len]
+// from: [num_q_heads, batch * q_len]; to: [batch, num_q_heads, q_len].
 __global__ void order_lse(const float *from, float *to, int64_t batch, int64_t heads, int64_t q_len) {
     const int64_t x = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
     if (x < batch * heads * q_len) to[x] = from[(x / q_len % heads * batch + x / q_len / heads) * q_len + x % q_len];
 }
 
-// Rows of all sequences at one distance, which packed ones have; 0 where they are not.
+// The one distance between rows, within sequences and between them, that packed rows have; 0 if there is none.
 int64_t packed_stride(const sinkattn_tensor &tensor, int64_t batch, int64_t len) {
     if (batch == 1) return tensor.row_stride;
     if (len == 1) return tensor.batch_stride;
     return tensor.batch_stride == len * tensor.row_stride ? tensor.row_stride : 0;
 }
 
-// Slots from one sequence's first to the next one's; 0 where there is no such number.
+// Slots from the first of a sequence to the first of the next; 0 if that is no whole number or sequences overlap.
 int64_t slots_between(const sinkattn_tensor &cache, const sinkattn_problem &problem) {
     if (problem.page_size || problem.batch == 1 || problem.k_len <= 1) return problem.k_len;
     if (cache.row_stride == 0 || cache.batch_stride % cache.row_stride) return 0;
@@ -136,7 +136,7 @@ sinkattn_status check_strides(const sinkattn_decode_args &args) {
     return sa_ok();
 }
 
-// The forward's arguments over what write_lengths and gather_pages leave.
+// The forward's arguments, over the lengths and keys that write_lengths and gather_pages write.
 sinkattn_fwd_args forward_of(const sinkattn_decode_args &args, const Memory &memory, int64_t num_slots) {
     const sinkattn_problem &problem = args.fwd.problem;
     sinkattn_fwd_args fwd = args.fwd;
