@@ -271,7 +271,7 @@ def plot(path: Path, machine: dict[str, object], rows: Sequence[PlannerRow]) -> 
             panel.set(title=name, xscale="log", yscale="log", xlabel="parts", ylabel="us")
             panel.grid(alpha=0.3)
             panel.legend(fontsize=8)
-        figure.suptitle("T(P) of one sequence, 64:8 heads of 64; simulated but for the crosses")
+        figure.suptitle("T(P) of one sequence, 64:8 heads of 64; crosses are measured, lines are not")
 
 
 def calculate(machine: Machine, heads: Heads, batch: int, keys: int) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import sinkattn
 
-from . import gpu, harness, peers, report, studies
+from . import gpu, harness, long, peers, report, studies
 from .cases import Case
 from .peers import Attention, Peer
 
@@ -68,18 +68,17 @@ def partial_bytes(rows: int, parts: int, num_q_heads: int = 64, head_dim: int = 
 
 
 def computed() -> list[str]:
-    """What splitting keeps in memory, beside K and V."""
+    """What splitting keeps in memory, beside K and V; a decode keeps fp32, and has no rest."""
     read = 2 * 2 * 8 * 64 * KEYS
-    lines = [
-        [
-            str(rows),
-            *(f"{partial_bytes(rows, n) / 2**20:.3g} ({100 * partial_bytes(rows, n) / read:.2g} %)" for n in PARTS),
-        ]
-        for rows in ROWS
-    ]
+    kept = {str(rows): [partial_bytes(rows, n) for n in PARTS] for rows in ROWS}
+    kept["1, a decode's workspace"] = [n * 8 * long.PARTIAL_BYTES for n in PARTS]
+
+    def cell(size: int) -> str:
+        return f"{size / 2**20:.3g} ({100 * size / read:.2g} %)"
+
     return [
         f"Partial results, computed: MiB, and the share of {KEYS} keys' K and V; 64:8 heads of 64.",
-        studies.table(["rows", *(f"{n} parts" for n in PARTS)], lines),
+        studies.table(["rows", *(f"{n} parts" for n in PARTS)], [[rows, *map(cell, of)] for rows, of in kept.items()]),
     ]
 
 

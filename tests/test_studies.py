@@ -290,6 +290,7 @@ def test_split_prefill_is_one_forward(keys: int, parts: int) -> None:
 def test_partial_results_take_little_memory() -> None:
     assert split_prefill.partial_bytes(16, 8) == 9 * 16 * 64 * (64 * 2 + 4)
     assert "| 16 | 0.387 (0.6 %) |" in split_prefill.computed()[1]
+    assert "| 1, a decode's workspace | 0.0352 (0.055 %) |" in split_prefill.computed()[1]  # of 2 parts, 36 KiB
 
 
 def test_blocks_are_counted_in_a_trace() -> None:
