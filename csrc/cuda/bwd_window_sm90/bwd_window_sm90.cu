@@ -93,7 +93,7 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             const int distance = (x & 1 ? token.y : token.x) + before - 8 * (x / 2);
-            const bool sees = kMask == kNone || static_cast<uint32_t>(distance) <= static_cast<uint32_t>(p.max_distance);
+            const bool sees = kMask == kNone || p.sees(distance);
             weight[x] = exp2_approx(fmaf(s[4 * n + x], p.scale_log2, -(x & 1 ? lse.y : lse.x)));
             if (!sees) weight[x] = 0.0f;
             term[x] = weight[x] * (sees ? dp[4 * n + x] : 0.0f);
@@ -127,9 +127,7 @@ __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, i
         const int distance = smem.token[stage][row] + before;
 #pragma unroll
         for (int i = 0; i < 32; i++)
-            if (bad >> (element_column(i) + fragment_column()) & 1 &&
-                static_cast<uint32_t>(distance - 8 * element_row(i)) <= static_cast<uint32_t>(p.max_distance))
-                dv[i] = NAN;
+            if (bad >> (element_column(i) + fragment_column()) & 1 && p.sees(distance - 8 * element_row(i))) dv[i] = NAN;
     }
 }
 
@@ -385,7 +383,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     const sinkattn_problem &problem = args.fwd.problem;
     Problem p;
     p.max_distance = static_cast<int>(sa_window_keys(&problem.mask)) - 1;
-    p.tiles_before = (p.max_distance + kKeys - 1) / kKeys;
+    p.tiles_before = sa_tile_from(p.max_distance, kKeys);
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.head_shift = 0;
     while (p.head_shift < 3 && p.group % (2 << p.head_shift) == 0) p.head_shift++;

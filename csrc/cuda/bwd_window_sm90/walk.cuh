@@ -22,6 +22,11 @@ struct WalkShape {
     int max_distance;      // a row sees its own position's key and this many before
     int tiles_before;      // key tiles before its own that a row may see
     int group, head_shift; // q heads of a kv head; a step has 1 << head_shift of them, and 64 >> head_shift tokens
+
+    // Whether a row sees the key `distance` before its own position's.
+    __device__ __forceinline__ bool sees(int distance) const {
+        return static_cast<uint32_t>(distance) <= static_cast<uint32_t>(max_distance);
+    }
 };
 
 enum : int {
@@ -102,7 +107,7 @@ __device__ __forceinline__ void open_segment(Walk &walk, const WalkShape &p, int
 
 __device__ __forceinline__ bool is_tile_done(const Walk &walk) { return walk.heads == walk.num_heads; }
 
-// The newest key tile of the step after this one's heads, if that step exists.
+// The number of the newest key tile of the step that next_heads would give.
 __device__ __forceinline__ int next_newest(const Walk &walk) { return walk.newest + is_tile_done(walk); }
 
 // The flags that depend on a step's tokens.

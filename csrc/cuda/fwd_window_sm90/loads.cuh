@@ -125,8 +125,8 @@ __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &a
         span.key_end = distance(span.sequence.k_len - span.first_key);
         span.token_begin = distance(-static_cast<int64_t>(span.first_token));
         span.token_end = distance(span.sequence.q_len - span.first_token);
-        span.first_tile = max(span.token_begin, 0) / p.tile_tokens;
-        span.num_tiles = (min(span.token_end, p.span_tokens) + p.tile_tokens - 1) / p.tile_tokens - span.first_tile;
+        span.first_tile = sa_tile_of(max(span.token_begin, 0), p.tile_tokens);
+        span.num_tiles = sa_tile_from(min(span.token_end, p.span_tokens), p.tile_tokens) - span.first_tile;
         span.lse = sa_row_index(&problem, &span.sequence, span.kv_head * p.group, span.first_token);
         walk.span += p.step;
         walk.kv_head += p.head_step;
