@@ -17,7 +17,7 @@ static sinkattn_status device_error(int32_t ordinal, const char *what, cudaError
     sinkattn_status status = {SINKATTN_DEVICE, ""};
     snprintf(status.message, sizeof status.message, "CUDA device %d: %s failed with %s (%s)", (int)ordinal, what, cudaGetErrorName(error),
              cudaGetErrorString(error));
-    cudaGetLastError(); // the runtime would hand the error to whoever asks next
+    cudaGetLastError(); // clears it, or an unrelated call would report it
     return status;
 }
 
@@ -32,7 +32,7 @@ static cudaError_t read_name(int32_t ordinal, char *name, int bytes) {
     return ((name_function)function)(name, bytes, ordinal) == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
-// SINKATTN_CUDA_ARCH in the environment lowers the compute capability, so that the rows for older devices run here.
+// SINKATTN_CUDA_ARCH in the environment lowers the compute capability, so that kernels for older devices run on this one.
 static sinkattn_status lower_arch(int32_t *arch) {
     const char *wanted = getenv("SINKATTN_CUDA_ARCH");
     if (!wanted) return sa_ok();
@@ -78,7 +78,7 @@ extern "C" sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device 
     return status;
 }
 
-// One word a device, sticky until it is asked for. Kernels get its address.
+// One word a device; bits stay set until sinkattn_check_errors. Kernels get its address.
 static __device__ unsigned error_word;
 
 extern "C" sinkattn_status sa_cuda_status(const char *what, cudaError_t error) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the CUDA kernels' launchers share. */
+ * Statuses, the error word and workspace sizes, for the launchers of the CUDA kernels. */
 #ifndef SA_CUDA_HOST_BACKEND_H
 #define SA_CUDA_HOST_BACKEND_H
 
@@ -17,7 +17,7 @@ extern "C" {
 /* A runtime call's result as a status that names the call; the runtime's own last error is cleared. */
 sinkattn_status sa_cuda_status(const char *what, cudaError_t error);
 
-/* The current device's error word, of which kernels set bits. */
+/* The address of the current device's error word, whose bits kernels set. */
 sinkattn_status sa_cuda_error_word(unsigned **word);
 
 /* Bytes of workspace, by the words of variants.def. fwd: a counter of work items. decode: counters and partials. invariant: offsets,

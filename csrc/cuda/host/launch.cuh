@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Launching a kernel, and what the runtime is asked once a device before it.
+// Launching a kernel, and the questions to the runtime before it, asked once a device.
 #pragma once
 
 #include "cuda/host/backend.h"
 
 namespace sa {
 
-// Calls ask() once a device, a bit of `asked` each, since asking the runtime takes a sixth of a launch; from the 65th device on, whose bit
-// is 0, each time.
+// Calls ask() once a device, since it takes a sixth of a launch: `asked` has a bit a device. From the 65th device on, whose bit is 0, it is
+// called each time.
 template <class Ask> cudaError_t once_a_device(uint64_t *asked, uint64_t *bit, const Ask &ask) {
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What launchers of the copy engine's kernels share: descriptions of tensors, by the driver's entry point, found when it is first needed.
+// Tensor maps (TMA descriptors), made by an entry point of the driver that is looked up at first use.
 #pragma once
 
 #include <cuda.h>
@@ -35,7 +35,7 @@ static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_proble
                                 static_cast<cuuint64_t>(p.packed ? 1 : p.batch)};
     const int64_t step[] = {tensor.head_stride, tensor.row_stride, tensor.batch_stride};
     cuuint64_t strides[3];
-    for (int i = 0; i < 3; i++) // of a size of one any stride is legal, though not to the driver
+    for (int i = 0; i < 3; i++) // a dimension of size 1 may have any stride, which the driver would refuse
         strides[i] = sizes[i + 1] == 1 ? 16 : static_cast<cuuint64_t>(step[i] * 2);
     const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1}, steps[] = {1, 1, 1, 1};
     const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;

@@ -17,7 +17,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, bool 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The same, for what is read once: the L2 cache gives it up first.
+// The same for data that is read once: it is the first to leave the L2 cache.
 __device__ __forceinline__ void cp_async_16_once(uint32_t to, const void *from, bool valid) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -39,7 +39,7 @@ template <int kPending> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The same for a number known at run time, at most 3.
+// The same for a number known at run time: waits until at most min(pending, 3) groups are in flight.
 __device__ __forceinline__ void cp_async_wait_upto(int pending) {
     if (pending == 2)
         cp_async_wait<2>();
@@ -56,7 +56,7 @@ template <int kThreads> __device__ __forceinline__ void bar_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// The same barrier: whether any thread brings true.
+// The same barrier; true if x is true in any thread.
 template <int kThreads> __device__ __forceinline__ bool bar_any(int id, bool x) {
     uint32_t any;
     asm volatile("{\n"
@@ -92,7 +92,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
                  : "memory");
 }
 
-// Of an 8 x 8 matrix of 16-bit elements, two a lane, the transposed.
+// The transpose of an 8 x 8 matrix of 16-bit elements, two a lane.
 __device__ __forceinline__ uint32_t transposed(uint32_t x) {
     uint32_t y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -178,6 +178,11 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+__device__ __forceinline__ bool quad_any(bool x) {
+    const int lane = threadIdx.x % 32;
+    return __ballot_sync(0xffffffffu, x) >> (lane / 4 * 4) & 0xf;
+}
+
 // The same over the eight that share its columns.
 __device__ __forceinline__ float column_sum(float x) {
     for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
@@ -189,22 +194,22 @@ __device__ __forceinline__ float column_max(float x) {
     return x;
 }
 
-// Reads what another kernel may be writing, past the caches of the SM.
+// Reads past the caches of the SM: another kernel may be writing there.
 __device__ __forceinline__ int32_t load_relaxed(const int32_t *from) {
     int32_t x;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
     return x;
 }
 
-// Adds, and returns what was there. What this thread's block wrote before, and a barrier ordered, is visible to who adds later.
+// Returns the value before the addition. Writes of this block that a barrier ordered before it are visible to threads that add later.
 __device__ __forceinline__ unsigned long long add_acquire_release(unsigned long long *to, unsigned long long x) {
     unsigned long long before;
     asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(to), "l"(x) : "memory");
     return before;
 }
 
-// Where a kernel may be launched before the one in front of it has ended: waits for that, with all it wrote; and lets the next one start.
-// Both do nothing before sm_90.
+// Programmatic dependent launch: whether a kernel may start before its predecessor has ended, waiting for the predecessor and its writes,
+// and letting the successor start. The latter two do nothing before sm_90.
 __device__ __forceinline__ constexpr bool may_start_early() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     return true;
@@ -225,8 +230,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Blocks of a cluster, of which each thread arrives and later waits for all that have not ended; what was written before an arrival, to
-// another block's shared memory too, is visible to who has waited. Nothing before sm_90, where there are no clusters.
+// The barrier of a cluster's blocks: every thread arrives, and later waits for all threads that have not exited. Writes before an arrival,
+// also to another block's shared memory, are visible after the wait. Does nothing before sm_90, which has no clusters.
 __device__ __forceinline__ void cluster_arrive() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -239,7 +244,7 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Where block `rank` of the cluster has what this one has at p in shared memory.
+// The address in block `rank` of the cluster that corresponds to p in this block's shared memory.
 template <class T> __device__ __forceinline__ T *of_block(T *p, uint32_t rank) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     uint64_t there;
@@ -250,7 +255,7 @@ template <class T> __device__ __forceinline__ T *of_block(T *p, uint32_t rank) {
 #endif
 }
 
-// Asks the L2 cache for a multiple of 16 bytes at such an address. Does nothing before sm_90.
+// Prefetches into the L2 cache: a multiple of 16 bytes, at a multiple of 16. Does nothing before sm_90.
 __device__ __forceinline__ void prefetch_l2(const void *from, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

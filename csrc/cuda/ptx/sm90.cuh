@@ -33,7 +33,7 @@ __device__ __forceinline__ void barrier_arrive_copied(uint64_t *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Returns when the phase of this parity is over.
+// Returns when the phase of this parity has ended.
 __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity) {
     asm volatile("{\n"
                  ".reg .pred done;\n"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-// Lines read or written by it are the first to leave the L2 cache.
+// A cache policy: lines accessed with it are the first to leave the L2 cache.
 __device__ __forceinline__ uint64_t evict_first() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -86,10 +86,10 @@ template <int kPending> __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Until they have all been written.
+// Until all stores have been written.
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Bytes without a description, a multiple of 16 at multiples of 16.
+// Bulk copies without a tensor map: a multiple of 16 bytes at addresses that are multiples of 16.
 __device__ __forceinline__ void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier))
@@ -118,10 +118,10 @@ __device__ __forceinline__ void store_release(unsigned long long *flag, unsigned
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// Between what threads read and wrote in shared memory and what wgmma and the copy engine do there next.
+// Orders the thread's accesses to shared memory before those of wgmma and of bulk copies that follow.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same in global memory: between a flag that was seen and the copies that follow it.
+// The same in global memory: orders a flag that was read before the bulk copies that follow.
 __device__ __forceinline__ void async_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 template <int kRegisters> __device__ __forceinline__ void registers_up() {
@@ -140,8 +140,8 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r
 
 // ---- wgmma: rows of 64 16-bit elements, swizzled by 128 bytes ----
 
-// A tile may start at any row. `half_step` is the distance of the 64-column halves of an operand whose columns are N, in bytes. The address
-// has its own bits, so that adding to it is adding to the whole.
+// A tile may start at any row. half_step: bytes between the 64-column halves of an operand whose columns are N. The address is the low
+// field, so offsets may be added to the whole descriptor.
 __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t half_step) {
     return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -155,11 +155,10 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// What is the same in all lanes, in a way that the compiler knows: operands of wgmma are then computed in uniform registers, where wgmma
-// wants them.
+// Tells the compiler that x is the same in all lanes, so that it computes operands of wgmma in uniform registers, where wgmma takes them.
 __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// The same by an instruction whose result is a uniform register, for what the compiler keeps in others: what is carried through a loop.
+// The same by an instruction whose result is a uniform register: for values carried through a loop, which the compiler keeps elsewhere.
 __device__ __forceinline__ uint32_t warp_uniform_register(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
 // Compiler fence: pins d here, so that no arithmetic on it moves across a wgmma wait.

@@ -11,7 +11,7 @@ namespace sa {
 
 // ---- test ----
 
-// Bits: uint16_t or uint32_t, as the caller has the half at hand.
+// Bits: uint16_t or uint32_t, whichever the caller holds.
 template <class Element, class Bits> __device__ __forceinline__ bool is_nonfinite(Bits half) {
     return (half & kExponent<Element>) == kExponent<Element>;
 }
@@ -38,7 +38,7 @@ template <> __device__ __forceinline__ uint32_t add_times_zero<Fp16>(uint32_t su
     return sum;
 }
 
-// Whether any 16-byte chunk of `bytes` is not finite, of those that thread i of kThreads reads.
+// Whether any value in thread i's share of the 16-byte chunks, every kThreads-th of `bytes`, is not finite.
 template <class Element, int kThreads> __device__ __forceinline__ bool any_nonfinite(const unsigned char *values, int bytes, int i) {
     uint32_t sum[4] = {};
 #pragma unroll 4
@@ -85,7 +85,7 @@ template <class Element> __device__ __forceinline__ uint32_t zero_chunk(unsigned
     return found;
 }
 
-// The chunks of `bytes` that are thread i's, of kThreads. True where something was zeroed.
+// Thread i's share of the chunks, every kThreads-th of `bytes`. True where a value was zeroed.
 template <class Element, int kThreads> __device__ __forceinline__ bool zero_nonfinite(unsigned char *values, int bytes, int i) {
     bool found = false;
     for (int x = i; x < bytes / 16; x += kThreads) {
@@ -103,12 +103,12 @@ template <class Element, int kThreads> __device__ __forceinline__ bool zero_nonf
 
 // ---- add back ----
 
-// What was zeroed of a value: 0 of one that is finite.
+// The value if it was zeroed, 0 if it is finite.
 template <class Element, class Bits> __device__ __forceinline__ float nonfinite_part(Bits half) {
     return is_nonfinite<Element>(half) ? widen<Element>(static_cast<uint16_t>(half)) : 0.0f;
 }
 
-// To a wgmma accumulator, from global memory. `row` holds the values of a key; sees(i) says whether the thread's i-th row sees it.
+// Adds a key's values that are not finite, `row` in global memory, to a wgmma accumulator; sees(i): the thread's i-th row sees the key.
 template <class Element, int kLength, class Sees>
 __device__ __forceinline__ void add_nonfinite(float (&o)[kLength], const uint16_t *row, int64_t head_dim, const Sees &sees) {
     int first = fragment_column();

@@ -22,6 +22,9 @@ constexpr int kRowBytes = 128; // of a row of 64 elements, the longest that TMA 
 // The i-th of the thread's rows, 2 a block of 16, in its warp's rows.
 __device__ __forceinline__ int fragment_row(int i) { return 8 * i + threadIdx.x % 32 / 4; }
 
+// The first row of the thread's warp in the warpgroup's 64.
+template <class Int> __device__ __forceinline__ Int warp_first_row(Int thread) { return thread % 128 / 32 * 16; }
+
 // The same in the warpgroup's 64 rows, for a thread of [0, 128).
 __device__ __forceinline__ int warpgroup_row(unsigned thread, int i) { return thread / 32 * 16 + thread % 32 / 4 + 8 * i; }
 __device__ __forceinline__ int warpgroup_row(int i) { return warpgroup_row(threadIdx.x % 128, i); }
@@ -35,7 +38,9 @@ __device__ __forceinline__ constexpr int element_column(int i) { return 8 * (i /
 
 // ---- a tile in shared memory ----
 
-// Byte offset of a 16-byte chunk of a row.
+// Byte offset of a 16-byte chunk: in its row, of whose number the low three bits count, and in the tile.
+__device__ __forceinline__ int chunk_offset(int row, int chunk) { return (chunk ^ row % 8) << 4; }
+
 template <int kBytes = kRowBytes> __device__ __forceinline__ int swizzled(int row, int chunk) {
     return row * kBytes + ((chunk ^ (row & 7)) << 4);
 }
@@ -45,18 +50,18 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t tile, int row_bytes, int r
     return tile + row * row_bytes + ((chunk ^ (row & 7)) << 4);
 }
 
-// From chunk c of a row, c < 2, to chunk c + 2 n. Halves of 64 elements lie half_bytes apart.
+// From the address of chunk c of a row, c < 2, to that of chunk c + 2 n. Halves of 64 elements lie half_bytes apart.
 __device__ __forceinline__ uint32_t pairs_on(uint32_t address, int n, uint32_t half_bytes = kRowBytes) {
     return (address ^ (n % 4 << 5)) + n / 4 * half_bytes;
 }
 
-// From a chunk of row r to that of row r + n, where the low three bits of r and n share none.
+// From the address of a chunk of row r to that of row r + n, where the low three bits of r and n share none.
 template <int kBytes = kRowBytes> __device__ __forceinline__ uint32_t rows_on(uint32_t address, int n) {
     return (address ^ (n % 8 << 4)) + n * kBytes;
 }
 
-// What a thread of a warpgroup addresses to store an accumulator by stmatrix_x4, 16 columns a store: a row of the 64, and chunk 0 or 1.
-template <class Int> __device__ __forceinline__ int store_row(Int thread) { return thread % 128 / 32 * 16 + (thread & 15); }
+// The address that a thread of a warpgroup gives to stmatrix_x4, which stores 16 columns of an accumulator: a row of the 64, chunk 0 or 1.
+template <class Int> __device__ __forceinline__ int store_row(Int thread) { return warp_first_row(thread) + (thread & 15); }
 template <class Int> __device__ __forceinline__ int store_chunk(Int thread) { return thread % 32 >> 4; }
 
 // ldmatrix and stmatrix take four 8 x 8 matrices, lane l the address of row l % 8 of matrix l / 8. Of 16 rows and two chunks, the left side

@@ -88,7 +88,7 @@ template <class Element> __device__ __forceinline__ float row_dot(uint32_t a, ui
             mma_m16n8k16<Element>(d[i][0], left, right[0], right[1]);
             mma_m16n8k16<Element>(d[i][1], left, right[2], right[3]);
         }
-    const int from = lane % 8 * 4 + lane % 8 / 2; // has lane % 8 + 8 x on the diagonal
+    const int from = lane % 8 * 4 + lane % 8 / 2; // the lane that holds row lane % 8 + 8 x of the diagonal
     float sum = 0.0f;
 #pragma unroll
     for (int x = 0; x < 4; x++) {
@@ -99,9 +99,9 @@ template <class Element> __device__ __forceinline__ float row_dot(uint32_t a, ui
     return sum;
 }
 
-// product_pb where b holds values that are not finite and p zeros for the rows of b that must have no effect: 0 * NaN is not 0. Such
-// values are left out, then added one row of b at a time where meets(i, row): the thread's i-th row of o meets that row of b. What meets
-// none of them has the bits of product_pb.
+// product_pb where b holds values that are not finite, and p zeros for rows of b that must have no effect: 0 * NaN is not 0. Such values
+// are left out of the product, then added one row of b at a time where meets(i, row): the thread's i-th row of o meets that row of b.
+// Elements of o that meet none of them have the bits of product_pb.
 template <class Element, int kBytes, int kBlocks, int kDepth, int kColumns, class Meets>
 __device__ __forceinline__ void product_pb_hiding(float (&o)[kBlocks][kColumns][4], const float (&p)[kBlocks][kDepth][4], uint32_t b,
                                                   int first_chunk, const Meets &meets) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Pipelines through shared memory: a ring of stages that one role fills and others read, each stage guarded by mbarriers. Phases are
-// computed here alone.
+// Pipelines through shared memory: a ring of stages that one role fills and others read, each stage guarded by mbarriers. No other file
+// computes a phase.
 //
 // A role counts its uses of the ring in a Ring of its own, and all roles use the stages in the same order. Use n lies in stage
 // n % kLength; the parity of a barrier's phase there is n / kLength % 2.
@@ -45,11 +45,11 @@ template <int kLength> struct Barriers {
 
     __device__ __forceinline__ Barrier &operator[](uint32_t stage) { return each[stage]; }
 
-    // Full or ready: a reader waits for this use, a writer says that it is.
+    // Full or ready: a reader waits for this use, a writer announces it.
     __device__ __forceinline__ void wait(Ring<kLength> use) { each[use.stage()].wait(use); }
     __device__ __forceinline__ void arrive(Ring<kLength> use) { each[use.stage()].arrive(); }
 
-    // Empty: a writer waits for the readers of the use before, a reader says that it is done.
+    // Empty: a writer waits for the readers of the previous use, a reader says that it is done.
     __device__ __forceinline__ void acquire(Ring<kLength> use) { each[use.stage()].wait_previous(use); }
     __device__ __forceinline__ void release(Ring<kLength> use) { each[use.stage()].arrive(); }
 };

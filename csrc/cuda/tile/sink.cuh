@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The end of a softmax row: the sink joins what the keys gave, as the partial (s_aux, 1, 0). core/numerics.h says the same in double:
-// sa_end_row.
+// The end of a softmax row: the sink joins the sum over keys as the partial (LSE s_aux, sum 1, out 0). In double: sa_end_row of
+// core/numerics.h.
 #pragma once
 
 #include "cuda/ptx/sm80.cuh"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products of tiles by wgmma, begun and committed. Tiles lie in swizzled rows of 64 elements, those of a longer row kHalf bytes apart.
+// Products of tiles by wgmma, issued and committed; the caller waits. Tiles lie in swizzled rows of 64 elements; a longer row's halves lie
+// kHalf bytes apart.
 #pragma once
 
 #include "cuda/ptx/sm90.cuh"

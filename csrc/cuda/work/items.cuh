@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a block works on: a tile of the rows of one kv head of one sequence. Rows are numbered r = i * group + (h - first head of the
-// group), so the heads of a group share a read of K and V. Lengths are read on the device, clamped, and checked by one block.
+// Items: tiles of the rows of one kv head of one sequence. Rows are numbered r = i * group + (h - first head of the GQA group), so the
+// heads of a group share a read of K and V. Lengths are read on the device, clamped, and checked by one block.
 #pragma once
 
 #include "core/layout.h"
@@ -10,19 +10,19 @@
 
 namespace sa {
 
-// The tiles of the rows in variants.def, for the kernels to be compiled with.
+// The tile sizes of variants.def, as constants for the kernels' Config.
 #define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves)                                      \
     constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;
 #include "core/variants.def"
 
-// A stream of rows; the rows past cu_seqlens[batch] are one more sequence, without keys and without a sink: out 0, lse -inf.
+// One item. Rows past cu_seqlens[batch] are one more sequence, without keys and without a sink: out 0, lse -inf.
 struct Work {
     sa_sequence sequence;
     sa_band band;
     int64_t kv_head;
-    sa_position_t group; // heads
+    sa_position_t group; // heads of the GQA group
     sa_range rows, tokens;
-    sa_key_tiles tiles;
+    sa_key_tiles tiles; // that the rows see
     bool has_sink;
 };
 
@@ -49,10 +49,13 @@ __device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args 
     return {0, begin, args.problem.q_len - begin, 0, 0};
 }
 
-// Tiles of packed sequence b begin at rows before it / tile_rows + b: enough for each, found without a prefix sum.
+// Tiles of `size` that as many packed sequences of `total` rows or keys need at most. Those of sequence b begin at what is before it / size
+// + b: enough for each, found without a prefix sum.
+static inline int64_t packed_tiles(int64_t total, int64_t size, int64_t sequences) { return total / size + sequences; }
+
 static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t tile_rows) {
     const int64_t group = problem.num_q_heads / problem.num_kv_heads;
-    if (problem.packed) return problem.q_len * group / tile_rows + problem.batch + 1;
+    if (problem.packed) return packed_tiles(problem.q_len * group, tile_rows, problem.batch + 1);
     return problem.batch * sa_ceil_div(problem.q_len * group, tile_rows);
 }
 

@@ -3,9 +3,9 @@
 // A counter that the blocks of one launch share, in a workspace that may hold anything: tag << 24 | count, with a tag that the launcher
 // never gives twice in a process.
 //
-// Before a block counts, it looks whether the tag is there, and where it is not exchanges what it found for (tag, 0) by compare-and-swap;
-// it need not look at the outcome, since only a block of the same launch can have been faster. Who counts last puts the count back to 0, so
-// that the replays of a graph, which all carry one tag, find a start. What is left is memory that holds these 40 bits by chance.
+// Before a block counts, it reads the word; without the launch's tag there, it exchanges the word for (tag, 0) by compare-and-swap. The
+// outcome does not matter, since only a block of the same launch can have been faster. The last count resets the counter to 0 for the next
+// replay of a graph, whose launches all carry one tag. The remaining risk is memory that holds these 40 bits by chance.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,14 +21,14 @@ static inline unsigned long long *launch_counter(void *workspace) {
     return reinterpret_cast<unsigned long long *>((reinterpret_cast<uintptr_t>(workspace) + 7) / 8 * 8);
 }
 
-// Distinct in each launch of the process, and no small number.
+// Distinct in each launch of the process; multiplied, so that small numbers in the workspace are no tags.
 static inline unsigned long long next_launch_tag() {
     static unsigned long long launches;
     const unsigned long long launch = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
     return launch * 0x9e3779b97bull & ((1ull << (64 - kCountBits)) - 1);
 }
 
-// found: what it held.
+// found: the word as the caller read it.
 __device__ __forceinline__ void open_counter(unsigned long long *counter, unsigned long long found, unsigned long long tag) {
     if (found >> kCountBits != tag) atomicCAS(counter, found, tag << kCountBits);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ds_aux of a head from the terms that other kernels left for it.
+// ds_aux of a head: the sum of the terms that the backward's other kernels wrote.
 #pragma once
 
 #include "core/numerics.h"
@@ -9,7 +9,7 @@ namespace sa {
 
 constexpr int kSinkThreads = 1024;
 
-// ds_aux of a head, by a block that adds its terms, [num_streams][num_q_heads][length], in an order that sizes alone decide.
+// By a block. terms: [num_streams][num_q_heads][length], added in an order that depends on sizes alone.
 template <int kThreads>
 __device__ __forceinline__ void add_sink_terms_of(const sinkattn_bwd_args &args, const float *terms, int64_t num_streams, int64_t length,
                                                   int64_t head, double (&sums)[kThreads / 32]) {

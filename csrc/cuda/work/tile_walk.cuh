@@ -20,20 +20,20 @@ struct KeyTileWalk {
     int32_t t;
 
     // From the first tile at or after `from`.
-    __device__ __forceinline__ explicit KeyTileWalk(const sa_key_tiles &tiles_, int32_t from = 0)
-        : tiles(&tiles_), t(sa_key_tile_from(&tiles_, from)) {}
+    __device__ __forceinline__ explicit KeyTileWalk(const sa_key_tiles &of, int32_t from = 0)
+        : tiles(&of), t(sa_key_tile_from(&of, from)) {}
 
     __device__ __forceinline__ bool exists() const { return t < tiles->end; }
     __device__ __forceinline__ bool is_full() const { return sa_key_tile_is_full(tiles, t); } // needs no mask
-    __device__ __forceinline__ int32_t next() const { return sa_key_tile_from(tiles, t + 1); }
-    __device__ __forceinline__ void advance() { t = next(); }
+    __device__ __forceinline__ KeyTileWalk next() const { return KeyTileWalk(*tiles, t + 1); }
+    __device__ __forceinline__ void advance() { t = next().t; }
 };
 
 struct RowTileWalk {
     const sa_row_tiles *tiles;
     int32_t t;
 
-    __device__ __forceinline__ explicit RowTileWalk(const sa_row_tiles &tiles_) : tiles(&tiles_), t(tiles_.end - 1) {}
+    __device__ __forceinline__ explicit RowTileWalk(const sa_row_tiles &of) : tiles(&of), t(of.end - 1) {}
 
     __device__ __forceinline__ bool exists() const { return t >= tiles->begin; }
     __device__ __forceinline__ bool is_last() const { return t == tiles->begin; }
