@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tiles of rows of the general forward on sm_90: whole tokens, each with the heads of its group; where they lie, and what the math needs to
-// know of them.
+// Tiles of rows of the general forward on sm_90, which are whole tokens with the heads of their GQA group: where they lie, and the bounds
+// of the keys that each row sees.
 #pragma once
 
 #include "cuda/tile/pipe.cuh"
@@ -25,16 +25,16 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_,
     static_assert(kLoaderRegisters + kGroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
 };
 
-// A tile of rows, and what the math needs of it, token by token and head by head. Row r is head r % group of token r / group.
+// A tile of rows, by token and by head. Row r is head r % group of token r / group.
 template <class C> struct Rows {
     Barrier full, empty;
     Work work;
     bool exists;
-    sa_key_tiles group_tiles[C::kGroups];                      // that rows of a math group see, of work.tiles
+    sa_key_tiles group_tiles[C::kGroups];                      // of work.tiles, those that rows of a math group see
     int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
     int first[C::kTileQ];                                      // of a token, the key tile of its first key
     float s_aux[C::kTileQ];                                    // of a head
-    int64_t lse;                                               // offset, of the first row
+    int64_t lse;                                               // the first row's offset in lse
 };
 
 struct Problem {
@@ -42,12 +42,12 @@ struct Problem {
     unsigned num_kv_heads, num_tiles, num_items;
     int group, tokens; // heads and tokens of a tile of rows
     int group_inverse; // of 2^16, for row / group below kTileQ
-    int copied;        // tokens of a math group's rows, 0 where they are not whole
+    int copied_tokens; // of a math group's rows, by one copy of out; 0 where 64 rows are not whole tokens
     float scale_log2;
 };
 
-// The sequence that tile n belongs to; in a packed batch the last one whose first tile, rows before / tokens + b, is at most n. By the
-// lanes of a warp, each looking at another sequence.
+// The sequence of tile n; in a packed batch the last one whose first tile, rows before / tokens + b, is at most n. Searched by the lanes of
+// a warp, a sequence each.
 __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned n) {
     const auto batch = static_cast<unsigned>(args.problem.batch);
     if (!args.problem.packed) return n % batch;
@@ -61,7 +61,7 @@ __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &ar
     return low;
 }
 
-// As find_work, for tiles of whole tokens. False when the tile has none.
+// find_work for tiles of whole tokens. False when the tile has none.
 template <class C>
 __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned kv_head, unsigned b, unsigned n,
                                               Work &work) {
@@ -80,8 +80,7 @@ __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, con
     return true;
 }
 
-// The key tiles of a math group's rows, in the order of work.tiles: where there are sink tokens, all that lie before the group's window.
-// After the rows.
+// The key tiles of a math group's rows. Called once the tokens are described.
 template <class C> __device__ __forceinline__ void describe_group(Rows<C> &rows, const Problem &p, int math_group) {
     const Work &work = rows.work;
     const int first = 64 * math_group * p.group_inverse >> 16,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The softmax of the general forward on sm_90. A thread has two rows of its math group's 64; element i of its scores belongs to row i / 2
-// % 2.
+// The softmax of the general forward on sm_90. A thread has two rows of its math group's 64; element i of its scores is in row
+// element_row(i) of them.
 #pragma once
 
 #include "cuda/fwd_sm90/rows.cuh"
@@ -15,35 +15,43 @@ struct Softmax {
     float pivot[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 };
 
-// The i-th of a thread's two rows, its token and head in the tile.
-struct ThreadRow {
+// Token and head of a row in the tile.
+struct TokenHead {
     int token, head;
+};
 
-    __device__ __forceinline__ ThreadRow(const Problem &p, int math_group, int i) {
+// The 64 rows of a math group in a tile of rows.
+template <class C> struct GroupRows {
+    const Problem &p;
+    const Rows<C> &rows;
+    const int math_group;
+
+    __device__ __forceinline__ const sa_key_tiles &tiles() const { return rows.group_tiles[math_group]; }
+
+    // The i-th of the thread's two rows. Compiler fence: computed again at each use, for want of a register to keep it in.
+    __device__ __forceinline__ TokenHead row(int i) const {
         unsigned thread = threadIdx.x % 128;
-        asm volatile("" : "+r"(thread)); // worked out anew where it is needed: there is no register to keep it in
-        const int row = 64 * math_group + warpgroup_row(thread, i);
-        token = row * p.group_inverse >> 16;
-        head = row - token * p.group;
+        asm volatile("" : "+r"(thread));
+        const int row = 64 * math_group + warpgroup_row(thread, i), token = row * p.group_inverse >> 16;
+        return {token, row - token * p.group};
     }
 };
 
-// Scores to -inf where the row does not see the key: past its last one, or before its window and not a sink.
-template <class C>
-__device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Problem &p, const Rows<C> &rows, int math_group, int t) {
+// Sets scores to -inf where the row does not see the key: after its last one, or before its window and no sink token.
+template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const GroupRows<C> &own, int t) {
     const int column = t * C::kTileK + fragment_column();
-    const int token[2] = {ThreadRow(p, math_group, 0).token, ThreadRow(p, math_group, 1).token};
-    if (t >= rows.group_tiles[math_group].full_end) {
-        const int end[2] = {rows.end[token[0]] - column, rows.end[token[1]] - column};
+    const int token[2] = {own.row(0).token, own.row(1).token};
+    if (t >= own.tiles().full_end) {
+        const int end[2] = {own.rows.end[token[0]] - column, own.rows.end[token[1]] - column};
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++)
             if (element_column(i) >= end[element_row(i)]) s[i] = -INFINITY;
     }
-    if (t < rows.group_tiles[math_group].full_begin) {
+    if (t < own.tiles().full_begin) {
         int begin[2], sink_end[2];
         for (int r = 0; r < 2; r++) {
-            begin[r] = rows.begin[token[r]] - column;
-            sink_end[r] = rows.sink_end[token[r]] - column;
+            begin[r] = own.rows.begin[token[r]] - column;
+            sink_end[r] = own.rows.sink_end[token[r]] - column;
         }
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++) {
@@ -54,26 +62,23 @@ __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const Probl
 }
 
 // A row's pivot is its maximum in the first key tile that it sees. Later tiles are not searched for maxima, which would take a tenth of the
-// time: the pivot moves only if a thread's sum of the row's weights in a tile exceeds kLarge, which P still holds, and the maximum is more
-// than kLazy above it in log2 units. Only the row's own data decide.
+// time. The pivot moves only if a thread's sum of the row's weights in a tile exceeds kLarge, which P can still represent, and the maximum
+// exceeds the pivot by more than kLazy in log2 units. Only the row's own data decide.
 constexpr float kLazy = 8.0f;
 template <class Element> constexpr float kLarge = 0x1p24f;
 template <> constexpr float kLarge<Fp16> = 0x1p14f;
 
 // Whether the thread's i-th row has seen no key before tile t, or nothing but -inf.
-template <class C>
-__device__ __forceinline__ bool begins(int i, const Softmax &softmax, const Problem &p, const Rows<C> &rows, int math_group, int t) {
-    return rows.first[ThreadRow(p, math_group, i).token] >= t || softmax.pivot[i] == -INFINITY;
+template <class C> __device__ __forceinline__ bool begins(int i, const Softmax &softmax, const GroupRows<C> &own, int t) {
+    return own.rows.first[own.row(i).token] >= t || softmax.pivot[i] == -INFINITY;
 }
 
-// Whether any row of the group begins after tile t: one answer for all its warps, which wait for products by it.
-template <class C>
-__device__ __forceinline__ bool begins_after(const Softmax &softmax, const Problem &p, const Rows<C> &rows, int math_group, int t) {
-    return bar_any<128>(kMathBarrier + math_group,
-                        begins<C>(0, softmax, p, rows, math_group, t + 1) || begins<C>(1, softmax, p, rows, math_group, t + 1));
+// Whether any row of the group begins after tile t. All its warps get one answer, since they wait for products together.
+template <class C> __device__ __forceinline__ bool begins_after(const Softmax &softmax, const GroupRows<C> &own, int t) {
+    return bar_any<128>(kMathBarrier + own.math_group, begins<C>(0, softmax, own, t + 1) || begins<C>(1, softmax, own, t + 1));
 }
 
-// The maximum of the thread's i-th row.
+// The maximum of the thread's i-th row, in log2 units.
 template <class C> __device__ __forceinline__ float maximum(int i, const float (&s)[C::kTileK / 2], float scale_log2) {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -82,7 +87,7 @@ template <class C> __device__ __forceinline__ float maximum(int i, const float (
     return quad_max(fmaxf(top[0], top[1])) * scale_log2;
 }
 
-// That becomes the row's pivot, and what was summed so far is brought to it.
+// Makes `now` the row's pivot, and scales its sum and its row of O to it.
 template <class C>
 __device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::kHeadDim / 2], Softmax &softmax, bool follows) {
     const float before = softmax.pivot[i];
@@ -97,13 +102,13 @@ __device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::k
 
 template <class C>
 __device__ __forceinline__ void follow_maxima(const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
-                                              const Problem &p, const Rows<C> &rows, int math_group, int t) {
-    const float now[2] = {maximum<C>(0, s, p.scale_log2), maximum<C>(1, s, p.scale_log2)};
+                                              const GroupRows<C> &own, int t) {
+    const float now[2] = {maximum<C>(0, s, own.p.scale_log2), maximum<C>(1, s, own.p.scale_log2)};
 #pragma unroll
-    for (int i = 0; i < 2; i++) follow_maximum<C>(i, now[i], o, softmax, begins<C>(i, softmax, p, rows, math_group, t));
+    for (int i = 0; i < 2; i++) follow_maximum<C>(i, now[i], o, softmax, begins<C>(i, softmax, own, t));
 }
 
-// Scores become exp2(s - pivot); total: their sums. Four chains.
+// Scores become exp2(s - pivot). total: their sums, added in four independent chains.
 template <class C>
 __device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&total)[2], const Softmax &softmax, float scale_log2) {
     float sum[4] = {}, from[2];
@@ -118,16 +123,16 @@ __device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&
     for (int r = 0; r < 2; r++) total[r] = sum[2 * r] + sum[2 * r + 1];
 }
 
-// Scores the rows whose weights in tile t exceed kLarge again: no scores are kept, so each warp recomputes them by mma.sync, then treats
-// those rows as if they began here. Other rows are unchanged. q, k: addresses of the warpgroup's first query and of the key tile.
+// Scores rows whose weights in tile t exceed kLarge again. Their scores are gone, so each warp recomputes them by mma.sync and treats those
+// rows as if they began here. Other rows are unchanged. q, k: addresses of the warpgroup's first query and of the key tile.
 template <class C>
 __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
-                                        const Problem &p, const Rows<C> &rows, int math_group, int t, uint32_t q, uint32_t k) {
+                                        const GroupRows<C> &own, int t, uint32_t q, uint32_t k) {
     const int lane = threadIdx.x % 32;
     bool large[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) large[i] = __ballot_sync(0xffffffffu, total[i] > kLarge<typename C::Element>) >> (lane / 4 * 4) & 0xf;
-    q += threadIdx.x % 128 / 32 * 16 * kRowBytes;
+    for (int i = 0; i < 2; i++) large[i] = quad_any(total[i] > kLarge<typename C::Element>);
+    q += warp_first_row(threadIdx.x) * kRowBytes;
 #pragma unroll
     for (int n = 0; n < C::kTileK / 8; n += 2) {
         float x[2][4] = {};
@@ -146,36 +151,37 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
     __syncwarp(); // the lanes have read the keys
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int token = ThreadRow(p, math_group, r).token, column = t * C::kTileK + fragment_column();
-        const int begin = rows.begin[token] - column, end = rows.end[token] - column, sink_end = rows.sink_end[token] - column;
+        const int token = own.row(r).token, column = t * C::kTileK + fragment_column();
+        const int begin = own.rows.begin[token] - column, end = own.rows.end[token] - column, sink_end = own.rows.sink_end[token] - column;
 #pragma unroll
         for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
             const int j = element_column(i);
             if (large[r] && (j >= end || (j < begin && j >= sink_end))) s[i] = -INFINITY;
         }
-        follow_maximum<C>(r, maximum<C>(r, s, p.scale_log2), o, softmax, large[r]);
+        follow_maximum<C>(r, maximum<C>(r, s, own.p.scale_log2), o, softmax, large[r]);
         float sum[2] = {};
 #pragma unroll
         for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
-            if (large[r]) s[i] = exp2_approx(fmaf(s[i], p.scale_log2, -softmax.pivot[r]));
+            if (large[r]) s[i] = exp2_approx(fmaf(s[i], own.p.scale_log2, -softmax.pivot[r]));
             sum[i % 2] += s[i];
         }
         if (large[r]) total[r] = sum[0] + sum[1];
     }
 }
 
-// factor: what to multiply O by. Two lanes of four write lse and, where it is wanted, the raw one. Under the last product of values.
+// The end of each row: the sink joins, factor is what its row of O is multiplied by, and two lanes of four write lse and, where it is
+// wanted, the raw one. Runs while the last product of values is in flight.
 template <class C>
-__device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args, const Problem &p,
-                                               const Rows<C> &rows, int math_group) {
+__device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args,
+                                               const GroupRows<C> &own) {
     const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
-    for (int r = 0; r < 2; r++) factor[r] = RowEnd(softmax.pivot[r], sum[r], rows.s_aux[ThreadRow(p, math_group, r).head]).factor();
+    for (int r = 0; r < 2; r++) factor[r] = RowEnd(softmax.pivot[r], sum[r], own.rows.s_aux[own.row(r).head]).factor();
     const int r = threadIdx.x % 4;
-    const ThreadRow row(p, math_group, r);
-    if (r >= 2 || row.token >= rows.work.tokens.end - rows.work.tokens.begin) return;
+    const TokenHead row = own.row(r);
+    if (r >= 2 || row.token >= own.rows.work.tokens.end - own.rows.work.tokens.begin) return;
     const float pivot = r ? softmax.pivot[1] : softmax.pivot[0], its_sum = r ? sum[1] : sum[0];
-    const int64_t at = rows.lse + row.head * args.problem.q_len + row.token;
-    static_cast<float *>(args.lse)[at] = RowEnd(pivot, its_sum, rows.s_aux[row.head]).lse();
+    const int64_t at = own.rows.lse + row.head * args.problem.q_len + row.token;
+    static_cast<float *>(args.lse)[at] = RowEnd(pivot, its_sum, own.rows.s_aux[row.head]).lse();
     if (args.lse_raw) static_cast<float *>(args.lse_raw)[at] = raw_lse(pivot, its_sum);
 }
 
