@@ -3,19 +3,21 @@
 // Backward for every mask on sm_90, head_dim up to 128.
 //
 //     table   one block: where each sequence's tiles and items begin
-//     rows    lse and g - delta of every row, and what each key block meets; rows without keys are finished here
-//     keys    a block owns 128 keys and meets the rows that see them:
+//     rows    lse and g - delta of every row, the items of the keys kernel, dq of rows without keys
+//     keys    an item is 128 keys of a kv head, and the row tiles that see some of them:
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
 //         math groups   S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dQ = dS^T K,  dK += dS Q       64 keys a group
-//         two adders    dQ of every other tile, added in fp32 to what the keys before left of it
-//     sink    ds_aux of a head from the terms of its tiles of rows and of the key blocks
+//         two adders    dQ of every other tile, added in fp32 to the sum of the key blocks before
+//     sink    ds_aux of a head: the sum of its row tiles' and key blocks' terms
 //
-// A tile of rows is tokens x the heads of a group. Its dQ is the sum over key blocks, in ascending order: each waits for its turn at the
-// tile's slot of a ring of fp32 tiles; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
-// ascending, and walk rows down, so that a turn is one of an item taken before, and all but the first wait little.
+// A row tile is tokens x the heads of a GQA group. Its dQ is the sum over key blocks, in ascending order, in an accumulator slot of fp32:
+// each block waits for its turn there; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
+// ascending, and walk rows down, so a turn always belongs to an item taken before, and all but the first wait little.
 //
-// 0 * NaN is not 0: in tiles that need a mask, what is not finite in Q and dO becomes 0, and NaN comes back by way of lse and g - delta; in
-// K it becomes 0 in every tile, and NaN comes back by way of V.
+// 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns through lse and g - delta;
+// in K they become 0 in every tile, and NaN returns through V.
+//
+// Shared memory and registers: docs/kernels/bwd_sm90.md, Budget.
 
 #include "cuda/bwd_sm90/copies.cuh"
 #include "cuda/bwd_sm90/tile.cuh"
@@ -34,35 +36,36 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
-    static constexpr int kStages = 2, kSums = 2; // of rows; of dQ on its way out
+    static constexpr int kStages = 2, kSums = 2; // of row tiles; of dQ for the adders, one each
     static constexpr int kTileFloats = kRows * kHeadDim;
     static constexpr int kLoaderRegisters = kHeadDim == 64 ? 24 : 40, kMathRegisters = kHeadDim == 64 ? 240 : 232;
     static_assert(kKeys == 128, "two math groups of 64 keys");
     static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
 };
 
+// A math warpgroup: 64 keys in the rows of its accumulators, a row tile in the columns.
 template <class C, TermsOf kTerms> struct Math {
-    using Scores = float[C::kRows / 2];          // of a tile
-    using Operands = uint32_t[C::kRows / 16][4]; // as packed pairs
-    using Gradients = float[C::kHeadDim / 2];    // of the keys
+    using Scores = float[C::kRows / 2];          // S, dP: keys x rows
+    using Operands = uint32_t[C::kRows / 16][4]; // P, dS as packed pairs
+    using Gradients = float[C::kHeadDim / 2];    // dK, dV
 
     Smem<C> &smem;
     const sinkattn_bwd_args &args;
     const BwdProblem &p;
     const BwdBuffers &buffers;
     const int math_group;
-    const uint32_t begin; // of smem
+    const uint32_t begin; // address of smem, in a uniform register
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
 
-    // In a way that the compiler knows to be the same in all lanes.
+    // Uniform, as operands of wgmma should be.
     __device__ __forceinline__ uint32_t address(const void *at) const {
         return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
     }
 
     __device__ __forceinline__ float *terms() const { return smem.terms[0] + threadIdx.x - 128; }
 
-    // S and dP of the tile that the ring holds.
+    // S and dP of the ring's stage, begun.
     __device__ __forceinline__ void begin_scores(Scores &s) {
         const uint32_t stage = warp_uniform(ring.stage());
         smem.row_full[stage].wait(ring);
@@ -75,7 +78,7 @@ template <class C, TermsOf kTerms> struct Math {
                                                                               address(smem.douts[stage]));
     }
 
-    // P and dS from S and dP, which have been begun.
+    // Waits for S and dP: P and dS as operands.
     template <bool kMasked> __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, int t) {
         const RowStats<C> &stats = smem.stats[ring.stage()];
         Seen seen;
@@ -100,8 +103,9 @@ template <class C, TermsOf kTerms> struct Math {
         pack<typename C::Element>(ds, dp);
     }
 
-    // The group's part of dQ goes to the adder, or out.
-    template <int kPending> __device__ __forceinline__ void pass_on(float (&dq)[32], const OwnItem &item, int t) {
+    // Waits for dQ, with kPending products begun after it: hands the group's part to the adder, or where the tile has no later key block
+    // adds the sum and writes dq.
+    template <int kPending> __device__ __forceinline__ void hand_over(float (&dq)[32], const OwnItem &item, int t) {
         const uint32_t sum = dq_ring.stage();
         smem.dq_ready[sum].wait(dq_ring);
         if (t < item.finish_end) {
@@ -121,13 +125,14 @@ template <class C, TermsOf kTerms> struct Math {
         dq_ring.n++;
     }
 
-    // All tiles of an item. While dQ of one is passed on, S of the next is computed.
+    // All row tiles of an item.
     __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, const OwnItem &item) {
         Scores s, dp;
         float dq[32];
         begin_scores(s);
         begin_dp(dp);
         for (RowTileWalk tile(item.tiles);; tile.advance()) {
+            // S(t), dP(t) running; dV, dK complete up to t + 1; dQ(t + 1) handed over.
             Operands weights, ds;
             if (tile.t >= item.tiles.full_begin && tile.t < item.tiles.full_end)
                 find_operands<false>(s, dp, weights, ds, tile.t);
@@ -137,23 +142,23 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
             const Ring<C::kSums> last = {dq_ring.n - 1};
-            if (dq_ring.n > 0) smem.dq_full[last.stage()].wait(last); // nobody reads the last dS
+            if (dq_ring.n > 0) smem.dq_full[last.stage()].wait(last); // dS of the last tile has been read
             write_ds<C>(smem, ds, math_group);
             async_fence();
             bar_sync<C::kMathThreads>(kMathBarrier);
             dq_product<C>(dq, address(smem.ds[C::kRows == 64 ? 0 : math_group]),
                           address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
-            wgmma_wait<1>();
+            wgmma_wait<1>(); // dV, dK complete; dQ(t) still running
             computed(dv);
             computed(dk);
             smem.row_empty[stage].arrive();
             ring.n++;
             if (tile.is_last()) break;
             begin_scores(s);
-            pass_on<1>(dq, item, tile.t);
+            hand_over<1>(dq, item, tile.t);
             begin_dp(dp);
         }
-        pass_on<0>(dq, item, item.tiles.begin);
+        hand_over<0>(dq, item, item.tiles.begin);
     }
 
     __device__ __forceinline__ void run() {
@@ -169,7 +174,7 @@ template <class C, TermsOf kTerms> struct Math {
             prepare_keys<C>(smem, item);
             if (item.tiles.begin < item.tiles.end) meet_tiles(dk, dv, item);
             if (smem.hides) add_hidden<C>(dv, smem, args, p, item, math_group);
-            float poison[2]; // it belongs to the keys, which go now
+            float poison[2]; // of the thread's keys: read before the keys' stage is released
             for (int r = 0; r < 2; r++) {
                 const int own = 64 * math_group + warpgroup_row(r);
                 poison[r] = smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;

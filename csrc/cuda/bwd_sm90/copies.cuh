@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory of the general backward's blocks on sm_90, and the threads that fill it and carry dQ away: the loader, and the adders of dQ
-// to the sums over key blocks.
+// Shared memory of the general backward's blocks on sm_90, and the threads around the math: the loader, and the adders, which add dQ to the
+// sums over key blocks.
 //
-// Beside what work.cuh asks of it, a kernel's Config says kHalves, kRowHalf, kKeyHalf, kStages, kSums and kMathThreads.
+// A kernel's Config has kHalves, kRowHalf, kKeyHalf, kStages, kSums and kMathThreads, beside the fields for work.cuh.
 #pragma once
 
 #include "cuda/bwd_sm90/work.cuh"
@@ -19,7 +19,7 @@ struct Maps {
     CUtensorMap q, k, v, dout;
 };
 
-// The one that the block works on: of a kv head.
+// The item that the block works on, of one kv head.
 struct OwnItem : Item {
     int kv_head;
     bool exists;
@@ -32,12 +32,12 @@ template <class C> struct Smem {
     alignas(128) float dq[C::kSums][C::kTileFloats];
     RowStats<C> stats[C::kStages];
     float terms[C::kRows / 32][C::kMathThreads]; // of ds_aux, a thread's own: registers are short
-    int64_t dq_offset[C::kRows];                 // of a tile's rows from its first
-    int token[C::kRows];
+    int64_t dq_offset[C::kRows];                 // of a tile's rows, elements from its first
+    int token[C::kRows];                         // of a tile's rows, in the tile
     OwnItem items[2];
     sa_range seen_by[C::kKeys];     // rows that see each key
-    bool poisoned[C::kKeys], hides; // keys that were not finite; whether some dO was
-    bool finish_alone[C::kSums];    // nothing was added before to the tile to be finished
+    bool poisoned[C::kKeys], hides; // keys of K that were not finite; whether clean_rows zeroed any dO
+    bool finish_alone[C::kSums];    // the tile to be finished has no earlier key block
     Barriers<2> item_full, item_empty;
     Barriers<1> kv_full, kv_empty;
     Barriers<C::kStages> row_full, row_empty;
@@ -46,19 +46,20 @@ template <class C> struct Smem {
     Barriers<C::kSums> dq_ready, dq_full;
 };
 
-// Where a tile's dQ is summed, from the item's last tile to its first: a slot, and how many tiles had it before.
-struct Place {
-    int slot;
+// The accumulator slot of a tile's dQ, and how many tiles used it before.
+struct Slot {
+    int index;
     unsigned generation;
 
+    // To the slot of the item's next tile, which lies before this one.
     __device__ __forceinline__ void advance(bool descending, int num_slots) {
-        slot += descending ? 1 : -1;
-        if (slot == num_slots) slot = 0, generation++;
-        if (slot < 0) slot = num_slots - 1, generation--;
+        index += descending ? 1 : -1;
+        if (index == num_slots) index = 0, generation++;
+        if (index < 0) index = num_slots - 1, generation--;
     }
 };
 
-// How many key blocks before this one see the tile: of sinks, and from that of the first row's first key on.
+// How many key blocks before the item's see row tile t: those of its sink prefix, and those from its window's first key on.
 template <class C> __device__ __forceinline__ int find_turn(const Item &item, const BwdProblem &p, int t) {
     const int first = t * p.tokens, last = min(first + p.tokens, item.band.q_len) - 1;
     const int begin = sa_row_band(&item.band, first).begin, end = sa_row_band(&item.band, last).end;
@@ -73,7 +74,7 @@ __device__ __forceinline__ unsigned long long turn_value(unsigned generation, un
 __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, unsigned long long value) {
     while (load_acquire(turns) != value) {
     }
-    async_fence_global(); // the slot is touched by copies alone
+    async_fence_global(); // only bulk copies touch the slot
 }
 
 template <class C>
@@ -81,7 +82,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
                                            const BwdBuffers &buffers) {
     const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
     const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item); // items of a kv head
-    // The blocks of a window meet a tile of rows so far apart that it would leave the L2 cache anyway, and push slots out.
+    // Under a window, blocks meet a row tile so far apart in time that it would leave the L2 cache anyway, and evict slots.
     const uint64_t policy = evict_first();
     const auto load = [&](void *to, const CUtensorMap *map, uint64_t *full, int half, int head, int row, int batch) {
         if (p.is_local)
@@ -110,6 +111,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
             load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
         }
         for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), ring.n++) {
+            // Copies of up to kStages - 1 later tiles, and of K and V, may still be in flight.
             uint64_t *full = smem.row_full[ring.stage()];
             smem.row_empty.acquire(ring);
             barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
@@ -124,7 +126,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
     }
 }
 
-// One of kSums threads, each with every kSums-th tile: while the addition of one is on its way, the next is begun.
+// One of kSums threads, each with every kSums-th tile: while one waits for its addition, the next waits for its turn.
 template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
     const int num_slots = static_cast<int>(p.num_slots);
     float *dq = smem.dq[nth];
@@ -134,14 +136,15 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
         const OwnItem &item = smem.items[items.stage()];
         smem.item_full.wait(items);
         if (!item.exists) return;
-        const auto first = static_cast<unsigned>(item.first_place + item.kv_head * item.num_places);
-        Place place = {static_cast<int>(first % num_slots), first / num_slots};
-        for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), place.advance(item.descending, num_slots)) {
+        const auto first = static_cast<unsigned>(item.first_use + item.kv_head * item.num_uses);
+        Slot slot = {static_cast<int>(first % num_slots), first / num_slots};
+        for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), slot.advance(item.descending, num_slots)) {
+            // No copy of this thread in flight; the other adder's may be.
             if (skip-- > 0) continue;
             skip = C::kSums - 1;
             const int turn = find_turn<C>(item, p, tile.t);
-            unsigned long long *turns = buffers.turns + place.slot, value = turn_value(place.generation, turn);
-            float *slot = buffers.slots + static_cast<int64_t>(place.slot) * C::kTileFloats;
+            unsigned long long *turns = buffers.turns + slot.index, value = turn_value(slot.generation, turn);
+            float *sum = buffers.slots + static_cast<int64_t>(slot.index) * C::kTileFloats;
             if (tile.t < item.finish_end) {
                 wait_for_turn(turns, value);
                 smem.finish_alone[nth] = turn == 0;
@@ -149,18 +152,18 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
                     smem.dq_ready[nth].arrive();
                 } else {
                     smem.dq_ready[nth].arrive_expect(C::kTileFloats * sizeof(float));
-                    bulk_load(dq, slot, C::kTileFloats * sizeof(float), smem.dq_ready[nth]);
+                    bulk_load(dq, sum, C::kTileFloats * sizeof(float), smem.dq_ready[nth]);
                 }
                 smem.dq_full[nth].wait(Ring<1>{use.n++}); // the slot has been read
-                store_release(turns, turn_value(place.generation + 1, 0));
+                store_release(turns, turn_value(slot.generation + 1, 0));
             } else {
                 smem.dq_ready[nth].arrive();
                 wait_for_turn(turns, value);
                 smem.dq_full[nth].wait(Ring<1>{use.n++});
                 if (turn == 0)
-                    bulk_store(slot, dq, C::kTileFloats * sizeof(float));
+                    bulk_store(sum, dq, C::kTileFloats * sizeof(float));
                 else
-                    bulk_add(slot, dq, C::kTileFloats * sizeof(float));
+                    bulk_add(sum, dq, C::kTileFloats * sizeof(float));
                 store_commit();
                 store_wait();
                 store_release(turns, value + 1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the math threads of the general backward on sm_90 do between products: values that are not finite, masks, P and dS, terms of ds_aux,
-// and what leaves: dq of a tile that no later key block meets, dk, dv and the terms of an item.
+// Steps of the math threads of the general backward on sm_90 between products: values that are not finite, masks, P and dS, terms of
+// ds_aux; writing dq of a tile without later key blocks, and dk, dv and the terms of an item.
 #pragma once
 
 #include "cuda/bwd_sm90/copies.cuh"
@@ -10,12 +10,13 @@
 
 namespace sa::bwd_sm90 {
 
-// Values of rows that are not finite become 0, and bad(row) is called.
+// Zeroes values that are not finite, and calls bad(row) for their rows.
 template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void zero_rows(unsigned char *tile, const Bad &bad) {
     for (int x = computed_here(threadIdx.x - 128); x < C::kHalves * kHalfBytes / 16; x += C::kMathThreads)
         if (zero_nonfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
 }
 
+// The rows that see each key; zeroes values of K that are not finite, with NaN in V instead.
 template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const Item &item) {
     const int i = threadIdx.x - 128, key = item.key + i;
     if (i < C::kKeys) {
@@ -27,12 +28,12 @@ template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, c
     zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
         smem.poisoned[key] = true;
         *reinterpret_cast<uint16_t *>(smem.values + swizzled(key, 0)) = 0x7fff;
-        async_fence(); // here alone: it waits for the stores of the item before
+        async_fence(); // not after the loop, where it would wait for the previous item's stores each time
     });
     bar_sync<C::kMathThreads>(kMathBarrier);
 }
 
-// A row of Q or dO that is not finite makes a column of S or dP that is not, whatever the keys: one of the thread's two tells.
+// A row of Q or dO that is not finite makes its whole column of S or dP not finite, so one of the thread's two keys suffices.
 template <class C> __device__ __forceinline__ bool any_nonfinite_product(const float (&s)[C::kRows / 2], const float (&dp)[C::kRows / 2]) {
     float zero = 0.0f;
 #pragma unroll
@@ -42,7 +43,7 @@ template <class C> __device__ __forceinline__ bool any_nonfinite_product(const f
     return bar_any<C::kMathThreads>(kMathBarrier, zero != 0.0f);
 }
 
-// dS gets what was in dO from g - delta, dV at the end of the item.
+// Zeroes values of Q and dO that are not finite. NaN returns to P through lse, to dS through g - delta, to dV by add_hidden.
 template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage) {
     zero_rows<C, C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
     zero_rows<C, C::kRowHalf>(smem.douts[stage], [&](int) { smem.hides = true; });
@@ -60,7 +61,7 @@ template <class C> __device__ __forceinline__ void dq_product(float (&dq)[32], u
     wgmma_commit();
 }
 
-// Which of a thread's columns of a tile its two keys see: a bit each, columns 8 n and 8 n + 1 after its first at 2 n and 2 n + 1.
+// Which of a thread's columns see its two keys: a bit each, columns 8 n and 8 n + 1 after its first at bits 2 n and 2 n + 1.
 struct Seen {
     uint32_t bits[2];
 
@@ -94,13 +95,14 @@ __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const Row
 
 enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
 
-// Of p_sink dS, a thread keeps sums over its columns. Where heads repeat with 8 columns they are of two heads; for any other group lanes
-// share the columns, and each has one of 32.
+// Sums of p_sink dS that a thread keeps. Where the group divides 8 its columns are of two heads, with a sum each; otherwise the lanes share
+// out the columns, one of 32 each.
 template <class C, TermsOf kTerms> constexpr int kTermSums = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kRows / 32;
 
-__device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2; }
+// The one of 32 columns whose sum the lane has.
+__device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + fragment_column() + threadIdx.x / 4 % 2; }
 
-// Of columns 8 n and 8 n + 1 after the lane's first, at 2 n and 2 n + 1: the sum over lanes of lane_column().
+// columns: 8 n and 8 n + 1 after the lane's first, at 2 n and 2 n + 1. The sum over the lanes of column lane_column().
 __device__ __forceinline__ float sum_column(float (&columns)[8]) {
 #pragma unroll
     for (int kept = 4; kept > 0; kept /= 2) {
@@ -114,7 +116,7 @@ __device__ __forceinline__ float sum_column(float (&columns)[8]) {
     return columns[0];
 }
 
-// dp becomes dS.
+// dp becomes dS; terms gain p_sink dS.
 template <class C, bool kMasked, TermsOf kTerms>
 __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], float *terms, const RowStats<C> &stats,
                                         const Seen &seen) {
@@ -153,7 +155,7 @@ template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const
     for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0]), ds[n]);
 }
 
-// 8 lines of 16-bit pairs of the thread's row r, as whole chunks: columns column, column + 1 ... of each n, times a factor.
+// The thread's row r, times a factor, rounded: four lanes exchange their pairs, so that each writes whole 16-byte chunks.
 template <class Element, int kLength>
 __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength], int r, float factor, int first_column, int64_t head_dim,
                                           bool is_real) {
@@ -169,7 +171,7 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
     }
 }
 
-// The tile's last part: `before` is what was added until now, and dq leaves.
+// Adds the sum of the key blocks before to the tile's last part, and writes dq.
 template <class C>
 __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem<C> &smem, const sinkattn_bwd_args &args,
                                             const BwdProblem &p, const OwnItem &item, int t, int math_group) {
@@ -193,7 +195,7 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem
     }
 }
 
-// Of each head of the item: what its rows and these keys add to ds_aux.
+// The item's terms of ds_aux, one a head.
 template <class C, TermsOf kTerms>
 __device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers,
                                             const OwnItem &item) {
@@ -205,7 +207,7 @@ __device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, c
         for (int i = 0; i < 2; i++) {
             float sum = terms[i * C::kMathThreads];
             for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-            if (threadIdx.x % 32 < 4) own[threadIdx.x % 4 * 2 + i] = sum;
+            if (threadIdx.x % 32 < 4) own[fragment_column() + i] = sum;
         }
     } else {
         for (int i = 0; i < kColumns / 32; i++) own[32 * i + lane_column()] = terms[i * C::kMathThreads];
@@ -219,7 +221,7 @@ __device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, c
     buffers.key_terms[(item.kv_head * p.group + head) * p.num_blocks + item.nth] = -sum;
 }
 
-// What is not finite in dO, in the tiles where it was left out, for the keys that its rows see.
+// Adds the values of dO that clean_rows zeroed, in masked tiles, to dV of the keys that their rows see.
 template <class C>
 __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
                                            const BwdProblem &p, const OwnItem &item, int math_group) {
@@ -236,7 +238,7 @@ __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const S
     }
 }
 
-// dK and dV so far, of the rounds before and of this one; left for the next.
+// Adds dK and dV of the rounds before, and leaves the sums for the next.
 template <class C>
 __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdBuffers &buffers,
                                           const OwnItem &item) {

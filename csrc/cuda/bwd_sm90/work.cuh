@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the general backward of sm_90 prepares for its blocks, and does after them: where each sequence's tiles of rows and key blocks
-// begin, what each key block meets, lse and g - delta of every row, and ds_aux from the terms that tiles and key blocks leave.
+// The kernels around the general backward's on sm_90. Before it: where the row tiles and key blocks of each sequence begin, the items, lse
+// and g - delta of every row. After it: ds_aux from the terms of row tiles and key blocks.
 //
-// A kernel's Config says kHeadDim, kRows and kKeys of a tile, kTileFloats of its dQ.
+// A kernel's Config has kHeadDim, kRows and kKeys of a tile, and kTileFloats of its dQ.
 #pragma once
 
 #include "cuda/ptx/sm80.cuh"
@@ -14,46 +14,46 @@
 SA_HD sa_range sa_tiles_over(sa_range range, sa_position_t size) { return {range.begin / size, (range.end + size - 1) / size}; }
 namespace sa::bwd_sm90 {
 
-// One sequence, in the order of work; what begins before it, a kv head.
+// One sequence, in the order of work. Counts of a kv head: row tiles, uses of slots, items and carries of the sequences before it.
 struct Entry {
     sa_sequence sequence;
     int64_t first_tile, first_slot, first_item, first_carry;
     bool has_sink;
 };
 
-// A key block of a kv head, once a round, and the tiles of rows that see some of it.
+// A key block of a kv head in one round, and the row tiles that see some of it. Copied whole, so no byte is left unwritten.
 struct alignas(16) Item {
     int batch, q_begin, k_begin; // of the sequence
     sa_band band;
     int key;
-    sa_row_tiles tiles;          // of this round
-    int finish_end;              // tiles before it have no later key block
-    int first_tile, num_tiles;   // of the sequence: before its first kv head, and a kv head
-    int first_place, num_places; // of the last tile in the first kv head; a kv head of all sequences
-    int descending;              // or not; no byte of an item is left unwritten, since it is copied whole
-    int num_rounds, nth_round;   // of the tiles that these keys meet, as the slots allow; dK and dV are summed over them
-    int carry, nth;              // places among what is carried over, and among the items of a kv head
+    sa_row_tiles tiles;        // of this round
+    int finish_end;            // tiles before it have no later key block
+    int first_tile, num_tiles; // of the sequence: before its first kv head, and a kv head
+    int first_use, num_uses;   // of slots: which use is its last tile's in the first kv head; uses a kv head, of all sequences
+    int descending;            // or not; no byte of an item is left unwritten, since it is copied whole
+    int num_rounds, nth_round; // rounds over the sequence's row tiles; dK and dV are summed over them
+    int carry, nth;            // index of the block's carried dK and dV, and of the item in its kv head
 };
 
 struct BwdProblem {
     int64_t num_entries, num_slots, num_carries;
-    bool is_local;     // a window, of whose tiles each item's fit the slots
+    bool is_local;     // under a window: every item's tiles fit the slots
     int group, tokens; // heads and tokens of a tile of rows
     float scale, scale_log2;
     int64_t num_tiles, num_blocks; // of a kv head, at most; a key block once a round
 };
 
 struct BwdBuffers {
-    Entry *entries;    // num_entries, and where the last ends
-    Item *items;       // of a kv head
-    unsigned *counter; // of items
-    unsigned long long *turns, *carry_turns;
-    float *stats; // RowStats of each tile
+    Entry *entries;                          // num_entries, and one behind them for the totals
+    Item *items;                             // of a kv head, in the order of work
+    unsigned *counter;                       // items taken, of all kv heads
+    unsigned long long *turns, *carry_turns; // whose turn it is at each slot and carry
+    float *stats;                            // RowStats of each tile
     float *slots, *carries;
     float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_blocks]; NULL where it is not wanted
 };
 
-// lse in log2 units, 0 where there is nothing to normalise; g - delta; p_sink, there and read with ds_aux alone.
+// lse in log2 units, 0 for a row without keys and sink; g - delta; p_sink, which exists with ds_aux alone.
 template <class C> struct alignas(16) RowStats {
     float lse[C::kRows], bias[C::kRows], p_sink[C::kRows];
 };
@@ -67,9 +67,9 @@ __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, 
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
 }
 
-// A tile reuses the slot of the tile num_slots places earlier, which an earlier item must have finished. So a longer sequence is cut into
-// rounds, later tiles first; a window satisfies this without rounds. Rounds are the same in a packed batch: dK and dV are summed over them.
-// A window of 4096 keys has 44 MiB of tiles in use; at head_dim 64 statistics leave no room for that.
+// A tile reuses the slot of the tile num_slots uses earlier, which an earlier item must have finished. So a longer sequence is cut into
+// rounds, later tiles first, over which dK and dV are summed; a window needs no rounds. Rounds are the same dense and packed.
+// A window of 4096 keys has 44 MiB of tiles in use; at head_dim 64 the statistics leave no room for that.
 constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 19 << 20;
 template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
 template <class C> constexpr int64_t kLocalTiles = (C::kHeadDim == 64 ? kSlotsBytes : 44 << 20) / (4 * C::kTileFloats);
@@ -91,7 +91,7 @@ template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const
 
 constexpr int kTableThreads = 1024;
 
-// Long sequences come first, so that no block is left with one at the end. More sequences than threads stay in their order.
+// Sorts sequences, the longest first, so that no block is left with a long one at the end. More sequences than threads stay unsorted.
 __device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (&places)[kTableThreads]) {
     __shared__ int64_t lengths[kTableThreads];
     const int b = threadIdx.x, batch = static_cast<int>(sa_min(args.problem.batch, kTableThreads));
@@ -122,7 +122,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_const
     for (int64_t base = 0; base <= p.num_entries; base += 32) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
-        if (problem.packed) { // offsets that decrease are raised: sequences are disjoint, whatever the offsets hold
+        if (problem.packed) { // decreasing offsets are raised: sequences are disjoint, whatever memory holds
             const int64_t x = sa_min(b + 1, problem.batch), q = b < problem.batch ? args.fwd.cu_seqlens_q[x] : problem.q_len,
                           k = b < problem.batch ? args.fwd.cu_seqlens_k[x] : problem.k_len;
             const int64_t q_top = sa_max(q_end, warp_scan(sa_clamp(q, 0, problem.q_len), most)),
@@ -166,7 +166,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_const
     }
 }
 
-// The last entry whose `first` is at most n, a kv head; num_entries past the end.
+// The last entry whose `first` is at most n; num_entries past the end.
 __device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_entries, int64_t Entry::*first, int64_t n) {
     int64_t low = 0, high = num_entries + 1;
     while (high - low > 1) {
@@ -214,8 +214,8 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     item.first_tile = static_cast<int>(args.fwd.problem.num_kv_heads * entry.first_tile);
     item.num_tiles = tiles;
     item.descending = !p.is_local;
-    item.first_place = static_cast<int>(entry.first_slot) + (item.descending ? tiles - item.tiles.end : item.tiles.end - 1 - blind);
-    item.num_places = static_cast<int>(end.first_slot);
+    item.first_use = static_cast<int>(entry.first_slot) + (item.descending ? tiles - item.tiles.end : item.tiles.end - 1 - blind);
+    item.num_uses = static_cast<int>(end.first_slot);
     item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
     if (keys.end - keys.begin == C::kKeys) {
         const sa_range full = sa_row_tiles_full(&band, keys, p.tokens);
@@ -251,7 +251,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
               rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
     const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
     const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens), has_sink = buffers.row_terms && entry.has_sink;
-    // What is read of a row first is there when its p_sink is computed, which the longer reads hide.
+    // A row's statistics are read first: they have arrived when p_sink is computed, under the longer reads of out and dO.
     const int row = threadIdx.x, token = row / p.group, first_head = kv_head * p.group, head = first_head + row - token * p.group;
     float found = 0.0f, g = 0.0f;
     double s_aux = 0.0;
@@ -349,7 +349,8 @@ template <class C> BwdSizes sizes_of(const sinkattn_problem &problem) {
     const int64_t longest = sa_ceil_div(problem.q_len, tokens);
     BwdSizes sizes;
     sizes.entries = problem.batch + problem.packed;
-    sizes.tiles = (problem.packed ? problem.q_len / tokens + problem.batch + 1 : problem.batch * longest) * problem.num_kv_heads;
+    sizes.tiles =
+        (problem.packed ? packed_tiles(problem.q_len, tokens, problem.batch + 1) : problem.batch * longest) * problem.num_kv_heads;
     sizes.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
                      sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
     const bool has_rounds = !sizes.is_local && longest > kMostTiles<C>;
@@ -358,10 +359,11 @@ template <class C> BwdSizes sizes_of(const sinkattn_problem &problem) {
                                       : has_rounds     ? kRoundTiles<C>
                                                        : kMostTiles<C>);
     sizes.carries = !has_rounds      ? 0
-                    : problem.packed ? problem.k_len / C::kKeys + longest / kMostTiles<C> + 1
+                    : problem.packed ? packed_tiles(problem.k_len, C::kKeys, longest / kMostTiles<C> + 1)
                                      : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
-    sizes.blocks = (problem.packed ? problem.k_len / C::kKeys + sizes.entries : problem.batch * sa_ceil_div(problem.k_len, C::kKeys)) *
-                   (has_rounds ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
+    sizes.blocks =
+        (problem.packed ? packed_tiles(problem.k_len, C::kKeys, sizes.entries) : problem.batch * sa_ceil_div(problem.k_len, C::kKeys)) *
+        (has_rounds ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
     int64_t at = 0;
     const auto take = [&](int64_t bytes) {
         const int64_t from = at;
