@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what no compiler checks: include arrows, rooms, where window arithmetic, barriers' phases and
-swizzles stand, lengths, SPDX lines.
+"""Checks what no compiler checks: include arrows, rooms, where window arithmetic, tiles' bounds, barriers' phases,
+accumulator geometry and swizzles stand, lengths, SPDX lines.
 
 Prints one ``file:line: sentence`` for each finding and exits with 1 if there is any.
 
@@ -46,20 +46,45 @@ INCLUDE = re.compile(r'\s*#\s*include\s*([<"])([^>"]+)[>"]')
 MASK_FIELD = re.compile(r"(?:\.|->)(?:has_)?(?:left|right|shift)\b|\bwindow_size_(?:left|right)\s*[-+*/]\s*\w")
 MASK_FILES = {"csrc/core/mask.h", "csrc/core/validate.c"}
 
-# Words of a CUDA vocabulary -> the files that may use them, and where others find what they need.
+# Words of a CUDA vocabulary -> the files or folder that may use them, and where others find what they need.
 VOCABULARY = (
     (
         re.compile(r"\bbarrier_(?:init|wait|arrive)\(|\.phase\(\)"),
         "cuda/tile/pipe.cuh",
         "barriers and their phases belong to",
     ),
-    (re.compile(r"\^ \(\w+ & 7\)\) << 4"), "cuda/tile/fragment.cuh", "swizzles belong to"),
+    (re.compile(r"\^ \(?\w+ (?:& 7|% 8)\)*\) << 4"), "cuda/tile/fragment.cuh", "swizzles belong to"),
+    # The row of a warp, of a lane, and the column of a lane; / 4 * 4 is the first lane of four.
+    (
+        re.compile(
+            r"/ 32 \* 16\b|\b(?:lane|threadIdx\.x(?: % 32)?) / 4\b(?! [*%])"
+            r"|\b2 \* \((?:lane|threadIdx\.x) % 4\)|\b(?:lane|threadIdx\.x) % 4 \* 2\b"
+        ),
+        "cuda/tile/",
+        "accumulator geometry belongs to",
+    ),
+    # Which tile holds a key or a row is sa_tile_of and sa_tile_from of core/split.h, or a walk of cuda/work.
+    (
+        re.compile(r"^(?!.*static_assert).*/ (?:C::)?k(?:Tile[QK]?|Keys)\b"),
+        "cuda/work/",
+        "bounds of tiles belong to core/split.h and",
+    ),
 )
-# Its compiler orders the operands of an exclusive or by where they are written.
-EXPLICIT = {"csrc/cuda/decode/tile.cuh"}
+# Lines whose machine code changes with the function that says the same: parts of the pattern's sentence -> files.
+EXPLICIT = {
+    "swizzles": {"cuda/decode/tile.cuh"},
+    "geometry": {
+        "cuda/bwd_window_sm90/bwd_window_sm90.cu",
+        "cuda/bwd_window_sm90/rows.cuh",
+        "cuda/decode/load.cuh",
+        "cuda/decode/merge.cuh",
+        "cuda/decode/tile.cuh",
+        "cuda/fwd_sm80/fwd_sm80.cu",
+    },
+    "bounds": {"cuda/bwd_window_sm90/bwd_window_sm90.cu", "cuda/decode/work.cuh"},
+}
 
-# A definition's first line opens a brace that one at the same column closes: 0 or, in a struct, 4. A continued first
-# line is taken to have begun at 0; data has "= {".
+# A definition's first line opens a brace that one at the same column closes: 0 or, in a struct, 4. Data has "= {".
 FUNCTION = re.compile(r"^[A-Za-z_].*\)[^;=]*\{$|^ .*\)[^;=]*\{$")
 PYTHON_IMPORT = re.compile(r"\s*(?:from|import)\s+(tests|benchmarks|examples|tools)\b")
 
@@ -131,11 +156,13 @@ def check_mask(path: Path, code: list[str], root: Path) -> Iterator[Finding]:
 
 def check_vocabulary(path: Path, code: list[str], csrc: Path) -> Iterator[Finding]:
     name = path.relative_to(csrc).as_posix()
-    if not name.startswith("cuda/") or name.startswith("cuda/ptx/") or f"csrc/{name}" in EXPLICIT:
+    if not name.startswith("cuda/") or name.startswith("cuda/ptx/"):
         return
     for pattern, owner, sentence in VOCABULARY:
+        if any(word in sentence and name in files for word, files in EXPLICIT.items()):
+            continue
         for number, line in enumerate(code, 1):
-            if name != owner and pattern.search(line):
+            if not name.startswith(owner) and pattern.search(line):
                 yield path, number, f"{sentence} {owner}: {line.strip()}"
 
 
@@ -146,7 +173,10 @@ def check_lengths(path: Path, code: list[str], root: Path) -> Iterator[Finding]:
     begin, closing = 0, "}"
     for number, line in enumerate(code, 1):
         if not begin and FUNCTION.match(line):
-            begin, closing = number, "    }" if re.match(r" {4}\S", line) else "}"
+            first = number  # of the line that this one continues
+            while first > 1 and re.match(r" {5}", code[first - 1]):
+                first -= 1
+            begin, closing = number, "    }" if re.match(r" {4}\S", code[first - 1]) else "}"
         elif begin and line.startswith(closing):
             if number - begin + 1 > function_lines:
                 yield path, begin, f"the function has {number - begin + 1} lines; at most {function_lines}"
