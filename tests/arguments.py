@@ -75,6 +75,12 @@ def append_args(paged: bool = False) -> Arguments:
     return (k_cache, v_cache, k, v, lens - torch.tensor([0, 7], dtype=torch.int32), table)
 
 
+def slots_args() -> tuple[Tensor, ...]:
+    """k_cache, v_cache, k, v, slot_mapping: six new rows, one of which goes nowhere."""
+    k_cache, v_cache, k, v, _, _ = append_args(paged=True)
+    return k_cache.clone(), v_cache.clone(), k.flatten(0, 1), v.flatten(0, 1), torch.tensor([3, 8, -1, 15, 0, 9])
+
+
 def out_args(arguments: Arguments, scratch_bytes: int = 1 << 20) -> Arguments:
     q = arguments[0]
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])

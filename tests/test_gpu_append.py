@@ -124,6 +124,32 @@ def test_hostile_lengths_and_tables_write_no_other_slot(page_size: int, seed: in
     assert len(reported) > 1
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_are_the_cpu_s(page_size: int, dtype: torch.dtype) -> None:
+    k_cache, v_cache, k, v, _, _ = make_append([0] * 4, 9, page_size)
+    rows = [x.flatten(0, 1) for x in (k, v)]
+    slots = torch.randperm(k_cache.shape[0] * page_size, generator=torch.Generator().manual_seed(3))[:30].to(dtype)
+    slots[::7] = -1
+    theirs = to_device([k_cache, v_cache, *rows, slots])
+    torch.ops.sinkattn.append_kv_slots(k_cache, v_cache, *rows, slots)
+    torch.ops.sinkattn.append_kv_slots(*theirs)
+    assert_same((theirs[0].cpu(), theirs[1].cpu()), (k_cache, v_cache))
+    sinkattn.check_errors()
+
+
+def test_slots_outside_are_left_out_and_reported() -> None:
+    k_cache, v_cache, k, v, _, _ = to_device(make_append([0] * 4, 1, 16))
+    num_slots, k, v = k_cache.shape[0] * 16, k.flatten(0, 1), v.flatten(0, 1)
+    before = k_cache.clone()
+    slots = torch.tensor([num_slots, 2**62, -5, 3], device="cuda")
+    torch.ops.sinkattn.append_kv_slots(k_cache, v_cache, k, v, slots)
+    before[0, 3] = k[3]
+    assert torch.equal(k_cache, before)
+    with pytest.raises(ValueError, match="slot_mapping named a slot outside the cache, whose row was not written"):
+        sinkattn.check_errors()
+
+
 def test_appending_past_2_31_elements() -> None:
     pages = 2**31 // (64 * 8 * 64) + 10
     cache = torch.zeros(pages, 64, 8, 64, device="cuda", dtype=torch.bfloat16)

@@ -27,6 +27,7 @@ from arguments import (
     packed,
     partials,
     put_at,
+    slots_args,
     varlen_cache_args,
 )
 from torch import Tensor
@@ -51,6 +52,7 @@ OPCHECKS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "decode-varlen": ("flash_decode_varlen", varlen_cache_args),
     "decode-varlen-raw": ("flash_decode_varlen_raw", lambda: put_at(varlen_cache_args(), 3, lambda _: None)),
     "append": ("append_kv", append_args),
+    "append-slots": ("append_kv_slots", slots_args),
     "append-paged": ("append_kv", lambda: append_args(paged=True)),
     "merge": ("merge_attn_states", partials),
     "apply-sink": ("apply_sink", lambda: (*partials()[:2], torch.randn(4, dtype=torch.float64, requires_grad=True))),

@@ -425,6 +425,20 @@ MUTATIONS = [
         C_SUITE + "lengths and pages that change during an append",
     ),
     Mutation(
+        "slots looked at once",
+        "csrc/cpu/cpu_append.c",
+        "if (slot < 0 || slot >= sa_num_slots(problem)) continue;",
+        "if (slot < 0) continue;",
+        C_SUITE + "slots that change during an append",
+    ),
+    Mutation(
+        "packed rows read another sequence's pages",
+        TILE,
+        "sa_cache_offset(stream->cache, tensor, stream->b, j, stream->kv_head)",
+        "sa_cache_offset(stream->cache, tensor, at->batch, j, stream->kv_head)",
+        C_SUITE + "packed over pages is dense, bit for bit",
+    ),
+    Mutation(
         "lanes past the last row reach dk",
         TILE,
         "(!lanes_meet || rows->n == rows->lanes)",

@@ -34,6 +34,7 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args);
 /* validate_lengths.c: lengths in host memory, for the CPU backend, before it starts. */
 sinkattn_status sa_validate_cu_seqlens(const sinkattn_fwd_args *args);
 sinkattn_status sa_validate_cache(const sinkattn_decode_args *args);
+sinkattn_status sa_validate_slots(const sinkattn_append_args *args);
 sinkattn_status sa_validate_room(const sinkattn_append_args *args);
 
 /* plan.c: that a plan was made for this problem, and runs on this machine. */

@@ -84,6 +84,14 @@ SA_HD sa_range sa_new_slots(const sinkattn_append_args *args, int64_t b) {
     return slots;
 }
 
+/* Of a paged cache, numbered through; where one lies, of those there are. */
+SA_HD int64_t sa_num_slots(const sinkattn_problem *problem) { return problem->num_pages * problem->page_size; }
+
+SA_HD int64_t sa_slot_offset(const sinkattn_problem *problem, const sinkattn_tensor *cache, int64_t slot, int64_t head) {
+    const int64_t page = slot / problem->page_size;
+    return sa_offset(cache, page, slot - page * problem->page_size, head);
+}
+
 /* Pages of both tiers have one numbering, and offsets of both count from the cache: those of the host's pages by so many elements more.
  * Addresses are multiples of 16 bytes, so that an offset is never -1. */
 SA_HD int64_t sa_tier_gap(const sinkattn_tensor *cache, const sinkattn_tensor *host, int64_t num_pages, int64_t element_bytes) {

@@ -386,6 +386,26 @@ sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     return check_range(p);
 }
 
+static sinkattn_status check_slots_null(const sinkattn_append_args *args) {
+    const sinkattn_problem *p = &args->cache.fwd.problem;
+    const char *const rule = "with slot_mapping";
+    if (p->q_len > 0 && !args->slot_mapping) return null_error("slot_mapping", "when packed is true");
+    if (args->cache.cache_seqlens) return surplus_error("cache.cache_seqlens", rule);
+    if (args->cache_seqlens) return surplus_error("cache_seqlens", rule);
+    if (args->cache.block_table) return surplus_error("cache.block_table", rule);
+    return check_at_least("page_size", p->page_size, 1);
+}
+
+static sinkattn_status check_append_null(const sinkattn_append_args *args) {
+    const sinkattn_decode_args *cache = &args->cache;
+    const sinkattn_problem *p = &cache->fwd.problem;
+    if (p->packed) return check_slots_null(args);
+    if (args->slot_mapping) return surplus_error("slot_mapping", "unless packed is true");
+    if (p->batch != 0 && !cache->cache_seqlens) return null_error("cache.cache_seqlens", "to say where new keys go");
+    if (p->batch != 0 && !args->cache_seqlens) return null_error("cache_seqlens", "for the keys in use afterwards");
+    return check_table_null(cache);
+}
+
 sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     if (!args) return null_error("args", "always");
     const sinkattn_decode_args *cache = &args->cache;
@@ -393,25 +413,25 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     sa_checked all = {.problem = p};
     add_rows_of_k(&all, "k_cache", &cache->fwd.k, true);
     add_rows_of_k(&all, "v_cache", &cache->fwd.v, true);
-    all.tensors[all.num_tensors++] = (sa_checked_tensor){"k", &args->k, p->batch, p->q_len, p->num_kv_heads, false};
-    all.tensors[all.num_tensors++] = (sa_checked_tensor){"v", &args->v, p->batch, p->q_len, p->num_kv_heads, false};
+    const int64_t batch = p->packed ? 1 : p->batch;
+    all.tensors[all.num_tensors++] = (sa_checked_tensor){"k", &args->k, batch, p->q_len, p->num_kv_heads, false};
+    all.tensors[all.num_tensors++] = (sa_checked_tensor){"v", &args->v, batch, p->q_len, p->num_kv_heads, false};
     SA_TRY(check_tensors_null(&all));
-    if (p->batch != 0 && !cache->cache_seqlens) return null_error("cache.cache_seqlens", "to say where new keys go");
-    if (p->batch != 0 && !args->cache_seqlens) return null_error("cache_seqlens", "for the keys in use afterwards");
-    SA_TRY(check_table_null(cache));
+    SA_TRY(check_append_null(args));
     if (cache->host.num_pages != 0)
         return sa_status(SINKATTN_INVALID, "cache.host.num_pages is %" PRId64 "; it must be 0: new keys go to pages of the cache",
                          cache->host.num_pages);
     SA_TRY(check_op(p, SINKATTN_DECODE));
-    if (p->packed) return sa_status(SINKATTN_INVALID, "packed is true; it must be false for an append");
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));
     add_array(&all, "cache.cache_seqlens", cache->cache_seqlens, p->batch * (int64_t)sizeof(int32_t), false);
     add_array(&all, "cache_seqlens", args->cache_seqlens, p->batch * (int64_t)sizeof(int32_t), true);
+    add_array(&all, "slot_mapping", args->slot_mapping, p->q_len * (int64_t)sizeof(int64_t), false);
     SA_TRY(sa_check_layout(&all));
     SA_TRY(check_block_table(cache));
     SA_TRY(sa_check_aligned("cache.cache_seqlens", cache->cache_seqlens, sizeof(int32_t)));
     SA_TRY(sa_check_aligned("cache_seqlens", args->cache_seqlens, sizeof(int32_t)));
     SA_TRY(sa_check_aligned("block_table", cache->block_table, sizeof(int32_t)));
+    SA_TRY(sa_check_aligned("slot_mapping", args->slot_mapping, sizeof(int64_t)));
     return check_range(p);
 }

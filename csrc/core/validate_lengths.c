@@ -61,6 +61,19 @@ sinkattn_status sa_validate_cache(const sinkattn_decode_args *args) {
     return sa_ok();
 }
 
+sinkattn_status sa_validate_slots(const sinkattn_append_args *args) {
+    const sinkattn_problem *p = &args->cache.fwd.problem;
+    for (int64_t i = 0; i < p->q_len; i++) {
+        const int64_t slot = SA_READ_ONCE(args->slot_mapping[i]);
+        if (slot >= sa_num_slots(p))
+            return sa_status(SINKATTN_INVALID,
+                             "slot_mapping[%" PRId64 "] is %" PRId64 "; it must be from 0 to %" PRId64
+                             ", a slot of the cache, or negative to skip the row",
+                             i, slot, sa_num_slots(p) - 1);
+    }
+    return sa_ok();
+}
+
 sinkattn_status sa_validate_room(const sinkattn_append_args *args) {
     const sinkattn_problem *p = &args->cache.fwd.problem;
     for (int64_t b = 0; b < p->batch; b++) {

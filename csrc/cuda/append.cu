@@ -2,7 +2,8 @@
 //
 // Copies new keys and values behind those in use: a block a new row of a sequence, 16 bytes of K and of V a thread. Lengths and pages are
 // read on the device, so that a captured graph serves all of them. Rows past the capacity or in unmapped pages are left out and reported in
-// the error word. Two sequences that write one slot leave a mixture of both.
+// the error word. Two sequences that write one slot leave a mixture of both. Packed rows go to slots by number instead, by a kernel of
+// their own.
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/sm80.cuh"
@@ -57,22 +58,46 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
     *chunk_at<uint4>(cache.fwd.v, sa_cache_offset(&cache, &cache.fwd.v, b, slot, head), bytes, chunk) = v;
 }
 
+__global__ __launch_bounds__(kThreads) void append_slots_kernel(const __grid_constant__ Params params) {
+    const sinkattn_append_args &args = params.args;
+    const sinkattn_fwd_args &cache = args.cache.fwd;
+    const sinkattn_problem &problem = cache.problem;
+    const uint32_t row = blockIdx.x, x = blockIdx.y * kThreads + threadIdx.x, head = x / params.chunks_a_head;
+    const uint32_t chunk = x - head * params.chunks_a_head;
+    const int64_t bytes = sa_dtype_bytes(problem.dtype);
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const int64_t slot = args.slot_mapping[row];
+    if (slot < 0 || x >= params.num_chunks) return;
+    if (slot >= sa_num_slots(&problem)) {
+        if (x == 0) atomicOr(params.error_word, kBadSlotMapping);
+        return;
+    }
+    *chunk_at<uint4>(cache.k, sa_slot_offset(&problem, &cache.k, slot, head), bytes, chunk) =
+        *chunk_at<const uint4>(args.k, sa_offset(&args.k, 0, row, head), bytes, chunk);
+    *chunk_at<uint4>(cache.v, sa_slot_offset(&problem, &cache.v, slot, head), bytes, chunk) =
+        *chunk_at<const uint4>(args.v, sa_offset(&args.v, 0, row, head), bytes, chunk);
+}
+
 } // namespace
 } // namespace sa
 
 extern "C" sinkattn_status sa_append_cuda(const sinkattn_append_args *args, const sinkattn_context *context) {
     const sinkattn_problem &problem = args->cache.fwd.problem;
-    if (problem.batch == 0) return sa_ok();
+    const int64_t batch = problem.packed ? 1 : problem.batch;
+    if (batch == 0 || (problem.packed && problem.q_len == 0)) return sa_ok();
     const int64_t chunks_a_head = problem.head_dim * sa_dtype_bytes(problem.dtype) / sa::kChunkBytes;
     const int64_t rows = sa_max(1, problem.q_len), num_chunks = problem.num_kv_heads * chunks_a_head;
     const int64_t layers = sa_ceil_div(num_chunks, sa::kThreads);
-    if (rows > INT32_MAX || problem.batch > INT32_MAX / rows || layers > UINT16_MAX)
+    if (rows > INT32_MAX || batch > INT32_MAX / rows || layers > UINT16_MAX)
         return sa_status(SINKATTN_UNSUPPORTED,
                          "batch * q_len is %lld * %lld, num_kv_heads %lld; a CUDA append takes less than 2^31 rows of at most 2^27 bytes",
-                         static_cast<long long>(problem.batch), static_cast<long long>(rows), static_cast<long long>(problem.num_kv_heads));
+                         static_cast<long long>(batch), static_cast<long long>(rows), static_cast<long long>(problem.num_kv_heads));
     sa::Params params = {*args, static_cast<uint32_t>(rows), static_cast<uint32_t>(chunks_a_head), static_cast<uint32_t>(num_chunks),
                          nullptr};
     SA_TRY(sa_cuda_error_word(&params.error_word));
-    const dim3 grid(static_cast<unsigned>(problem.batch * rows), static_cast<unsigned>(layers));
+    const dim3 grid(static_cast<unsigned>(batch * rows), static_cast<unsigned>(layers));
+    if (problem.packed)
+        return sa::launch_overlapping<sa::append_slots_kernel>("sa_append_cuda", grid, sa::kThreads, 0, context->stream, params);
     return sa::launch_overlapping<sa::append_kernel>("sa_append_cuda", grid, sa::kThreads, 0, context->stream, params);
 }

@@ -189,12 +189,15 @@ typedef struct sinkattn_decode_args {
     sinkattn_nvfp4 nvfp4;
 } sinkattn_decode_args;
 
-/* New keys and values of each sequence, for a cache that a decode reads. */
+/* New keys and values, for a cache that a decode reads: behind the keys in use of each sequence or, packed, wherever slot_mapping says. */
 typedef struct sinkattn_append_args {
     sinkattn_decode_args cache; /* fwd.k and fwd.v are written, q_len rows a sequence, behind the cache_seqlens (not NULL) keys in use; of
                                    fwd the problem and these two are looked at */
     sinkattn_tensor k, v;       /* [batch, q_len, num_kv_heads, head_dim], read */
     int32_t *cache_seqlens;     /* [batch] keys in use afterwards, written; not where they are read from */
+    const int64_t
+        *slot_mapping; /* packed: [q_len], row i of k and v goes to row slot % page_size of page slot / page_size; negative: nowhere.
+                          k and v are [q_len, ..], all other lengths and pages NULL; a contiguous cache is pages of its rows */
 } sinkattn_append_args;
 
 /* ---- run ---------------------------------------------------------------------------------------------------------------------- */

@@ -9,26 +9,29 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "convert.h"
 
 namespace sinkattn {
 namespace {
 
+// Of new rows [batch, new, ..], or packed [total, ..], whose pages slots are of.
 sinkattn_problem problem_of(const at::Tensor &k_cache, const at::Tensor &k, const at::Tensor &table) {
     sinkattn_problem problem{};
     problem.op = SINKATTN_DECODE;
     problem.dtype = dtype_of(k_cache, "k_cache");
-    problem.batch = k.size(0);
-    problem.q_len = k.size(1);
+    problem.packed = k.dim() == 3;
+    problem.batch = problem.packed ? 1 : k.size(0);
+    problem.q_len = k.size(-3);
     problem.num_q_heads = problem.num_kv_heads = k_cache.size(2);
     problem.head_dim = k_cache.size(3);
     problem.k_len = k_cache.size(1);
-    if (table.defined()) {
+    if (table.defined() || problem.packed) {
         problem.num_pages = k_cache.size(0);
         problem.page_size = k_cache.size(1);
-        problem.k_len *= table.size(1);
     }
+    if (table.defined()) problem.k_len *= table.size(1);
     return problem;
 }
 
@@ -98,48 +101,81 @@ void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const a
                               ", which is written while it is read; give a clone of it");
 }
 
-// A cache whose rows C does not take is copied there and back.
-at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
-                     const Maybe &block_table) {
-    check_append_ranks(k_cache, v_cache, k, v);
+void check_rows(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
     dtype_of(k_cache, "k_cache");
     check_like(v_cache, "v_cache", k_cache, k_cache.scalar_type(), "k_cache");
     check_pair(k_cache, "k_cache", v_cache, "v_cache");
     check_pair(k, "k", v, "v");
     for (const auto &[tensor, name] : {std::pair(&k, "k"), std::pair(&v, "v")}) {
         check_like(*tensor, name, k_cache, k_cache.scalar_type(), "k_cache");
-        check_shape(*tensor, name, {k.size(0), k.size(1), k_cache.size(2), k_cache.size(3)});
+        std::vector<int64_t> shape = k.sizes().vec();
+        std::copy(k_cache.sizes().end() - 2, k_cache.sizes().end(), shape.end() - 2);
+        check_shape(*tensor, name, shape);
     }
-    TORCH_CHECK_VALUE(block_table || k_cache.size(0) == k.size(0), "sinkattn: k_cache has batch ", k_cache.size(0), ", k has ", k.size(0));
     check_overlap(k_cache, v_cache, k, v);
-    const at::Tensor before = indices(cache_seqlens, "cache_seqlens", {k.size(0)}, k_cache, "k_cache");
-    const at::Tensor table = block_table ? block_table_of(*block_table, k.size(0), k_cache, "k_cache") : at::Tensor();
+}
+
+// Runs on the cache; one whose rows C does not take is copied there and back.
+void run_on(sinkattn_append_args &args, at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
     const at::Tensor read_k = readable(k), read_v = readable(v);
     at::Tensor written_k = readable(k_cache), written_v = readable(v_cache);
+    args.cache.fwd.k = written_rows_of(written_k);
+    args.cache.fwd.v = written_rows_of(written_v);
+    args.k = rows_of(read_k);
+    args.v = rows_of(read_v);
+    run(args, k_cache);
+    if (!written_k.is_same(k_cache)) k_cache.copy_(written_k);
+    if (!written_v.is_same(v_cache)) v_cache.copy_(written_v);
+}
+
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+                     const Maybe &block_table) {
+    check_append_ranks(k_cache, v_cache, k, v);
+    check_rows(k_cache, v_cache, k, v);
+    TORCH_CHECK_VALUE(block_table || k_cache.size(0) == k.size(0), "sinkattn: k_cache has batch ", k_cache.size(0), ", k has ", k.size(0));
+    const at::Tensor before = indices(cache_seqlens, "cache_seqlens", {k.size(0)}, k_cache, "k_cache");
+    const at::Tensor table = block_table ? block_table_of(*block_table, k.size(0), k_cache, "k_cache") : at::Tensor();
     at::Tensor after = at::empty(before.sizes(), before.options());
 
     sinkattn_append_args args{};
     args.cache.fwd.problem = problem_of(k_cache, k, table);
-    args.cache.fwd.k = written_rows_of(written_k);
-    args.cache.fwd.v = written_rows_of(written_v);
     args.cache.cache_seqlens = before.const_data_ptr<int32_t>();
     if (table.defined()) {
         args.cache.block_table = table.const_data_ptr<int32_t>();
         args.cache.block_table_stride = table.stride(0);
     }
-    args.k = rows_of(read_k);
-    args.v = rows_of(read_v);
     args.cache_seqlens = after.mutable_data_ptr<int32_t>();
-    run(args, k_cache);
-    if (!written_k.is_same(k_cache)) k_cache.copy_(written_k);
-    if (!written_v.is_same(v_cache)) v_cache.copy_(written_v);
+    run_on(args, k_cache, v_cache, k, v);
     return after;
+}
+
+// Engines pad k and v, and have a slot for each row that counts.
+void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping) {
+    check_slot_ranks(k_cache, v_cache, k, v, slot_mapping);
+    check_rows(k_cache, v_cache, k, v);
+    TORCH_CHECK_VALUE(slot_mapping.scalar_type() == at::kLong || slot_mapping.scalar_type() == at::kInt, "sinkattn: slot_mapping is ",
+                      slot_mapping.scalar_type(), ", it must be Long or Int (torch.int64, torch.int32)");
+    TORCH_CHECK_VALUE(slot_mapping.size(0) <= k.size(0), "sinkattn: slot_mapping has ", slot_mapping.size(0), " slots, k has ", k.size(0),
+                      " rows; there must be a row for each slot");
+    if (k_cache.numel() == 0 && slot_mapping.size(0) == 0) return;
+    const at::Tensor slots = slot_mapping.to(at::kLong).contiguous();
+    const at::Tensor rows_k = k.narrow(0, 0, slots.size(0)), rows_v = v.narrow(0, 0, slots.size(0));
+    sinkattn_append_args args{};
+    args.cache.fwd.problem = problem_of(k_cache, rows_k, {});
+    args.slot_mapping = slots.const_data_ptr<int64_t>();
+    run_on(args, k_cache, v_cache, rows_k, rows_v);
 }
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(sinkattn, CPU, m) { m.impl("append_kv", append_kv); }
+TORCH_LIBRARY_IMPL(sinkattn, CPU, m) {
+    m.impl("append_kv", append_kv);
+    m.impl("append_kv_slots", append_kv_slots);
+}
 
-TORCH_LIBRARY_IMPL(sinkattn, CUDA, m) { m.impl("append_kv", append_kv); }
+TORCH_LIBRARY_IMPL(sinkattn, CUDA, m) {
+    m.impl("append_kv", append_kv);
+    m.impl("append_kv_slots", append_kv_slots);
+}
 
 } // namespace sinkattn

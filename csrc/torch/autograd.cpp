@@ -229,13 +229,17 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     for (const at::Tensor *written : {&out, &lse, &scratch}) torch::autograd::impl::bump_version(*written);
 }
 
-at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
-                     const Maybe &block_table) {
+void check_appends(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !wants_grad(k_cache, v_cache, k, v),
         "sinkattn: keys and values in a cache have no gradients; append under torch.no_grad(), or what is detached");
     check_writable(k_cache, "k_cache");
     check_writable(v_cache, "v_cache");
+}
+
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+                     const Maybe &block_table) {
+    check_appends(k_cache, v_cache, k, v);
     static const auto op = find<decltype(append_kv)>("sinkattn::append_kv");
     at::Tensor after;
     {
@@ -244,6 +248,16 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     }
     for (const at::Tensor *written : {&k_cache, &v_cache}) torch::autograd::impl::bump_version(*written);
     return after;
+}
+
+void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping) {
+    check_appends(k_cache, v_cache, k, v);
+    static const auto op = find<decltype(append_kv_slots)>("sinkattn::append_kv_slots");
+    {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        op.call(k_cache, v_cache, k, v, slot_mapping);
+    }
+    for (const at::Tensor *written : {&k_cache, &v_cache}) torch::autograd::impl::bump_version(*written);
 }
 
 } // namespace
@@ -259,6 +273,7 @@ TORCH_LIBRARY_IMPL(sinkattn, Autograd, m) {
     m.impl("flash_decode_varlen", Differentiable<FlashDecodeVarlen<Tensors2>>::kernel);
     m.impl("flash_decode_varlen_raw", Differentiable<FlashDecodeVarlen<Tensors3>>::kernel);
     m.impl("append_kv", append_kv);
+    m.impl("append_kv_slots", append_kv_slots);
 }
 
 } // namespace sinkattn

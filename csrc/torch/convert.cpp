@@ -88,6 +88,19 @@ void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, co
     check_rank(v, "v", k_cache, false, "k_cache");
 }
 
+void check_slot_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v,
+                      const at::Tensor &slot_mapping) {
+    check_rank(k_cache, "k_cache", k_cache, false, "k_cache");
+    check_rank(v_cache, "v_cache", k_cache, false, "k_cache");
+    for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(&v, "v")}) {
+        TORCH_CHECK_VALUE(rows->dim() == 3, "sinkattn: ", name, " has ", rows->dim(),
+                          " dimensions, it must be [total, num_kv_heads, head_dim], a row for each slot");
+        check_device(*rows, name, k_cache, "k_cache");
+    }
+    TORCH_CHECK_VALUE(slot_mapping.dim() == 1, "sinkattn: slot_mapping has ", slot_mapping.dim(), " dimensions, it must be [total]");
+    check_device(slot_mapping, "slot_mapping", k_cache, "k_cache");
+}
+
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name) {
     check_device(tensor, name, q, q_name);
     TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "sinkattn: ", name, " is ", tensor.scalar_type(), ", it must be ", dtype,

@@ -141,6 +141,10 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     return empty_contiguous(cache_seqlens);
 }
 
+void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping) {
+    check_slot_ranks(k_cache, v_cache, k, v, slot_mapping);
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(sinkattn, Meta, m) {
@@ -154,6 +158,7 @@ TORCH_LIBRARY_IMPL(sinkattn, Meta, m) {
     m.impl("flash_decode_varlen", flash_decode_varlen);
     m.impl("flash_decode_varlen_raw", flash_decode_varlen_raw);
     m.impl("append_kv", append_kv);
+    m.impl("append_kv_slots", append_kv_slots);
 }
 
 } // namespace sinkattn

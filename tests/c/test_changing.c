@@ -164,8 +164,42 @@ static void test_append(void) {
     }
 }
 
+/* Slots that lie in the cache, by an argument that validation refuses: the first row's write changes the second's. */
+static void test_append_to_slots(void) {
+    enum { SLOTS = 8, DIM = 8, BEFORE = 64, CACHE = SLOTS * DIM };
+    const int64_t written[] = {-1, SLOTS, 5, INT64_MIN, INT64_MAX};
+    for (size_t i = 0; i < sizeof written / sizeof *written; i++) {
+        _Alignas(16) float memory[2][BEFORE + CACHE + BEFORE], rows[2 * DIM];
+        memset(memory, 0, sizeof memory);
+        for (int x = 0; x < DIM; x++) memcpy(rows + 2 * x, &written[i], sizeof written[i]);
+        int64_t *slots = (int64_t *)(void *)(memory[0] + BEFORE); /* {0, 0}: the first row goes where the slots are */
+        const sinkattn_tensor from = {rows, 0, DIM, DIM};
+        const sinkattn_append_args args = {.cache.fwd = {.problem = {.op = SINKATTN_DECODE,
+                                                                     .dtype = SINKATTN_FP32,
+                                                                     .packed = true,
+                                                                     .num_q_heads = 1,
+                                                                     .num_kv_heads = 1,
+                                                                     .head_dim = DIM,
+                                                                     .q_len = 2,
+                                                                     .page_size = 2,
+                                                                     .num_pages = SLOTS / 2},
+                                                         .k = {memory[0] + BEFORE, 2 * DIM, DIM, DIM},
+                                                         .v = {memory[1] + BEFORE, 2 * DIM, DIM, DIM}},
+                                           .k = from,
+                                           .v = from,
+                                           .slot_mapping = slots};
+        const sinkattn_status status = sa_append_cpu(&args);
+        CHECK(status.code == SINKATTN_OK, "%s", status.message);
+        for (int t = 0; t < 2; t++)
+            for (int x = 0; x < BEFORE; x++)
+                CHECK(memory[t][x] == 0.0f && memory[t][BEFORE + CACHE + x] == 0.0f, "slot %" PRId64 ", array %d: outside the cache",
+                      written[i], t);
+    }
+}
+
 const test changing_tests[] = {{"cu_seqlens that change during a call", test_packed},
                                {"cache_seqlens and pages that change during a call", test_decode},
                                {"lengths and pages of packed rows that change during a call", test_packed_decode},
                                {"lengths and pages that change during an append", test_append},
+                               {"slots that change during an append", test_append_to_slots},
                                {0}};

@@ -200,97 +200,6 @@ static void test_layout_clamps_hostile_lengths(void) {
     }
 }
 
-enum { APPEND_BATCH = 2, APPEND_NEW = 2, APPEND_HEADS = 2, APPEND_DIM = 8, APPEND_PAGE = 4, APPEND_PAGES = 6, APPEND_CAPACITY = 8 };
-
-/* Rows of the cache that were written, or -1 where the call was refused and left everything as it was. */
-static int count_appended(const int32_t *used, const int32_t *block_table, sinkattn_status *status) {
-    enum { ROW = APPEND_HEADS * APPEND_DIM, NUM_ROWS = APPEND_PAGES * APPEND_PAGE };
-    static float k_cache[NUM_ROWS][ROW], v_cache[NUM_ROWS][ROW], k[APPEND_BATCH * APPEND_NEW][ROW], v[APPEND_BATCH * APPEND_NEW][ROW];
-    const sinkattn_problem problem = {.op = SINKATTN_DECODE,
-                                      .dtype = SINKATTN_FP32,
-                                      .batch = APPEND_BATCH,
-                                      .num_q_heads = APPEND_HEADS,
-                                      .num_kv_heads = APPEND_HEADS,
-                                      .head_dim = APPEND_DIM,
-                                      .q_len = APPEND_NEW,
-                                      .k_len = APPEND_CAPACITY,
-                                      .page_size = APPEND_PAGE,
-                                      .num_pages = APPEND_PAGES};
-    const sinkattn_tensor pages = {.batch_stride = APPEND_PAGE * ROW, .row_stride = ROW, .head_stride = APPEND_DIM};
-    const sinkattn_tensor rows = {.batch_stride = APPEND_NEW * ROW, .row_stride = ROW, .head_stride = APPEND_DIM};
-    int32_t after[APPEND_BATCH] = {-7, -7};
-    sinkattn_append_args args = {
-        .cache = {.fwd = {.problem = problem, .k = pages, .v = pages}, .cache_seqlens = used, .block_table = block_table},
-        .k = rows,
-        .v = rows,
-        .cache_seqlens = after};
-    args.cache.block_table_stride = APPEND_CAPACITY / APPEND_PAGE;
-    args.cache.fwd.k.data = k_cache, args.cache.fwd.v.data = v_cache, args.k.data = k, args.v.data = v;
-    for (int r = 0; r < NUM_ROWS; r++)
-        for (int x = 0; x < ROW; x++) k_cache[r][x] = v_cache[r][x] = -1.0f;
-    for (int r = 0; r < APPEND_BATCH * APPEND_NEW; r++)
-        for (int x = 0; x < ROW; x++) k[r][x] = (float)(r * ROW + x), v[r][x] = (float)(1000 + r * ROW + x);
-    *status = sinkattn_append(&args, SINKATTN_CPU, &(sinkattn_context){0});
-    int written = 0;
-    for (int r = 0; r < NUM_ROWS; r++) written += memcmp(k_cache[r], v_cache[r], sizeof k_cache[r]) != 0;
-    if (status->code != SINKATTN_OK) return written || after[0] != -7 || after[1] != -7 ? written : -1;
-    for (int b = 0; b < APPEND_BATCH; b++)
-        for (int i = 0; i < APPEND_NEW; i++) {
-            const int slot = used[b] + i, row = block_table[b * 2 + slot / APPEND_PAGE] * APPEND_PAGE + slot % APPEND_PAGE;
-            const int from = b * APPEND_NEW + i;
-            CHECK(!memcmp(k_cache[row], k[from], sizeof k[0]) && !memcmp(v_cache[row], v[from], sizeof v[0]), "row %d of %d", i, b);
-        }
-    CHECK(after[0] == used[0] + APPEND_NEW && after[1] == used[1] + APPEND_NEW, "%d and %d in use", after[0], after[1]);
-    return written;
-}
-
-/* All that is wrong is refused before anything is written. */
-static void test_append(void) {
-    const struct {
-        int32_t used[APPEND_BATCH], block_table[4];
-        const char *fragment;
-    } table[] = {{{0, 6}, {3, -1, 5, 0}, NULL},
-                 {{3, 0}, {3, 1, 4, INT32_MAX}, NULL},
-                 {{0, 7}, {3, 1, 5, 0}, "cache_seqlens[1] is 7; it must be at least 0 and leave room for 2 new keys"},
-                 {{-1, 0}, {3, 1, 5, 0}, "cache_seqlens[0] is -1"},
-                 {{INT32_MAX, 0}, {3, 1, 5, 0}, "in a cache that holds 8"},
-                 {{0, INT32_MIN}, {3, 1, 5, 0}, "cache_seqlens[1] is -2147483648"},
-                 {{0, 3}, {3, -1, 5, 6}, "block_table[1][1] is 6; it must be a page from 0 to 5"},
-                 {{4, 3}, {3, -1, 5, 0}, "block_table[0][1] is -1"}};
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
-        sinkattn_status status;
-        const int written = count_appended(table[i].used, table[i].block_table, &status);
-        if (!table[i].fragment)
-            CHECK(written == APPEND_BATCH * APPEND_NEW, "call %zu wrote %d rows: %s", i, written, status.message);
-        else
-            CHECK(written == -1 && strstr(status.message, table[i].fragment), "call %zu wrote %d rows: %s", i, written, status.message);
-    }
-    static _Alignas(16) float rows[4][8];
-    int32_t lengths[1] = {0};
-    sinkattn_append_args shared = {.cache = {.fwd = {.k = {rows[0], 8, 8, 8}, .v = {rows[1], 8, 8, 8}}, .cache_seqlens = lengths},
-                                   .k = {rows[2], 8, 8, 8},
-                                   .v = {rows[3], 8, 8, 8},
-                                   .cache_seqlens = lengths};
-    shared.cache.fwd.problem = (sinkattn_problem){.op = SINKATTN_DECODE,
-                                                  .dtype = SINKATTN_FP32,
-                                                  .batch = 1,
-                                                  .num_q_heads = 1,
-                                                  .num_kv_heads = 1,
-                                                  .head_dim = 8,
-                                                  .q_len = 1,
-                                                  .k_len = 1};
-    const sinkattn_status refused = sinkattn_append(&shared, SINKATTN_CPU, &(sinkattn_context){0});
-    CHECK(refused.code == SINKATTN_INVALID && strstr(refused.message, "cache.cache_seqlens and cache_seqlens overlap"), "%s",
-          refused.message);
-    const sinkattn_append_args nothing = {
-        .cache.fwd.problem = {.op = SINKATTN_DECODE, .dtype = SINKATTN_BF16, .num_q_heads = 1, .num_kv_heads = 1, .head_dim = 8}};
-    const sinkattn_context context = {0};
-    CHECK(sinkattn_append(&nothing, SINKATTN_CPU, &context).code == SINKATTN_OK, "no sequences");
-    CHECK(sinkattn_append(NULL, SINKATTN_CPU, &context).code == SINKATTN_INVALID, "no arguments");
-    CHECK(sinkattn_append(&nothing, SINKATTN_CPU, NULL).code == SINKATTN_INVALID, "no context");
-    CHECK(sinkattn_append(&nothing, (sinkattn_backend)5, &context).code == SINKATTN_INVALID, "no such backend");
-}
-
 static void test_offsets_are_int64(void) {
     const sinkattn_tensor huge = {.batch_stride = INT64_C(1) << 40, .row_stride = INT64_C(1) << 33, .head_stride = 64};
     CHECK(sa_offset(&huge, 3, 5, 7) == 3 * (INT64_C(1) << 40) + 5 * (INT64_C(1) << 33) + 448, "offsets past 2^31 elements");
@@ -476,7 +385,6 @@ static void test_softmax_identities(void) {
 const test core_tests[] = {{"mask over all small sizes", test_mask_over_all_small_sizes},
                            {"mask of extreme windows", test_mask_of_extreme_windows},
                            {"layout clamps hostile lengths", test_layout_clamps_hostile_lengths},
-                           {"keys that are appended", test_append},
                            {"offsets are int64", test_offsets_are_int64},
                            {"split covers every tile once", test_split_covers_every_tile_once},
                            {"division by a known size", test_division_by_a_known_size},

@@ -114,8 +114,9 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
         errors & sa::kBadCacheSeqlens ? "cache_seqlens was negative or above the capacity, new keys included; " : "";
     const char *block_table =
         errors & sa::kBadBlockTable ? "block_table named a page outside the cache, whose keys were read as 0 and not written; " : "";
-    return sa_status(SINKATTN_INVALID, "CUDA device %d: %s%s%sthe call clamped them, so its results are not what was meant", (int)ordinal,
-                     cu_seqlens, cache_seqlens, block_table);
+    const char *slots = errors & sa::kBadSlotMapping ? "slot_mapping named a slot outside the cache, whose row was not written; " : "";
+    return sa_status(SINKATTN_INVALID, "CUDA device %d: %s%s%s%sthe call clamped them, so its results are not what was meant", (int)ordinal,
+                     cu_seqlens, cache_seqlens, block_table, slots);
 }
 
 extern "C" int64_t sa_cuda_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {

@@ -105,7 +105,7 @@ __device__ __forceinline__ int64_t stat_index(const Work &work, const sinkattn_p
 }
 
 // Bits of a device's error word.
-enum : unsigned { kBadCuSeqlens = 1, kBadCacheSeqlens = 2, kBadBlockTable = 4 };
+enum : unsigned { kBadCuSeqlens = 1, kBadCacheSeqlens = 2, kBadBlockTable = 4, kBadSlotMapping = 8 };
 
 // Called by one block. Offsets start at 0, do not decrease, end inside the tensor; *error_word is sticky.
 __device__ __forceinline__ void check_cu_seqlens(const int32_t *cu_seqlens, int64_t batch, int64_t total, unsigned *error_word) {
