@@ -6,7 +6,8 @@ random weights and sinks from N(0, 1.5); the text is the language reference that
 
     trainer            all sequences packed into one row, with gradients; eager attention gets them as a batch
     chunks             a cache, the sequences in uneven chunks
-    decode             a cache, the prompt at once and then token by token, all sequences in one batch
+    decode             a cache, the prompt at once and then token by token, all sequences in one batch, after
+                       register(invariant=True)
     decode, invariant  the same through flash_attn_with_kvcache(invariant=True)
     decode, split      the same with invariant=False, which splits the keys of a sequence by load
 
@@ -152,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
 
-    sinkattn.hf.register()
+    sinkattn.hf.register(invariant=True)
     for name, invariant in DECODERS.items():
         AttentionInterface.register(name, decode_by(invariant))
         AttentionMaskInterface.register(name, sinkattn.hf.attention_mask)

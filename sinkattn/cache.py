@@ -8,10 +8,12 @@
     cache = sinkattn.cache.StreamingCache(model, window=1024)
     model.generate(input_ids, past_key_values=cache, max_new_tokens=100_000)
 
-The cache does not grow: a layer that sees all tokens keeps the first num_sink_tokens and the last window
-of them, and a layer with a window of its own keeps that, as ever. What is kept counts as one run of text: the distance
-from a token to the first ones, by which rotary embeddings turn keys, is the one that it would be if the tokens between
-had never been there. dynamic and static caches of transformers need nothing from here.
+The cache does not grow: a layer that sees all tokens keeps the first num_sink_tokens and the last window of them, and a
+layer with a window of its own keeps that, as ever. What is kept counts as one run of text: the distance from a token to
+the first ones, by which rotary embeddings turn keys, is the one that it would be if the tokens between had never been
+there. Where the model's config has num_sink_tokens, layers with a window keep as many first keys as well, unturned: a
+forward without a cache sees them at their own distance too. dynamic and static caches of transformers need nothing from
+here.
 """
 
 from __future__ import annotations
@@ -71,9 +73,12 @@ class StreamingCache(Cache):
                 "sinkattn: each layer has a window of its own and none sees the first tokens; use a DynamicCache"
             )
         turn = _Turn(model.base_model, config)
+        kept = getattr(config, "num_sink_tokens", None) or 0  # by layers with a window of their own
         layers: list[Any] = [
             _StreamingLayer(window, num_sink_tokens, turn)
             if t == "full_attention"
+            else _SinkLayer(config.sliding_window, kept)
+            if kept
             else _SlidingLayer(sliding_window=config.sliding_window)
             for t in types
         ]
@@ -166,7 +171,7 @@ class _StreamingLayer(_Layer):  # type: ignore[no-untyped-call]
 
     is_sliding = False
 
-    def __init__(self, window: int, num_sink_tokens: int, turn: _Turn) -> None:
+    def __init__(self, window: int, num_sink_tokens: int, turn: _Turn | None = None) -> None:
         super().__init__()
         self.window, self.num_sink_tokens, self.turn = window, num_sink_tokens, turn
         self.cumulative_length = 0
@@ -178,7 +183,7 @@ class _StreamingLayer(_Layer):  # type: ignore[no-untyped-call]
         keys, values = (torch.cat(x, -2) for x in ((self.keys, key_states), (self.values, value_states)))
         self.cumulative_length += key_states.shape[-2]
         self.keys, self.values = self._kept(keys), self._kept(values)
-        if dropped:  # always from where the first keys once stood, so that no rounding adds up
+        if dropped and self.turn is not None:  # from where the first keys once stood, so that no rounding adds up
             first = keys[..., : self.num_sink_tokens, :]
             keys = torch.cat((self.turn(first, dropped), keys[..., self.num_sink_tokens :, :]), -2)
         return keys, values
@@ -201,3 +206,9 @@ class _StreamingLayer(_Layer):  # type: ignore[no-untyped-call]
     def crop(self, max_length: int) -> None:
         super().crop(max_length)
         self.cumulative_length = self.kept
+
+
+class _SinkLayer(_StreamingLayer):  # type: ignore[no-untyped-call]
+    """Of a layer with a window, that sees the first keys through it where they stand, at their own distance."""
+
+    is_sliding = True

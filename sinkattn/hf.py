@@ -15,11 +15,16 @@ Which rows of the input form a sequence is read, in this order, from
   nothing is cached before the input (k_len == q_len), a sequence starts wherever a token's position is not that of the
   token before it plus one.
 
-Rows in the padding get zeros. What cannot be computed as asked raises; nothing falls back to attention without sinks.
+A new token a sequence, or a few, behind cached keys are one flash_decode; all else, and what asks for gradients, is a
+prefill. Rows in the padding get zeros. What cannot be computed as asked raises; nothing falls back to attention without
+sinks.
+
+A model whose config has num_sink_tokens = n sees the first n keys of each sequence through the windows of its layers.
 """
 
 import sys
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +32,20 @@ from packaging.version import Version
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sinkattn.hf_decode import (
+    MAX_ROWS,
+    Keys,
+    behind_cache,
+    decode,
+    first_keys,
+    keys_beside_padding,
+    read_keys,
+    reads_host,
+    wants_gradients,
+)
 from sinkattn.hf_masks import (
+    COLUMNS,
+    LENGTHS,
     ONE_SEQUENCE,
     PADDING,
     SEQUENCES,
@@ -67,8 +85,11 @@ _PASSENGERS = {
 }
 
 
-def register() -> None:
+def register(*, invariant: bool = False) -> None:
     """Tell transformers of attn_implementation="sinkattn", its attention and its mask; a second call changes nothing.
+
+    invariant=True: cached steps have the bits of a prefill, whatever the batch, as in flash_attn_with_kvcache; on CUDA
+    they take longer. A later call may change that.
 
     Raises ImportError when transformers is too old.
     """
@@ -76,7 +97,7 @@ def register() -> None:
         raise ImportError(
             f"sinkattn: transformers is {transformers.__version__}; sinkattn.hf needs {MIN_TRANSFORMERS} or later"
         )
-    AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(NAME, partial(attention_forward, invariant=True) if invariant else attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
@@ -100,6 +121,7 @@ def attention_forward(
     max_length_k: int | None = None,
     output_attentions: bool | None = None,
     whole_sequence: bool = False,
+    invariant: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, called by transformers.
@@ -107,7 +129,8 @@ def attention_forward(
     query is [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]. attention_mask
     is None or bool [batch, kv_len] with kv_len <= k_len; keys past kv_len are the unused end of a static cache. s_aux
     is [num_q_heads]; sliding_window counts the row itself. whole_sequence is said by a caller that has traded heads for
-    the sequence's other parts. Returns out [batch, q_len, num_q_heads, head_dim], and None for the weights.
+    the sequence's other parts; invariant is register()'s. Returns out [batch, q_len, num_q_heads, head_dim], and None
+    for the weights.
 
     Raises ValueError for arguments at odds with each other, NotImplementedError for what is not computed.
     """
@@ -135,26 +158,41 @@ def attention_forward(
             k, v = k[:, :kv_len], v[:, :kv_len]
     left = -1 if window is None else window - 1
     options: dict[str, Any] = {"softmax_scale": scaling, "window_size": (left, 0 if causal else left), "s_aux": s_aux}
+    options["num_sink_tokens"] = _num_sink_tokens(module, window, attention_mask, k.shape[1] - q_len)
 
     found = None
+    keys = _read_keys_once(cast(Tensor, attention_mask)) if kind in (LENGTHS, COLUMNS) else None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None or kind not in (WHOLE, SEQUENCES):
             raise ValueError("sinkattn: cu_seq_lens_q and cu_seq_lens_k come together, and without an attention_mask")
         found = Sequences(cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32))
-    elif kind != WHOLE or (position_ids is not None and q_len > 1):
+    elif keys is None and (kind != WHOLE or (position_ids is not None and q_len > 1)):
         found = _find_once(attention_mask, position_ids, batch, q_len, k.shape[1], whole_sequence)
         max_length_q, max_length_k = q_len, k.shape[1]
 
+    few = q_len < k.shape[1] and q_len * query.shape[1] <= MAX_ROWS * key.shape[1] and causal and not whole_sequence
+    if found is None and few and not wants_gradients(q, k, v, s_aux):
+        return decode(q, k, v, keys, invariant=invariant, **options), None
+    if keys is not None:
+        found = behind_cache(keys, k.shape[1])
+        max_length_q, max_length_k = q_len, k.shape[1]
     if found is None:
         return cast(Tensor, flash_attn_func(q, k, v, **options)), None
+    return _prefill(q, k, v, found, max_length_q, max_length_k, **options), None
+
+
+def _prefill(
+    q: Tensor, k: Tensor, v: Tensor, found: Sequences, max_len_q: int | None, max_len_k: int | None, **options: Any
+) -> Tensor:
+    batch, q_len = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if found.tokens is not None:
         queries, keys = found.tokens
         q, k, v = q[queries], k[keys], v[keys]
-    out = cast(Tensor, flash_attn_varlen_func(q, k, v, *found[:2], max_length_q, max_length_k, **options))
+    out = cast(Tensor, flash_attn_varlen_func(q, k, v, *found[:2], max_len_q, max_len_k, **options))
     if found.tokens is not None:
         out = out.new_zeros(batch * q_len, *out.shape[1:]).index_copy(0, queries, out)
-    return out.view(batch, q_len, *out.shape[1:]), None
+    return out.view(batch, q_len, *out.shape[1:])
 
 
 def attention_mask(
@@ -192,19 +230,35 @@ def attention_mask(
     streaming = kv_offset < 0  # -1 and the tokens that a StreamingCache has dropped, see there
     if streaming:
         kv_offset = -1 - kv_offset
-    in_use = int(q_offset) + q_length - kv_offset if causal else kv_length  # two-sided rows see every key
-    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[1] < kv_offset + in_use):
-        raise ValueError(
-            f"sinkattn: attention_mask of shape {tuple(attention_mask.shape)} covers {attention_mask.shape[-1]} tokens;"
-            f" with what is cached there are {kv_offset + in_use}"
+    first = getattr(config, "num_sink_tokens", None) or 0
+    if first and kv_offset > 0 and window is not None and not streaming:
+        raise NotImplementedError(
+            f"sinkattn: {type(config).__name__} has num_sink_tokens {first}, and the cache has dropped the first tokens"
+            " behind a window; pass past_key_values=transformers.DynamicCache(), which keeps all, or a"
+            " sinkattn.cache.StreamingCache"
         )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise _too_short(attention_mask, kv_length)
+    if causal and q_length == 1 and sequences is None and not streaming:
+        growing = kwargs.get("allow_is_causal_skip", True)  # not of a cache that a graph may hold
+        mask = _one_token(batch_size, kv_length, q_offset, kv_offset, window, attention_mask, growing, device)
+        if mask is not None:
+            return encode_mask(mask, causal, window)
+    in_use = int(q_offset) + q_length - kv_offset if causal else kv_length  # two-sided rows see every key
+    if attention_mask is not None and attention_mask.shape[1] < kv_offset + in_use:
+        raise _too_short(attention_mask, kv_offset + in_use)
     if streaming and attention_mask is not None and not attention_mask.all():
         raise NotImplementedError(
             "sinkattn: attention_mask has padding, whose sequences have other first tokens; a StreamingCache takes"
             " sequences of one length"
         )
     if kv_offset > 0 and window is not None and attention_mask is not None and not streaming:
-        attention_mask = _refuse_gaps(attention_mask.bool())
+        attention_mask = attention_mask.bool()
+        if torch.compiler.is_compiling():  # such a row raises in sequence_bounds
+            alternate = torch.arange(attention_mask.shape[1], device=attention_mask.device) % 2 == 0
+            attention_mask = torch.where(_gaps(attention_mask)[:, None], alternate, attention_mask)
+        else:
+            _refuse_gaps(_gaps(attention_mask))
     if streaming and q_length == in_use > 1:  # later rows cannot be packed: nothing is cached before packed ones
         mask = torch.empty((1, 1), dtype=ONE_SEQUENCE, device=device).expand(batch_size, in_use)
     elif sequences is not None:
@@ -216,20 +270,62 @@ def attention_mask(
     return encode_mask(mask, causal, window)
 
 
-def _refuse_gaps(tokens: Tensor) -> Tensor:
-    """tokens [batch, len] where no row has padding amid its tokens; else raises, a compiled graph in sequence_bounds.
+def _one_token(
+    batch: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    window: int | None,
+    tokens: Tensor | None,
+    growing: bool,
+    device: torch.device | str,
+) -> Tensor | None:
+    """The mask of one new token a sequence; None where what holds for any number of them is to say it.
 
-    A cache that keeps the last keys of a window keeps the padding among them, and has dropped tokens for it.
+    In a graph, whose lengths may change between replays, nothing is read on the host, and nothing but the dtype of the
+    mask depends on whether all is in use: then each step has one and the same graph.
     """
-    gaps = (tokens[:, 1:] & ~tokens[:, :-1]).sum(1) + tokens[:, 0] > 1
-    if torch.compiler.is_compiling():
-        return torch.where(gaps[:, None], torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0, tokens)
+    readable = tokens is None or reads_host(tokens)
+    growing = growing and not isinstance(q_offset, Tensor) and q_offset + 1 - kv_offset == kv_length
+    if growing and not readable:
+        return None
+    if tokens is not None and readable:
+        q_offset = int(q_offset)
+    wrong = None
+    if tokens is not None:
+        tokens = tokens.bool()
+        if not isinstance(q_offset, Tensor) and tokens.shape[1] <= q_offset:
+            raise _too_short(tokens, q_offset + 1)
+        if kv_offset > 0 and window is not None:
+            wrong = _gaps(tokens)
+            if readable:
+                _refuse_gaps(wrong)
+        if not readable or not tokens.all():
+            return keys_beside_padding(tokens, q_offset, kv_offset, kv_length, None if readable else wrong)
+    if growing:
+        return torch.empty((1, 1), dtype=WHOLE, device=device).expand(batch, kv_length)
+    return first_keys(batch, q_offset + 1 - kv_offset, kv_length, device)
+
+
+def _too_short(mask: Tensor, length: int) -> ValueError:
+    return ValueError(
+        f"sinkattn: attention_mask of shape {tuple(mask.shape)} covers {mask.shape[-1]} tokens; with what is cached"
+        f" there are {length}"
+    )
+
+
+def _gaps(tokens: Tensor) -> Tensor:
+    """Whether a row of tokens, bool [batch, len], has padding amid them."""
+    return (tokens[:, 1:] & ~tokens[:, :-1]).sum(1) + tokens[:, 0] > 1
+
+
+def _refuse_gaps(gaps: Tensor) -> None:
+    """A cache that keeps the last keys of a window keeps the padding among them, and has dropped tokens for it."""
     if gaps.any():
         raise NotImplementedError(
             "sinkattn: attention_mask has padding amid the tokens of a row, beside a cache that keeps a window's last"
             " keys, padding among them; pad on the left, or take a cache that keeps all keys"
         )
-    return tokens
 
 
 def read_layer(
@@ -251,6 +347,16 @@ def read_layer(
     if window is not None and window < 1:
         raise ValueError(f"sinkattn: sliding_window is {window}; it counts the row itself: at least 1, or None")
     return bool(causal), window
+
+
+def _num_sink_tokens(module: torch.nn.Module, window: int | None, mask: Tensor | None, cached: int) -> int:
+    number: int = getattr(getattr(module, "config", None), "num_sink_tokens", None) or 0
+    if number and window is not None and cached and not is_encoded_mask(mask):
+        raise NotImplementedError(
+            f"sinkattn: num_sink_tokens is {number}, and {cached} keys are cached before a row without a mask of"
+            " sinkattn.hf, which knows whether the first ones are among them; register() its mask as well"
+        )
+    return number
 
 
 def _refuse(
@@ -352,6 +458,20 @@ def _find_once(
     if key is not None:
         _kept[key] = state, beside, found
     return found
+
+
+_keys: MutableMapping[Tensor, tuple[int, Keys]] = WeakIdKeyDictionary()
+
+
+def _read_keys_once(mask: Tensor) -> Keys:
+    """read_keys, once a forward, but for a compiled graph."""
+    if torch.compiler.is_compiling():
+        return read_keys(mask[:, 0, 0, 0])
+    state, kept = version(mask), _keys.get(mask)
+    if kept is None or kept[0] != state:
+        kept = state, read_keys(mask[:, 0, 0, 0])
+        _keys[mask] = kept
+    return kept[1]
 
 
 def version(x: Tensor | None) -> int:

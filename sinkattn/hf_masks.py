@@ -12,7 +12,8 @@ batch and kv_len are expanded dimensions, which take no memory, until such a mov
 * sides: CAUSAL or TWO_SIDED;
 * window: 1 without a window, or 2 + the keys from the window's left end up to the row itself;
 * dtype: WHOLE, each batch row may be seen throughout and the values mean nothing; ONE_SEQUENCE, the same, and
-  position_ids must not cut a row; PADDING, False for padding; SEQUENCES, the number of the packed sequence.
+  position_ids must not cut a row; PADDING, False for padding; SEQUENCES, the number of the packed sequence; for one new
+  token a sequence, LENGTHS, how many of the keys are in use, and COLUMNS, which ones (sinkattn.hf_decode).
 
 It has five dimensions, since a caller's own masks have two or four. No size is 1 in both places: a model that adds the
 mask to its scores gets an error from the shapes, not a result.
@@ -28,7 +29,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 CAUSAL, TWO_SIDED = 2, 3
-WHOLE, ONE_SEQUENCE, PADDING, SEQUENCES = torch.uint8, torch.int8, torch.bool, torch.int32
+WHOLE, ONE_SEQUENCE, PADDING, SEQUENCES = torch.uint8, torch.int8, torch.bool, torch.int64
+LENGTHS, COLUMNS = torch.int32, torch.uint32
+_KINDS = (WHOLE, ONE_SEQUENCE, PADDING, SEQUENCES, LENGTHS, COLUMNS)
 
 
 class Mask(NamedTuple):
@@ -241,7 +244,7 @@ def is_encoded_mask(mask: Tensor | None) -> bool:
 def decode_mask(mask: Tensor) -> tuple[bool, int | None]:
     """causal and the window, of an encoded mask; mask[:, 0, 0, 0] is what was encoded."""
     _, sides, window = mask.shape[:3]
-    if sides not in (CAUSAL, TWO_SIDED) or mask.dtype not in (WHOLE, ONE_SEQUENCE, PADDING, SEQUENCES):
+    if sides not in (CAUSAL, TWO_SIDED) or mask.dtype not in _KINDS:
         raise NotImplementedError(
             f"sinkattn: attention_mask is {mask.dtype} of shape {tuple(mask.shape)}, which the model has changed; use"
             " eager attention"
