@@ -61,6 +61,8 @@ _UNSUPPORTED = {
 
 def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
+        if value is None or value is False or (type(value) is float and value == 0.0):
+            continue
         if isinstance(value, Tensor):
             raise NotImplementedError(
                 f"sinkattn: {name} is a tensor of shape {list(value.shape)}; {_UNSUPPORTED[name]}"
@@ -132,7 +134,8 @@ def _window(window_size: Window, causal: bool) -> tuple[int, int]:
         raise ValueError(
             f"sinkattn: window_size is {window_size!r}; it must be (left, right), each without the row itself"
         )
-    left, right = (-1 if side is None else side for side in window_size)
+    left, right = window_size
+    left, right = -1 if left is None else left, -1 if right is None else right
     if type(left) is not int or type(right) is not int:
         rule = f"each side of {window_size!r} must be an integer or None"
         left, right = (_integer(side, "window_size", rule) for side in (left, right))
@@ -423,8 +426,14 @@ def flash_attn_with_kvcache(
     raises. Caches that overlap each other, or new keys that lie within one, raise ValueError; new keys that ask for
     gradients, NotImplementedError.
     """
-    _refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-    _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse(
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )
     invariant = _flag(invariant, "invariant")
     return_softmax_lse = _flag(return_softmax_lse, "return_softmax_lse")
     return_lse = return_softmax_lse if return_lse is False else return_lse
@@ -444,7 +453,10 @@ def flash_attn_with_kvcache(
         cache_seqlens = call(_append, k_cache, v_cache, k, v, cache_seqlens, block_table)
     elif k is not None or v is not None:
         raise ValueError(f"sinkattn: {'k' if v is None else 'v'} is given without the other; k and v go together")
-    out, *_, lse = call(
+    host = {}  # keywords cost time, and few calls have these
+    if k_cache_host is not None or v_cache_host is not None:
+        host = {"k_cache_host": k_cache_host, "v_cache_host": v_cache_host}
+    result = call(
         _decode_raw if _wants_raw(s_aux, return_lse) else _decode,
         q,
         k_cache,
@@ -457,10 +469,9 @@ def flash_attn_with_kvcache(
         num_sink_tokens,
         num_splits,
         invariant,
-        k_cache_host=k_cache_host,
-        v_cache_host=v_cache_host,
+        **host,
     )
-    return (out, lse) if return_lse else out
+    return (result[0], result[-1]) if return_lse else result[0]
 
 
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
