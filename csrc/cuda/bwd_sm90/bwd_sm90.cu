@@ -85,19 +85,19 @@ template <class C, TermsOf kTerms> struct Math {
         if (kMasked) {
             seen = find_seen<C>(smem, p, math_group, t);
             wgmma_wait<0>();
-            computed(s);
-            computed(dp);
+            pin(s);
+            pin(dp);
             if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage());
         }
         if (!kMasked) {
             wgmma_wait<1>();
-            computed(s);
+            pin(s);
         }
         find_weights<C, kMasked>(s, stats, seen, p.scale_log2);
         pack<typename C::Element>(weights, s);
         if (!kMasked) {
             wgmma_wait<0>();
-            computed(dp);
+            pin(dp);
         }
         find_ds<C, kMasked, kTerms>(dp, s, terms(), stats, seen);
         pack<typename C::Element>(ds, dp);
@@ -110,12 +110,12 @@ template <class C, TermsOf kTerms> struct Math {
         smem.dq_ready[sum].wait(dq_ring);
         if (t < item.finish_end) {
             wgmma_wait<kPending>();
-            computed(dq);
+            pin(dq);
             finish_tile<C>(dq, sum, smem, args, p, item, t, math_group);
         } else {
             wgmma_wait<kPending>();
-            computed(dq);
-            auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + math_group * 1024 + computed_here(threadIdx.x % 128);
+            pin(dq);
+            auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + math_group * 1024 + pinned(threadIdx.x % 128);
 #pragma unroll
             for (int i = 0; i < 8; i++) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
         }
@@ -149,8 +149,8 @@ template <class C, TermsOf kTerms> struct Math {
             dq_product<C>(dq, address(smem.ds[C::kRows == 64 ? 0 : math_group]),
                           address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
             wgmma_wait<1>(); // dV, dK complete; dQ(t) still running
-            computed(dv);
-            computed(dk);
+            pin(dv);
+            pin(dk);
             smem.row_empty[stage].arrive();
             ring.n++;
             if (tile.is_last()) break;

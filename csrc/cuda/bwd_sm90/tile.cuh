@@ -12,7 +12,7 @@ namespace sa::bwd_sm90 {
 
 // Zeroes values that are not finite, and calls bad(row) for their rows.
 template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void zero_rows(unsigned char *tile, const Bad &bad) {
-    for (int x = computed_here(threadIdx.x - 128); x < C::kHalves * kHalfBytes / 16; x += C::kMathThreads)
+    for (int x = pinned(threadIdx.x - 128); x < C::kHalves * kHalfBytes / 16; x += C::kMathThreads)
         if (zero_nonfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
 }
 
@@ -149,7 +149,7 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (
 }
 
 template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_group) {
-    const int thread = computed_here(threadIdx.x), key = 64 * math_group + store_row(thread);
+    const int thread = pinned(threadIdx.x), key = 64 * math_group + store_row(thread);
     const uint32_t first = swizzled(shared_address(smem.ds[0]), kRowBytes, key, store_chunk(thread));
 #pragma unroll
     for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0]), ds[n]);

@@ -30,7 +30,7 @@ struct alignas(16) Item {
     int finish_end;            // tiles before it have no later key block
     int first_tile, num_tiles; // of the sequence: before its first kv head, and a kv head
     int first_use, num_uses;   // of slots: which use is its last tile's in the first kv head; uses a kv head, of all sequences
-    int descending;            // or not; no byte of an item is left unwritten, since it is copied whole
+    int descending;            // whether a sequence's last tile is the first to use a slot; an int, so that no byte is padding
     int num_rounds, nth_round; // rounds over the sequence's row tiles; dK and dV are summed over them
     int carry, nth;            // index of the block's carried dK and dV, and of the item in its kv head
 };
@@ -61,7 +61,7 @@ template <class C> __host__ __device__ constexpr int stats_length(bool has_p_sin
 
 __device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }
 
-// Tiles of rows before the first row that sees a key.
+// Blind: row tiles before the first row that sees a key, which use no slot.
 __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, const sa_band &band, int tokens) {
     const int64_t row = sa_first_seeing_row(&band);
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);

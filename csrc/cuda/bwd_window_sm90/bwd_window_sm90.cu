@@ -152,7 +152,7 @@ __device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const s
             }
             quad_transpose(x);
             if (key + 8 * i < num_keys && column + 8 * n < head_dim) *reinterpret_cast<uint4 *>(to + 8 * n) = {x[0], x[1], x[2], x[3]};
-            computed(d); // compiler fence: one piece after another, since registers are few
+            pin(d); // compiler fence: one piece after another, since registers are few
         }
         to += 8 * tensor.row_stride;
     }
@@ -206,10 +206,10 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
         const bool any_seen = farthest >= 0 && nearest <= p.max_distance,
                    all_seen = !C::kHide && nearest >= 0 && farthest <= p.max_distance && !(flags & kEdge);
         wgmma_wait<0>();
-        computed(s);
-        computed(dp);
-        computed(m.dv);
-        computed(m.dk);
+        pin(s);
+        pin(dp);
+        pin(m.dv);
+        pin(m.dk);
         if (!half && !begins) smem.step_empty.release({n - 1});
         if (all_seen) {
             differentiate<C, kNone>(weights, gradients, m, s, dp, stage, half * kHalfRows, before);
@@ -234,8 +234,8 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
     smem.ds_full.arrive({n});
     if (C::kHide) {
         wgmma_wait<0>();
-        computed(m.dv);
-        computed(m.dk);
+        pin(m.dv);
+        pin(m.dk);
         mark_values(m.dv, smem, stage, before, p);
     }
     if (C::kSums && flags & kHeadsEnd) close_heads(m.warp_sums, m.sums, step.head_in_group, 1 << p.head_shift);
@@ -279,8 +279,8 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
                 flags = wait_for_step();
             }
             wgmma_wait<0>();
-            computed(dv);
-            computed(dk);
+            pin(dv);
+            pin(dk);
             adds = true;
         } else {
             while (true) {

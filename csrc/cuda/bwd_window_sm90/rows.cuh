@@ -250,7 +250,7 @@ __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, ui
                                          operand_at(k, (k_block + i) * kBlockBytes & (kKeyStages * kTileBytes - 1)), i > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    computed(dq);
+    pin(dq);
 }
 
 // dQ of step n to the stage of its out, which was read for delta.

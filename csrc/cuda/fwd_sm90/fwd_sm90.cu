@@ -173,7 +173,7 @@ template <class C> struct Math {
     // Until the product of tile t's values is complete; then the next stage.
     __device__ __forceinline__ void end_values(Out &o, const GroupRows<C> &own, int t, bool nonfinite) {
         wgmma_wait<0>();
-        computed(o);
+        pin(o);
         if (leader) smem.v_empty.release(ring);
         if (nonfinite) add_back(o, own, t);
         ring.n++;
@@ -191,7 +191,7 @@ template <class C> struct Math {
         begin_scores(s, q, ring.stage());
         const bool masked = !tile.is_full();
         wgmma_wait<0>();
-        computed(s);
+        pin(s);
         if (threadIdx.x % 32 == 0) smem.k_empty.release(ring);
         scored();
         if (masked) mask_tile<C>(s, own, tile.t);
@@ -212,11 +212,11 @@ template <class C> struct Math {
             const bool next_masked = !next.is_full();
             const KeyTileWalk after_next = next.next();
             wgmma_wait<1>(); // S(next) complete; O += P(t) V(t) still running under its softmax
-            computed(s);
+            pin(s);
             if (next_masked) mask_tile<C>(s, own, next.t);
             if (starting) {
                 wgmma_wait<0>();
-                computed(o);
+                pin(o);
                 follow_maxima<C>(s, o, softmax, own, next.t);
                 starting = begins_after<C>(softmax, own, next.t);
             }

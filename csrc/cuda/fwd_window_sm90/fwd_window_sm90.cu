@@ -224,13 +224,13 @@ __device__ __forceinline__ void compute_tiles(Smem &smem, const sinkattn_fwd_arg
             const Columns seen(tile, p);
             smem.kv_ready.wait(stages);
             wgmma_wait<0>();
-            computed(s);
+            pin(s);
             mask(s, seen, p);
             Softmax rows = softmax<Element>(weights, s, p);
             pv_product<Element>(o, weights, shared_address(smem.values[stage]) + first_row);
             finish_softmax(factor, rows, args, tile, p); // PV in flight
             wgmma_wait<0>();
-            computed(o);
+            pin(o);
             if (smem.nonfinite[stage]) add_hidden<Element>(o, args, tile, p);
             store_accumulator<Element, 0>(shared_address(tile.buffer) + swizzled(store_row(threadIdx.x), store_chunk(threadIdx.x)), o,
                                           [&](int i) { return factor[i]; });

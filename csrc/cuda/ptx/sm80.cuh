@@ -72,7 +72,7 @@ template <int kThreads> __device__ __forceinline__ bool bar_any(int id, bool x) 
 }
 
 // Compiler fence: keeps expressions of x from being hoisted out of the loop, which would cost registers.
-__device__ __forceinline__ int computed_here(int x) {
+__device__ __forceinline__ int pinned(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }

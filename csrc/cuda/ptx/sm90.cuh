@@ -162,7 +162,7 @@ __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffff
 __device__ __forceinline__ uint32_t warp_uniform_register(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
 // Compiler fence: pins d here, so that no arithmetic on it moves across a wgmma wait.
-template <int kLength> __device__ __forceinline__ void computed(float (&d)[kLength]) {
+template <int kLength> __device__ __forceinline__ void pin(float (&d)[kLength]) {
 #pragma unroll
     for (int i = 0; i < kLength; i++) asm volatile("" : "+f"(d[i])::"memory");
 }

@@ -75,7 +75,7 @@ __device__ __forceinline__ void product_pb(float (&o)[kBlocks][kColumns][4], con
 
 // Row `lane` of a times row `lane` of b, which are 32 rows of 64 elements each: the diagonal of a b^T.
 template <class Element> __device__ __forceinline__ float row_dot(uint32_t a, uint32_t b) {
-    const int lane = computed_here(threadIdx.x % 32);
+    const int lane = pinned(threadIdx.x % 32);
     const uint32_t left_at = a + swizzled(lane % 16, lane / 16), right_at = b + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     float d[2][2][4] = {};
 #pragma unroll
