@@ -109,8 +109,8 @@ SA_HD sa_range sa_split_part(sa_position_t num_tiles, sa_position_t num_parts, s
     return tiles;
 }
 
-/* x / size as a product, for x and size below 2^31: with factor * size = 2^(31 + bits) + e, 0 <= e < size <= 2^bits, the error
- * x * e stays below 2^(31 + bits). */
+/* x / size as a multiplication and a shift, for x and size below 2^31. Proof: with factor * size = 2^(31 + bits) + e, 0 <= e < size <=
+ * 2^bits, the error x * e stays below 2^(31 + bits). */
 typedef struct sa_divisor {
     uint32_t factor, bits;
 } sa_divisor;
@@ -124,14 +124,17 @@ SA_HD sa_divisor sa_divisor_of(uint32_t size) {
 
 SA_HD uint32_t sa_divide(uint32_t x, sa_divisor by) { return (uint32_t)((uint64_t)(2 * x) * by.factor >> 32) >> by.bits; }
 
-/* How streams of any lengths, of num_heads kv heads, are cut into parts of one length, the last of each stream shorter: none shorter than a
- * step by design, one a worker until each has two steps, then two, and as many as run at once, `resident`, where streams are more. Equal
- * streams are cut alike where they are no more than two a worker, since fewest and most are multiples of them, into eights where they are
- * many: eight are merged at a time. Where the parts would be more than `most`, all tiles are cut into so many shares, as many of each kv
- * head, which end anywhere; each stream counts `begin` tiles more there, since to begin with one takes as long. That costs more than it
- * brings where streams are whole parts that are a little longer than shares: so parts may be, where streams are many. */
+/* How streams of any lengths, of num_heads kv heads, are cut: into parts of one length, the last of each stream shorter, or where there
+ * would be more than `most` parts, into `most` shares.
+ *
+ * Parts: at least a step long; one a worker until each has two steps, then two. With more streams than that, as many as run at once,
+ * `resident`. fewest and most are multiples of the number of streams while those are at most two a worker, so equal streams are cut alike;
+ * more than 8 parts a stream are a multiple of 8, since 8 are merged at a time.
+ * Shares: equal amounts of all tiles, the same number for each kv head, ending anywhere. A stream counts as `begin` tiles more, the time
+ * that starting on it takes.
+ * Cutting does not pay when whole streams are only slightly longer than a share, so with many streams a part may be longer by `slack`. */
 typedef struct sa_cut {
-    uint32_t step, begin, fewest, most, slack;
+    uint32_t step, begin, fewest, most, slack; /* tiles: step, begin, slack; parts: fewest, most */
     sa_divisor by_fewest, by_most;
 } sa_cut;
 
@@ -152,26 +155,26 @@ SA_HD sa_cut sa_cut_of(uint32_t num_streams, uint32_t num_heads, uint32_t step, 
     return cut;
 }
 
-/* Of num_tiles tiles of all streams, below 2^31 - most. */
+/* Tiles of a share, where all streams have num_tiles, below 2^31 - most. */
 SA_HD uint32_t sa_share_length(const sa_cut *cut, uint32_t num_tiles) { return sa_divide(num_tiles + cut->most - 1, cut->by_most); }
 
-/* Below 2^30. */
+/* Tiles of a part, where all streams have num_tiles; below 2^30. */
 SA_HD uint32_t sa_part_length(const sa_cut *cut, uint32_t num_tiles) {
     const uint32_t one = sa_divide(num_tiles + cut->fewest - 1, cut->by_fewest), two = sa_share_length(cut, num_tiles);
     const uint32_t least = one < 2 * cut->step ? one : 2 * cut->step, length = two > least ? two : least;
     return (length > cut->step ? length : cut->step) + (cut->slack ? length / 16 + cut->slack : 0);
 }
 
-/* Positions of a kv head: each of its streams that has keys, one behind the other, has `lead` of nothing, sa_cut's begin, and then its
- * tiles. Shares of `length`, more than lead, begin at its multiples. */
+/* Shares are cut from a line of positions a kv head: its streams with keys, one after another, each as `lead` empty positions, sa_cut's
+ * begin, then its tiles. Shares begin at multiples of `length`, which is more than lead. This is what a share holds of one stream. */
 typedef struct sa_share {
-    uint32_t first, last;           /* the tiles of a stream that a share holds: none where it ends before them */
-    uint32_t part, num_parts, slot; /* among the stream's parts; partials lie in slots from `slot` on, two a share */
-    uint32_t rest;                  /* positions of the share behind the stream */
+    uint32_t first, last;           /* tiles [first, last) of the stream; none where the share ends within its lead */
+    uint32_t part, num_parts, slot; /* the number of this part of the stream, and of all; partials lie from `slot` on, two slots a share */
+    uint32_t rest;                  /* positions of the share after the stream */
 } sa_share;
 
-/* Of share `share`, `room` positions from the at-th of a stream on, which begins behind `begin` others. In n shares it holds n - 1 of their
- * ends, and 2 (n - 1) slots are enough for n partials. */
+/* Share `share` from position `at` of a stream on, with `room` positions left; `begin` positions lie before the stream. A stream in n
+ * shares contains n - 1 of their ends, so its 2 (n - 1) slots are enough for n partials. */
 SA_HD sa_share sa_share_of(uint32_t num_tiles, uint32_t lead, uint32_t length, uint32_t share, uint32_t begin, uint32_t at, uint32_t room) {
     const uint32_t end = num_tiles + lead, past = at + room < end ? at + room : end, first_share = (begin + lead) / length;
     sa_share of;
