@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
             load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
         }
         for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), ring.n++) {
-            // Copies of up to kStages - 1 later tiles, and of K and V, may still be in flight.
+            // In flight: copies of at most kStages later tiles, and of K and V.
             uint64_t *full = smem.row_full[ring.stage()];
             smem.row_empty.acquire(ring);
             barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
@@ -139,7 +139,7 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
         const auto first = static_cast<unsigned>(item.first_use + item.kv_head * item.num_uses);
         Slot slot = {static_cast<int>(first % num_slots), first / num_slots};
         for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), slot.advance(item.descending, num_slots)) {
-            // No copy of this thread in flight; the other adder's may be.
+            // In flight: nothing of this thread; at most one copy of the other adder.
             if (skip-- > 0) continue;
             skip = C::kSums - 1;
             const int turn = find_turn<C>(item, p, tile.t);

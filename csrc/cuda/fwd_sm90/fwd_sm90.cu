@@ -96,7 +96,7 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
                         static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
                         static_cast<int>(work.sequence.batch));
         for (; tile.t < end; tile.advance(), ring.n++) {
-            // Copies of up to kStages - 1 earlier tiles, and of Q, may still be in flight.
+            // In flight: copies of at most kStages earlier tiles, and of Q.
             smem.k_empty.acquire(ring);
             load_keys(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, tile.t);
             smem.v_empty.acquire(ring);
