@@ -81,7 +81,6 @@ EXPLICIT = {
         "cuda/decode/tile.cuh",
         "cuda/fwd_sm80/fwd_sm80.cu",
     },
-    "bounds": {"cuda/decode/work.cuh"},
 }
 
 # A definition's first line opens a brace that one at the same column closes: 0 or, in a struct, 4. Data has "= {".

@@ -53,20 +53,28 @@ SA_HD void sa_key_tiles_of_part(sa_key_tiles *part, const sa_key_tiles *all, con
 /* The first tile at or after t to work through, while it is below tiles->end. */
 SA_HD int32_t sa_key_tile_from(const sa_key_tiles *tiles, int32_t t) { return t < tiles->sink_end || t >= tiles->begin ? t : tiles->begin; }
 
-/* How many tiles there are to work through, and which the n-th is. */
+/* How many tiles there are to work through, how many lie between the sink prefix and the window, and which the n-th is. */
 SA_HD int32_t sa_key_tile_count(const sa_key_tiles *tiles) {
     const int32_t begin = tiles->begin > tiles->sink_end ? tiles->begin : tiles->sink_end;
     return tiles->sink_end + (tiles->end > begin ? tiles->end - begin : 0);
 }
 
-SA_HD int32_t sa_key_tile_at(const sa_key_tiles *tiles, int32_t n) {
-    const int32_t gap = tiles->begin > tiles->sink_end ? tiles->begin - tiles->sink_end : 0;
-    return n < tiles->sink_end ? n : n + gap;
-}
+SA_HD int32_t sa_key_tile_gap(const sa_key_tiles *tiles) { return tiles->begin > tiles->sink_end ? tiles->begin - tiles->sink_end : 0; }
+
+SA_HD int32_t sa_key_tile_at(const sa_key_tiles *tiles, int32_t n) { return n < tiles->sink_end ? n : n + sa_key_tile_gap(tiles); }
 
 /* Every row sees every key of tile t: no masking is needed there. */
 SA_HD bool sa_key_tile_is_full(const sa_key_tiles *tiles, int32_t t) {
     return t < tiles->full_end && (t >= tiles->full_begin || t < tiles->full_sink_end);
+}
+
+/* Full tiles after the sink prefix, by their numbers among the tiles to work through: see sa_key_tile_at. */
+SA_HD sa_range sa_full_key_tiles(const sa_key_tiles *tiles) {
+    const int32_t gap = sa_key_tile_gap(tiles);
+    sa_range full;
+    full.begin = sa_last(tiles->sink_end, tiles->full_begin - gap);
+    full.end = tiles->full_end - gap;
+    return full;
 }
 
 /* From the first to the last key of tile t that some row sees. */

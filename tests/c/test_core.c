@@ -117,13 +117,16 @@ static void check_tile_walk(const window *w, sa_range rows, int64_t tile_k) {
     const sa_key_tiles tiles = sa_key_tiles_of(&band, rows, tile_k);
     int64_t met = 0, seen = 0;
     int32_t n = 0;
+    const sa_range full = sa_full_key_tiles(&tiles);
     for (int32_t t = sa_key_tile_from(&tiles, 0); t < tiles.end; t = sa_key_tile_from(&tiles, t + 1)) {
+        const bool in_full = n >= full.begin && n < full.end, is_full = sa_key_tile_is_full(&tiles, t);
+        CHECK_WINDOW(in_full == is_full || (w->num_sink && is_full), w, "sa_full_key_tiles");
         CHECK_WINDOW(sa_key_tile_at(&tiles, n++) == t, w, "sa_key_tile_at");
         const sa_range keys = sa_key_tile(&tiles, t), whole = {t * tile_k, (t + 1) * tile_k};
         CHECK_WINDOW(keys.begin < keys.end && keys.begin >= whole.begin && keys.end <= whole.end, w, "sa_key_tile lies in its tile");
         CHECK_WINDOW(some_row_sees(w, rows, keys.begin) && some_row_sees(w, rows, keys.end - 1), w, "sa_key_tile begins and ends seen");
-        CHECK_WINDOW(!sa_key_tile_is_full(&tiles, t) || all_see_all(w, rows, whole), w, "sa_key_tile_is_full of a masked tile");
-        CHECK_WINDOW(w->num_sink || sa_key_tile_is_full(&tiles, t) == all_see_all(w, rows, whole), w, "sa_key_tile_is_full");
+        CHECK_WINDOW(!is_full || all_see_all(w, rows, whole), w, "sa_key_tile_is_full of a masked tile");
+        CHECK_WINDOW(w->num_sink || is_full == all_see_all(w, rows, whole), w, "sa_key_tile_is_full");
         for (int64_t j = keys.begin; j < keys.end; j++) met += some_row_sees(w, rows, j);
     }
     CHECK_WINDOW(n == sa_key_tile_count(&tiles), w, "sa_key_tile_count");

@@ -190,7 +190,6 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const _
             break;
         }
         typename C::Rows rows;
-        clear(rows);
         const Findings findings = attend<C>(rows, shared, smem, params, speculation);
         begins = !finish<C>(rows, shared, smem, params, findings); // again after a stale speculation
         if (begins)

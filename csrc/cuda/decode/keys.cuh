@@ -13,19 +13,13 @@ namespace sa::decode {
 // pivot[n][x], in log2 units, and sum[n][x], over this lane's keys, belong to that row.
 template <class C> struct RowsInN {
     uint32_t q[C::kHeadDim / 16][C::kEights][2];
-    float o[C::kHeadDim / 16][C::kEights][4];
-    float pivot[C::kEights][2], sum[C::kEights][2];
-};
+    float o[C::kHeadDim / 16][C::kEights][4] = {};
+    float pivot[C::kEights][2], sum[C::kEights][2] = {};
 
-template <class C> __device__ __forceinline__ void clear(RowsInN<C> &rows) {
-    for (auto &columns : rows.o)
-        for (auto &head : columns)
-            for (float &x : head) x = 0.0f;
-    for (int n = 0; n < C::kEights; n++) {
-        rows.pivot[n][0] = rows.pivot[n][1] = -INFINITY;
-        rows.sum[n][0] = rows.sum[n][1] = 0.0f;
+    __device__ __forceinline__ RowsInN() {
+        for (auto &head : pivot) head[0] = head[1] = -INFINITY;
     }
-}
+};
 
 template <class C> __device__ __forceinline__ void set_query(RowsInN<C> &rows, int half, int chunk, uint32_t x) {
     rows.q[chunk / 2][half][chunk % 2] = x;

@@ -21,9 +21,9 @@ template <class C> struct Loader {
     const uint16_t *k, *v; // the thread's row and chunk of the kv head in page 0
     int64_t k_at, v_at;    // offsets of the lane's tile from k and v, in host memory too; -1 if it has no page
     int32_t batch, last, page;
-    int32_t gap, full, num_full; // every row sees every key of the stream's tiles n of [full, full + num_full), which are key tiles n + gap
-    int row, chunk, holder;      // holder: the lane that holds the next tile
-    bool real;                   // the chunk lies within head_dim
+    int32_t full, num_full; // every row sees every key of the stream's tiles [full, full + num_full)
+    int row, chunk, holder; // holder: the lane that holds the next tile
+    bool real;              // the chunk lies within head_dim
     bool bad_page = false;
 
     // & and | for a predicate without a branch.
@@ -159,9 +159,9 @@ template <class C> struct Loader {
         const int thread = threadIdx.x % C::kTeamThreads;
         row = thread / C::kChunks;
         chunk = thread % C::kChunks;
-        gap = max(tiles.begin - tiles.sink_end, 0);
-        full = max(tiles.sink_end, tiles.full_begin - gap);
-        num_full = max(0, tiles.full_end - gap - full);
+        const sa_range range = sa_full_key_tiles(&tiles);
+        full = range.begin;
+        num_full = max(0, range.end - range.begin);
         real = chunk * 8 < params.head_dim;
         last = min(part.last, sa_key_tile_count(&tiles));
         pages = params.block_table ? params.block_table + batch * params.block_table_stride : nullptr;

@@ -27,16 +27,15 @@ template <class C> __device__ __forceinline__ LaneRows lane_rows() {
 // units; sum[i] over this lane's keys.
 template <class C> struct Rows {
     uint32_t q[C::kQueriesInRegisters ? C::kHeadDim / 16 : 1][4];
-    float o[C::kColumns / 8][4];
-    float pivot[2], sum[2];
-};
+    float o[C::kColumns / 8][4], pivot[2], sum[2];
 
-template <class C> __device__ __forceinline__ void clear(Rows<C> &rows) {
-    for (int n = 0; n < C::kColumns / 8; n++)
-        for (float &x : rows.o[n]) x = 0.0f;
-    rows.pivot[0] = rows.pivot[1] = -INFINITY;
-    rows.sum[0] = rows.sum[1] = 0.0f;
-}
+    __device__ __forceinline__ Rows() {
+        for (auto &columns : o)
+            for (float &x : columns) x = 0.0f;
+        pivot[0] = pivot[1] = -INFINITY;
+        sum[0] = sum[1] = 0.0f;
+    }
+};
 
 // x: elements fragment_column() and the next of a chunk, in row fragment_row(half).
 template <class C> __device__ __forceinline__ void set_query(Rows<C> &rows, int half, int chunk, uint32_t x) {

@@ -367,7 +367,7 @@ template <int kThreads> __device__ __forceinline__ bool take_next(Smem<kThreads>
         const uint32_t share = part.slot / 2 + part.index, room = part.rest;
         const uint32_t begin = part.begin + part.stream.num_tiles + params.cut.begin;
         const uint32_t num_streams = params.batch * params.row_tiles;
-        uint32_t next = part.batch * params.row_tiles + part.stream.row_begin / kTileQ + 1, with_keys = 0;
+        uint32_t next = part.batch * params.row_tiles + sa_tile_of(part.stream.row_begin, kTileQ) + 1, with_keys = 0;
         __syncwarp();
         if (threadIdx.x == 0) part.found = false;
         __syncwarp();
