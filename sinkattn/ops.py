@@ -35,6 +35,7 @@ from torch import Tensor
 
 from . import _C  # noqa: F401  registers torch.ops.sinkattn
 from .calls import call, shown
+from .lengths import check_lengths, rows_of_cache
 from .reference import Result, ReturnLse, Window
 
 _fwd = torch.ops.sinkattn.flash_attn_fwd.default
@@ -54,7 +55,6 @@ _UNSUPPORTED = {
     "return_attn_probs": "it must be False: return_lse=True gives the LSE, and the probabilities are exp(score - lse)",
     "rotary_cos": "it must be None: rotate q and k before the call",
     "rotary_sin": "it must be None: rotate q and k before the call",
-    "cache_batch_idx": "it must be None: pass k_cache[cache_batch_idx], or a paged cache with a block_table",
     "cache_leftpad": "it must be None: let sequences start at slot 0, or pass a paged cache with a block_table",
 }
 
@@ -151,25 +151,6 @@ def _lengths(number: Any, q: Tensor) -> Tensor:
     if abs(number) >= 2**31:  # the kernels look at what fits int32
         raise ValueError(f"sinkattn: cache_seqlens is {number}; it must be from 0 to the capacity")
     return torch.full(q.shape[:1], number, dtype=torch.int32, device=q.device)
-
-
-def _check_lengths(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, cached: bool
-) -> None:
-    """Those of packed rows: keys are packed as well, by cu_seqlens_k, or lie in a cache, by seqused_k."""
-    if cu_seqlens_q is None:
-        raise ValueError("sinkattn: cu_seqlens_q is None; it must be int32 offsets [batch + 1], or use flash_attn_func")
-    if cached and seqused_k is None:
-        lengths = "int32 [batch] keys in use" if cu_seqlens_k is None else "cu_seqlens_k.diff(), and cu_seqlens_k=None"
-        raise ValueError(f"sinkattn: block_table is given without seqused_k; it must be {lengths}")
-    if cached and cu_seqlens_k is not None:
-        raise ValueError(
-            "sinkattn: cu_seqlens_k and seqused_k are both given; the first is for packed keys, the second for a cache"
-        )
-    if not cached and cu_seqlens_k is None:
-        raise ValueError(
-            "sinkattn: cu_seqlens_k is None; it must be int32 offsets [batch + 1], or give seqused_k to read a cache"
-        )
 
 
 def _wants_raw(s_aux: Tensor | None, return_lse: ReturnLse) -> bool:
@@ -307,13 +288,12 @@ def flash_attn_varlen_func(
     """
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     cached = seqused_k is not None or block_table is not None
-    _check_lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, cached)
+    check_lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, cached)
     s_aux = _one_s_aux(s_aux, learnable_sink, sinks)
     left, right = _window(window_size, causal)
     raw = _wants_raw(s_aux, return_lse)
-    op: Any = (_decode_varlen_raw if raw else _decode_varlen) if cached else _fwd_raw if raw else _fwd
     out, *_, lse = call(
-        op,
+        (_decode_varlen_raw if raw else _decode_varlen) if cached else _fwd_raw if raw else _fwd,
         q,
         k,
         v,
@@ -409,14 +389,15 @@ def flash_attn_with_kvcache(
     """Attention of a few rows a sequence to a KV cache; not differentiable.
 
     k_cache, v_cache are [batch, capacity, num_kv_heads, head_dim] or, with block_table int32 [batch, max_pages], pages
-    [num_pages, page_size, num_kv_heads, head_dim]. cache_seqlens (int32 [batch], or one number) are the keys in use,
-    the whole capacity if left out; the rows of q stand at their end. More than one row needs causal=True, which makes
-    window_size's right side 0, whatever it is. k and v [batch, new, num_kv_heads, head_dim] are first written into the
-    cache, in place, behind the keys in use, and count as in use in this call; cache_seqlens stays as it is, for the
-    caller to count on. num_splits is the parts that a sequence's keys are cut into, 0 the planner's choice; -N are N
-    parts that CUDA merges by a second kernel, for study, with the bits of N. invariant=True gives the bits of
-    flash_attn_func's row, whatever the batch, on CUDA up to head_dim 256 and in some multiple of the time; there
-    num_splits other than 0 gives bits that do not depend on the batch either.
+    [num_pages, page_size, num_kv_heads, head_dim]. With cache_batch_idx int32 [batch] sequence b uses row
+    cache_batch_idx[b] of a contiguous cache of any number of rows: a block_table of one page each, which errors name.
+    cache_seqlens (int32 [batch], or one number) are the keys in use, the whole capacity if left out; the rows of q
+    stand at their end. More than one row needs causal=True, which makes window_size's right side 0, whatever it is.
+    k and v [batch, new, num_kv_heads, head_dim] are first written into the cache, in place, behind the keys in use, and
+    count as in use in this call; cache_seqlens stays as it is, for the caller to count on. num_splits is the parts that
+    a sequence's keys are cut into, 0 the planner's choice; -N are N parts that CUDA merges by a second kernel, for
+    study, with the bits of N. invariant=True gives the bits of flash_attn_func's row, whatever the batch, on CUDA up to
+    head_dim 256 and in some multiple of the time; the bits of other num_splits than 0 do not depend on it there either.
     k_cache_host, v_cache_host are more pages of a paged cache, in pinned memory, which a GPU reads where they lie:
     block_table names them from num_pages on, and new keys never go there. A captured graph reads them again: keep them.
     head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
@@ -429,7 +410,6 @@ def flash_attn_with_kvcache(
     _refuse(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
-        cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
@@ -447,6 +427,8 @@ def flash_attn_with_kvcache(
         )
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         cache_seqlens = _lengths(cache_seqlens, q)
+    if cache_batch_idx is not None:
+        block_table = rows_of_cache(cache_batch_idx, block_table, q)
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError("sinkattn: k and v are given without cache_seqlens, which says where they go")

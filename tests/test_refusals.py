@@ -45,7 +45,6 @@ CACHE_UNSUPPORTED = {
     "alibi_slopes": (SLOPES, "alibi_slopes is a tensor"),
     "rotary_cos": (SLOPES, "rotary_cos is a tensor .* rotate q and k before the call"),
     "rotary_sin": (SLOPES, "rotary_sin is a tensor .* rotate q and k before the call"),
-    "cache_batch_idx": (SLOPES, r"cache_batch_idx is a tensor .* pass k_cache\[cache_batch_idx\]"),
     "cache_leftpad": (SLOPES, "cache_leftpad is a tensor .* start at slot 0"),
 }
 
