@@ -322,7 +322,8 @@ def grpo(name: str, args: argparse.Namespace) -> None:
         weights, _ = worker.engine.get_per_tensor_param()
         policy.load_state_dict({key: value.float() for key, value in weights}, strict=True)
     moved = (all_sinks(worker.engine.module) - torch.tensor(recorder.sinks[0])).abs().max().item()
-    found = {"log_prob_difference": gaps, "rewards": rewards, "sinks_moved": moved}
+    synced = torch.equal(all_sinks(policy), all_sinks(worker.engine.module))
+    found = {"log_prob_difference": gaps, "rewards": rewards, "sinks_moved": moved, "sinks_synced": synced}
     path = args.output / f"{name}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"grpo": found}))
 

@@ -61,10 +61,11 @@ def test_ulysses_equals_one_rank(results: dict[str, dict[str, Any]]) -> None:
 
 
 def test_grpo(results: dict[str, dict[str, Any]]) -> None:
-    """Training finds the log-probabilities that the rollout sampled with, and the update moves the sinks."""
+    """Training finds the log-probabilities that the rollout sampled with, and the update moves the sinks of both."""
     got, wrong = results["sinkattn"]["grpo"], results["eager, packed"]["grpo"]
     assert got["log_prob_difference"][0] < 1e-5 < 1e-3 < wrong["log_prob_difference"][0]
     assert got["sinks_moved"] > 1e-4
+    assert got["sinks_synced"]
 
 
 ULYSSES = """
