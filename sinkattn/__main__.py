@@ -70,7 +70,7 @@ def _device(cuda: int | None, arch: int | None, sms: int | None) -> dict[str, An
     if (arch is None) != (sms is None):
         raise ValueError("sinkattn: --arch and --sms come together")
     if arch is not None:
-        return {"backend": "cuda", "arch": arch, "workers": sms, "shared_bytes": 0}
+        return {"backend": "cuda", "arch": arch, "workers": sms}
     return None if cuda is None else _C.query_cuda(cuda)
 
 

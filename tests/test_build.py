@@ -26,7 +26,7 @@ from tools.mutations import MUTATIONS
 ROOT = Path(__file__).parent.parent
 HEADER = ROOT / "csrc" / "include" / "sinkattn.h"
 SIZES = {"dtype": "bf16", "batch": 1, "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "q_len": 1, "k_len": 4096}
-H200 = {"backend": "cuda", "arch": 90, "workers": 132, "shared_bytes": 232448}
+H200 = {"backend": "cuda", "arch": 90, "workers": 132}
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -130,7 +130,7 @@ def test_a_plan_needs_no_device() -> None:
     else:
         with pytest.raises(NotImplementedError, match=r"no fwd kernel serves bf16.* on sm_90; compiled: none"):
             sinkattn.plan("fwd", H200, **SIZES)
-    scalar = {"backend": "cpu", "arch": 1, "workers": 64, "shared_bytes": 0}
+    scalar = {"backend": "cpu", "arch": 1, "workers": 64}
     plan = sinkattn.plan("decode", scalar, **SIZES)
     assert plan["variant"] == "sa_decode_cpu_scalar"
     assert plan["num_splits"] > 1

@@ -148,7 +148,7 @@ def test_decode_out_writes_what_decode_returns() -> None:
 
 def test_decode_splits_need_scratch() -> None:
     plan = sinkattn.plan(
-        "decode", {"backend": "cpu", "arch": 1, "workers": 2, "shared_bytes": 0}, dtype="fp32", batch=1, num_q_heads=8,
+        "decode", {"backend": "cpu", "arch": 1, "workers": 2}, dtype="fp32", batch=1, num_q_heads=8,
         num_kv_heads=1, head_dim=64, q_len=1, k_len=4096, window_size_right=0, num_splits=4,
     )  # fmt: skip
     assert plan["num_splits"] == 4

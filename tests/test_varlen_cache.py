@@ -305,7 +305,7 @@ def test_a_gpu_is_refused_with_the_way_out() -> None:
         "dtype": "bf16", "batch": 3, "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "q_len": 40, "k_len": 64,
         "packed": True, "page_size": 16, "num_pages": 9, "window_size_right": 0,
     }  # fmt: skip
-    gpu = {"backend": "cuda", "arch": 90, "workers": 132, "shared_bytes": 232448}
+    gpu = {"backend": "cuda", "arch": 90, "workers": 132}
     with pytest.raises(NotImplementedError, match=r"served on the CPU alone; .* flash_attn_with_kvcache, or gather"):
         sinkattn.plan("decode", gpu, **sizes)
     assert sinkattn.plan("decode", **sizes)["num_splits"] == 1

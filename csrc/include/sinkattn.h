@@ -96,9 +96,8 @@ typedef enum sinkattn_cpu_level {
 
 typedef struct sinkattn_device {
     sinkattn_backend backend;
-    int32_t arch;         /* CPU: the highest sinkattn_cpu_level usable; CUDA: 10 * major + minor of the compute capability */
-    int32_t workers;      /* CPU: threads; CUDA: multiprocessors */
-    int64_t shared_bytes; /* CUDA: shared memory a block may use */
+    int32_t arch;    /* CPU: the highest sinkattn_cpu_level usable; CUDA: 10 * major + minor of the compute capability */
+    int32_t workers; /* CPU: threads; CUDA: multiprocessors */
     char name[64];
 } sinkattn_device;
 

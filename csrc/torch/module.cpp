@@ -54,7 +54,6 @@ py::dict device_dict(const sinkattn_device &device) {
     result["backend"] = name_of(kBackends, device.backend);
     result["arch"] = device.arch;
     result["workers"] = device.workers;
-    result["shared_bytes"] = device.shared_bytes;
     result["name"] = device.name;
     return result;
 }
@@ -64,7 +63,6 @@ sinkattn_device device_from(const py::dict &facts) {
     device.backend = static_cast<sinkattn_backend>(value_of(kBackends, py::cast<std::string>(facts["backend"]), "backend"));
     device.arch = py::cast<int32_t>(facts["arch"]);
     device.workers = py::cast<int32_t>(facts["workers"]);
-    device.shared_bytes = py::cast<int64_t>(facts["shared_bytes"]);
     return device;
 }
 

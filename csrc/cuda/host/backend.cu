@@ -62,15 +62,12 @@ extern "C" sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device 
     struct {
         cudaDeviceAttr attribute;
         int value;
-    } facts[] = {{cudaDevAttrComputeCapabilityMajor, 0},
-                 {cudaDevAttrComputeCapabilityMinor, 0},
-                 {cudaDevAttrMultiProcessorCount, 0},
-                 {cudaDevAttrMaxSharedMemoryPerBlockOptin, 0}};
+    } facts[] = {{cudaDevAttrComputeCapabilityMajor, 0}, {cudaDevAttrComputeCapabilityMinor, 0}, {cudaDevAttrMultiProcessorCount, 0}};
     for (auto &fact : facts) {
         error = cudaDeviceGetAttribute(&fact.value, fact.attribute, ordinal);
         if (error != cudaSuccess) return device_error(ordinal, "cudaDeviceGetAttribute", error);
     }
-    sinkattn_device found = {SINKATTN_CUDA, 10 * facts[0].value + facts[1].value, facts[2].value, facts[3].value, ""};
+    sinkattn_device found = {SINKATTN_CUDA, 10 * facts[0].value + facts[1].value, facts[2].value, ""};
     error = read_name(ordinal, found.name, sizeof found.name);
     if (error != cudaSuccess) return device_error(ordinal, "cuDeviceGetName", error);
     const sinkattn_status status = lower_arch(&found.arch);
