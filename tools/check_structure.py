@@ -70,7 +70,7 @@ VOCABULARY = (
         "bounds of tiles belong to core/split.h and",
     ),
 )
-# Lines whose machine code changes with the function that says the same: parts of the pattern's sentence -> files.
+# Files that still write such lines out, which their machine code may depend on: words of the sentence -> files.
 EXPLICIT = {
     "swizzles": {"cuda/decode/tile.cuh"},
     "geometry": {
