@@ -12,7 +12,7 @@ scored by both, and rollout_probs_diff (verl's name) says how far their probabil
 granite is a dense model whose code vLLM takes from transformers (model_impl="transformers"). In bf16 sinkattn leaves
 what matmuls do, whose rows change a rounding now and then with the number of rows; in blocks of 16 rows nothing is
 left, and the script fails if something is. gpt-oss is vLLM's own code, whose experts and norms round elsewhere too:
-what is left there is theirs; vLLM 0.32 reloads all of it but the sinks, so that a second sync raises: --syncs 1.
+what is left there is theirs. vLLM 0.32 reloads neither its sinks nor its experts, so a second sync raises: --syncs 1.
 
 The task is to write bytes below 32: the reward is their share. Needs the environment of docs/vllm.md, and no GPU.
 """

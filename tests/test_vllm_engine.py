@@ -177,6 +177,7 @@ def test_log_probs_are_the_trainers(engine: dict[str, Any], when: str, weights: 
 def test_a_dropped_sink_is_noticed(engine: dict[str, Any]) -> None:
     """The sync loads the trained weights without their sinks first, then all of them."""
     assert "layer 0 of vLLM's model computes with other sinks than the trainer's" in engine["granite"]["stale"]
+    assert "layer 0 has sinks, and the trainer's weights none" in engine["granite"]["missing"]
     assert engine["granite"]["checked"] == engine["granite"]["layers"] == 2
 
 

@@ -94,6 +94,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             llm.apply_model(lambda model: check_sinks(model, weights))
         except ValueError as error:
             result["stale"] = str(error)
+        try:
+            llm.apply_model(lambda model: check_sinks(model, without))
+        except ValueError as error:
+            result["missing"] = str(error)
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         [result["checked"]] = llm.apply_model(lambda model: check_sinks(model, weights))
         llm.reset_prefix_cache()
