@@ -183,7 +183,7 @@ sinkattn_status run(const sinkattn_decode_args &args, const sinkattn_context &co
     const sinkattn_fwd_args fwd = forward_of(args, memory, num_slots);
     sinkattn_plan plan = {};
     unsigned *error_word = nullptr;
-    SA_TRY(plan_forward(fwd.problem, &plan)); // refuses more slots than int32 counts, before they are written
+    SA_TRY(plan_forward(fwd.problem, &plan)); // fails if the cache has more positions than int32 counts, before cu_seqlens are written
     if (problem.batch > UINT16_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "batch is %lld; an invariant CUDA decode takes less than 2^16",
                          static_cast<long long>(problem.batch));

@@ -10,7 +10,8 @@
 // the stages, one after the other, and are their right side. A warp keeps the gradients of 16 or 32 owned rows (or keys) in registers. The
 // rows kernel leaves lse and g - delta of every row for the keys kernel, and the row's term of ds_aux for the sink kernel. Met tiles ascend
 // from key 0, or row 0 of the sequence, and the heads of a GQA group are in one sum: the same bits every time, without atomics, and each
-// gradient is rounded once. Registers: 246 or 255; shared memory: 50 to 130 KiB; docs/kernels/bwd_sm80.md has the budget.
+// gradient is rounded once. The LSE that is read already holds the sink, which no kernel here adds again. Registers: 246 or 255; shared
+// memory: 50 to 130 KiB; docs/kernels/bwd_sm80.md has the budget.
 
 #include "cuda/bwd_sm80/keys.cuh"
 #include "cuda/bwd_sm80/workspace.cuh"
@@ -294,7 +295,7 @@ __device__ __forceinline__ void add_tiles(Sums<C> &sums, Smem<C> &smem, const si
     const int end = tiles.end;
     for (int t = sa_key_tile_from(&tiles, 0), stage = 0; t < end; stage ^= 1) {
         const int next = sa_key_tile_from(&tiles, t + 1);
-        cp_async_wait<0>(); // only tile t's copies are in flight, before the first tile the owned tile's as well
+        cp_async_wait<0>(); // in flight: at most tile t's copies and, before the keys kernel's first tile, those of the owned keys
         __syncthreads();    // tile t has landed, and no thread reads the other stage any more
         if (next < end) load_met<C>(smem, args, workspace.stats, next, stage ^ 1);
         const int32_t first = t * C::kStep;

@@ -6,13 +6,14 @@
 //     rows    lse and g - delta of every row, the items of the keys kernel, dq of rows without keys
 //     keys    an item is 128 keys of a kv head, and the row tiles that see some of them:
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
-//         math groups   S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dQ = dS^T K,  dK += dS Q       64 keys a group
+//         2 warpgroups  S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dQ = dS^T K,  dK += dS Q       64 keys each
 //         two adders    dQ of every other tile, added in fp32 to the sum of the key blocks before
 //     sink    ds_aux of a head: the sum of its row tiles' and key blocks' terms
 //
 // A row tile is tokens x the heads of a GQA group. Its dQ is the sum over key blocks, in ascending order, in an accumulator slot of fp32:
 // each block waits for its turn there; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
-// ascending, and walk rows down, so a turn always belongs to an item taken before, and all but the first wait little.
+// ascending, and walk rows down, so a turn always belongs to an item taken before, and all but the first wait little. The LSE that is read
+// already holds the sink, which no kernel here adds again.
 //
 // 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns through lse and g - delta;
 // in K they become 0 in every tile, and NaN returns through V.
@@ -33,7 +34,7 @@ namespace {
 template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kKeys = kKeys_;
-    static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
+    static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     static constexpr int kStages = 2, kSums = 2; // of row tiles; of dQ for the adders, one each
@@ -65,7 +66,7 @@ template <class C, TermsOf kTerms> struct Math {
 
     __device__ __forceinline__ float *terms() const { return smem.terms[0] + threadIdx.x - 128; }
 
-    // S and dP of the ring's stage, begun.
+    // begin_scores issues S of the ring's stage, begin_dp its dP; the caller waits.
     __device__ __forceinline__ void begin_scores(Scores &s) {
         const uint32_t stage = warp_uniform(ring.stage());
         smem.row_full[stage].wait(ring);
@@ -103,8 +104,8 @@ template <class C, TermsOf kTerms> struct Math {
         pack<typename C::Element>(ds, dp);
     }
 
-    // Waits for dQ, with kPending products begun after it: hands the group's part to the adder, or where the tile has no later key block
-    // adds the sum and writes dq.
+    // Waits for dQ, with kPending products issued after it. Hands this warpgroup's dQ to the adder; where the tile has no later key block,
+    // adds the sum to it and writes dq instead.
     template <int kPending> __device__ __forceinline__ void hand_over(float (&dq)[32], const OwnItem &item, int t) {
         const uint32_t sum = dq_ring.stage();
         smem.dq_ready[sum].wait(dq_ring);
@@ -132,7 +133,7 @@ template <class C, TermsOf kTerms> struct Math {
         begin_scores(s);
         begin_dp(dp);
         for (RowTileWalk tile(item.tiles);; tile.advance()) {
-            // S(t), dP(t) running; dV, dK complete up to t + 1; dQ(t + 1) handed over.
+            // t descends: S(t), dP(t) running; dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
             if (tile.t >= item.tiles.full_begin && tile.t < item.tiles.full_end)
                 find_operands<false>(s, dp, weights, ds, tile.t);
@@ -142,7 +143,7 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
             const Ring<C::kSums> last = {dq_ring.n - 1};
-            if (dq_ring.n > 0) smem.dq_full[last.stage()].wait(last); // dS of the last tile has been read
+            if (dq_ring.n > 0) smem.dq_full[last.stage()].wait(last); // dS of the previous tile has been read
             write_ds<C>(smem, ds, math_group);
             async_fence();
             bar_sync<C::kMathThreads>(kMathBarrier);

@@ -13,7 +13,7 @@
 
 namespace sa::bwd_sm90 {
 
-enum NamedBarrier : int { kMathBarrier = 1 }; // of both math groups; 0 is __syncthreads
+enum NamedBarrier : int { kMathBarrier = 1 }; // of both math warpgroups; 0 is __syncthreads
 
 struct Maps {
     CUtensorMap q, k, v, dout;
@@ -41,8 +41,8 @@ template <class C> struct Smem {
     Barriers<2> item_full, item_empty;
     Barriers<1> kv_full, kv_empty;
     Barriers<C::kStages> row_full, row_empty;
-    // dq_ready: the buffer is free or, for a tile's last part, holds the sum so far. dq_full: it holds this block's dQ or, for the last
-    // part, the sum has been read.
+    // dq_ready: the buffer is free or, for a row tile's last key block, holds the sum of the earlier blocks. dq_full: the buffer holds this
+    // block's dQ or, for the last key block, its sum has been read.
     Barriers<C::kSums> dq_ready, dq_full;
 };
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
             load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
         }
         for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), ring.n++) {
-            // In flight: copies of at most kStages later tiles, and of K and V.
+            // In flight: copies of at most kStages tiles above t, loaded before it, and of K and V.
             uint64_t *full = smem.row_full[ring.stage()];
             smem.row_empty.acquire(ring);
             barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
@@ -139,7 +139,7 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
         const auto first = static_cast<unsigned>(item.first_use + item.kv_head * item.num_uses);
         Slot slot = {static_cast<int>(first % num_slots), first / num_slots};
         for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), slot.advance(item.descending, num_slots)) {
-            // In flight: nothing of this thread; at most one copy of the other adder.
+            // In flight: no copy of this thread; at most one of each other adder.
             if (skip-- > 0) continue;
             skip = C::kSums - 1;
             const int turn = find_turn<C>(item, p, tile.t);

@@ -16,7 +16,7 @@ template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void ze
         if (zero_nonfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
 }
 
-// The rows that see each key; zeroes values of K that are not finite, with NaN in V instead.
+// Finds the rows that see each key. Zeroes elements of K that are not finite and puts NaN into that key's V: it returns through dP.
 template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const Item &item) {
     const int i = threadIdx.x - 128, key = item.key + i;
     if (i < C::kKeys) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, c
     constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kRows;
     auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
     auto *own = sums + (threadIdx.x / 32 - 4) * kColumns;
-    bar_sync<C::kMathThreads>(kMathBarrier); // the last dS has been read
+    bar_sync<C::kMathThreads>(kMathBarrier); // both math warpgroups have finished dQ, which reads dS: its buffer is free
     if constexpr (kTerms == kTermsOf8) {
         for (int i = 0; i < 2; i++) {
             float sum = terms[i * C::kMathThreads];

@@ -11,7 +11,6 @@
 #include "cuda/work/sink_terms.cuh"
 #include "cuda/work/tile_walk.cuh"
 
-SA_HD sa_range sa_tiles_over(sa_range range, sa_position_t size) { return {range.begin / size, (range.end + size - 1) / size}; }
 namespace sa::bwd_sm90 {
 
 // One sequence, in the order of work. Counts of a kv head: row tiles, uses of slots, items and carries of the sequences before it.
@@ -28,8 +27,10 @@ struct alignas(16) Item {
     int key;
     sa_row_tiles tiles;        // of this round
     int finish_end;            // tiles before it have no later key block
-    int first_tile, num_tiles; // of the sequence: before its first kv head, and a kv head
-    int first_use, num_uses;   // of slots: which use is its last tile's in the first kv head; uses a kv head, of all sequences
+    int first_tile, num_tiles; // first_tile: index of the sequence's first row tile in kv head 0; num_tiles: its row tiles in each kv head
+    // first_use: index of the slot use that the item's last row tile takes in kv head 0; num_uses: slot uses of one kv head, over all
+    // sequences.
+    int first_use, num_uses;
     int descending;            // whether a sequence's last tile is the first to use a slot; an int, so that no byte is padding
     int num_rounds, nth_round; // rounds over the sequence's row tiles; dK and dV are summed over them
     int carry, nth;            // index of the block's carried dK and dV, and of the item in its kv head

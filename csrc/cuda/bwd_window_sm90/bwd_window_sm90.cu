@@ -10,7 +10,7 @@
 // walk passes the tiles that see them, so a gradient is summed in one place, over all heads, and rounded once. dS goes through shared
 // memory to the row warpgroup, which sums dQ over the three key tiles. Before its share a block meets keys of another block, for dQ alone;
 // after it rows of another, for dK and dV alone. Tiles lie at multiples of 64 positions and sums run in their order, so no bit depends on
-// where a share begins or ends.
+// where a share begins or ends. The LSE that is read already holds the sink, which no kernel here adds again.
 //
 // The row warpgroup works in order, so two buffers need no barrier: step n is ready only when dQ of step n - 2 is done, so dS of that step
 // may be replaced; and keys are replaced once dQ of the last step that saw them is done.
@@ -180,8 +180,8 @@ __device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_s
     }
 }
 
-// Step n, whose rows see the key tile. In flight at the top, unless it begins a tile of rows: dV and dK of the second half of step n - 1.
-// In flight at the end: those of step n.
+// Step n, whose rows see the key tile. In flight at the top, unless it begins a tile of rows: dV and dK of the second half of step n - 1;
+// at the end: those of step n. With kHide neither: mark_values needs complete sums.
 template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup &m, uint32_t n, int flags, bool begins) {
     using Element = typename C::Element;
     Smem &smem = m.smem;

@@ -84,7 +84,7 @@ __device__ __forceinline__ bool load_steps(Smem &smem, const sinkattn_bwd_args &
         loaded++;
         const bool exists = step.flags & kExists;
         if (lane == 0 && exists) {
-            store_wait_read<1>(); // dQ of the step before last has left the stage of out
+            store_wait_read<1>(); // at most one dQ, the newest, is still leaving: this stage's has left
             full.arrive_expect((3 + 2 * __popc(step.loaded())) * kTileBytes);
             tensor_load(smem.q[stage], &maps.q, full, 0, step.head, step.row, step.batch);
             tensor_load(smem.dout[stage], &maps.dout, full, 0, step.head, step.row, step.batch);
@@ -338,7 +338,7 @@ template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const si
     Sink sink;
     float terms = 0.0f;
     // In flight at the top: copies of steps prepared to loaded - 1 (known to the producer alone); dQ of steps done - 2 and done - 1
-    // leaving.
+    // leaving. Where no step is loaded, as in the tail, older dQ may be leaving too: only a load overwrites its stage, and it waits.
     while (true) {
         if (!ended && prepared < done + 2) {
             if (producer) {

@@ -125,7 +125,7 @@ __device__ __forceinline__ Findings attend(typename C::Rows &rows, unsigned char
     }
 #pragma unroll 1
     for (int32_t n = first; n < loader.last; n += C::kTeams) {
-        cp_async_wait_upto(stages - 1); // in flight: a cp.async group for each of the team's next `stages` tiles; now all but tile n's
+        cp_async_wait_upto(stages - 1); // before: a group in flight for each of the next `stages` tiles; after: tile n's is complete
         team_sync<C>(team);             // tile n has landed
         float s[C::kEights][4];
         qk_product(s, rows, q + lane.v, q + keys + lane_k, params.scale_log2);
@@ -310,8 +310,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     SA_TRY(check_sizes(args, plan));
     SA_TRY(choose_stages<C>(&params.stages, &blocks));
     SA_TRY(sa_cuda_error_word(&params.error_word));
-    SA_TRY(
-        allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes)); // for all stages, though cut_work may lower them
+    SA_TRY(allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes)); // room for all stages; cut_work may use fewer
     const uint32_t grid = cut_work<C>(params, problem, plan, blocks);
 
     const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };

@@ -48,7 +48,7 @@ __device__ __forceinline__ float s_aux_of(const Params &params, const Requested 
                                                  : widen<Fp16>(half);
 }
 
-// Four columns of a row of out, and its lse: the sink joins.
+// Adds the sink to a row and writes four columns of out; column 0 also writes the LSE.
 template <class C>
 __device__ __forceinline__ void write_out(const Quad &quad, const typename C::Smem &smem, const typename C::Arguments &params, int row,
                                           int column) {

@@ -4,8 +4,8 @@
 //
 //     num_splits   every stream into the same number of parts, a block each
 //     by length    all streams into parts of one length, a block each; the length follows from the sequences' lengths
-//     shares       where that gives more parts than blocks: a block takes an equal share of all tiles, which may end inside a stream, and
-//                  works on one part of each stream in it
+//     shares       where parts of one length would outnumber the blocks: a block takes an equal share of all tiles, which may end inside a
+//                  stream, and works on one part of each stream in it
 //
 // Parts and shares are numbered by sequence, row tile and part, the kv head running fastest, so that blocks that run at the same time read
 // neighbouring memory.
@@ -171,7 +171,7 @@ template <int kThreads> __device__ __forceinline__ ThreadSequences thread_sequen
 // Speculation: lengths and pages are read while the preceding kernel may still write them, and again after it ends. If they differ, the
 // block starts again before it has written anything. Holds a thread's length, where it needs only one.
 struct Speculation {
-    int32_t batch, length; // batch: the length's sequence, negative for none
+    int32_t batch, length; // batch: the sequence whose length this thread holds, negative for none
     bool before_wait;      // the preceding kernel may still run
 
     __device__ __forceinline__ void wait() {

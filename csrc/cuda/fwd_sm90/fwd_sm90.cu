@@ -5,13 +5,13 @@
 //     scheduler warp  the next tile of rows, and the keys that each row sees ...
 //     loader warp     Q | K0 | V0 | K1 | V1 | ...                     by TMA; Q of the next tile while this one is computed
 //     checker warps       V0 | V1 | ...                               zero values that are not finite, in tiles that need a mask
-//     math groups     S0 | S1 = Q K1^T, O += P0 V0 | S2, O += P1 V1 | ...       softmax of S1 while O += P0 V0 runs
+//     math warpgroups S0 | S1 = Q K1^T, O += P0 V0 | S2, O += P1 V1 | ...       softmax of S1 while O += P0 V0 runs
 //
 // A block stays on its multiprocessor and walks over tiles of rows (tokens x the heads of a GQA group), the last of a sequence first, and
-// in reverse every other round, which evens out the blocks' work. A math group, a warpgroup, owns 64 rows, with S, P and O in registers;
-// the three groups run out of step, and each releases key tiles that only the others need. Out leaves through the slot of the queries. A
-// row's pivot is its maximum over its first key tile; later tiles are not searched for maxima, and the rare row that outgrows its pivot is
-// scored again. Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's bits are its own.
+// in reverse every other round, which evens out the blocks' work. A math warpgroup owns 64 rows, with S, P and O in registers; the three
+// run out of step, and each releases key tiles that only the others need. Out leaves through the slot of the queries. A row's pivot is its
+// maximum over its first key tile; later tiles are not searched for maxima, and the rare row that outgrows its pivot is scored again. Key
+// tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's bits are its own.
 //
 // Registers: S, P and O take 128 of 160 at head_dim 64, 124 at 128. Shared memory: two tiles of Q, kStages of K and V, 176 and 216 KiB.
 
@@ -88,7 +88,8 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
         Barrier &q_full = smem.q_full[queries.stage()];
         smem.q_empty.acquire(queries);
         const Work &work = smem.rows[tiles.stage()].work;
-        const int end = work.tiles.end; // read before Q is sent: rows that see no keys may be gone once Q is there
+        // Read before Q is sent: once Q lands, the math may finish a tile without keys, and its slot be described anew.
+        const int end = work.tiles.end;
         KeyTileWalk tile(work.tiles);
         q_full.arrive_expect(C::kHalves * p.tokens * p.group * kRowBytes);
         for (int half = 0; half < C::kHalves; half++)
@@ -96,7 +97,7 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
                         static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
                         static_cast<int>(work.sequence.batch));
         for (; tile.t < end; tile.advance(), ring.n++) {
-            // In flight: copies of at most kStages earlier tiles, and of Q.
+            // In flight: K and V of at most kStages earlier key tiles; Q of up to two row tiles, as a short item does not block the loader.
             smem.k_empty.acquire(ring);
             load_keys(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, tile.t);
             smem.v_empty.acquire(ring);
@@ -144,12 +145,12 @@ template <class C> struct Math {
     const bool leader; // of the warpgroup
     Ring<C::kStages> ring;
 
-    // S = Q K^T of the stage's keys, begun. q: the address of the group's first query.
+    // Issues S = Q K^T of the stage's keys; the caller waits. q: the address of the warpgroup's first query.
     __device__ __forceinline__ void begin_scores(Scores &s, uint32_t q, uint32_t stage) {
         wgmma_abt<Element, C::kHeadDim, C::kQueryHalf, C::kKeyHalf>(s, q, shared_address(smem.keys[stage]));
     }
 
-    // O += P V of the ring's stage, begun.
+    // Issues O += P V of the ring's stage; end_values waits.
     __device__ __forceinline__ void begin_values(Out &o, const Weights &weights) {
         wgmma_pb<Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.stage()]));
     }
@@ -158,7 +159,7 @@ template <class C> struct Math {
         return *reinterpret_cast<const uint16_t *>(smem.nonfinite[stage]) != 0;
     }
 
-    // Adds the values of tile t that were zeroed to the rows that see them.
+    // Adds to O the values of tile t that the checkers zeroed, in the rows that see them.
     __device__ __forceinline__ void add_back(Out &o, const GroupRows<C> &own, int t) {
         const auto *data = static_cast<const uint16_t *>(args.v.data);
         const int token[2] = {own.row(0).token, own.row(1).token};
@@ -249,7 +250,7 @@ template <class C> struct Math {
         if (leader) smem.v_empty.release(skipped);
     }
 
-    // O, rounded, over the group's queries and in their layout.
+    // Writes O, rounded, over the warpgroup's queries and in their layout.
     __device__ __forceinline__ void stage_out(uint32_t slot, const Out &o, const float (&factor)[2]) {
         const int lane = threadIdx.x % 32;
         const uint32_t to = slot + store_row(threadIdx.x) * kRowBytes;
@@ -262,8 +263,8 @@ template <class C> struct Math {
         }
     }
 
-    // From the slot to global memory: by one bulk copy, which still reads the slot when this returns true; by the threads where the group's
-    // rows are not whole tokens, or not all tokens exist. After its barrier the group is done with the queries and the described rows.
+    // Copies from the slot to global memory. True: one bulk copy does it and still reads the slot. False: the threads did it, because the
+    // warpgroup's rows are not whole tokens or not all tokens exist. After the barrier here the warpgroup reads no query.
     __device__ __forceinline__ bool write_out(const unsigned char *slot, const Rows<C> &rows) {
         const Work &work = rows.work;
         const int num_tokens = work.tokens.end - work.tokens.begin, first = math_group * p.copied_tokens;

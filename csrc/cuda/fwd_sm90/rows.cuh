@@ -11,13 +11,13 @@
 
 namespace sa::fwd_sm90 {
 
-enum NamedBarrier : int { kMathBarrier = 1 }; // one a math group, from this one on; 0 is __syncthreads
+enum NamedBarrier : int { kMathBarrier = 1 }; // one a math warpgroup, from this one on; 0 is __syncthreads
 
 template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kSlots_> struct Config {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kSlots = kSlots_;
     static constexpr int kGroups = kTileQ / 64, kThreads = 128 * (kGroups + 1), kCheckers = 2;
-    static constexpr int kHalves = kHeadDim / 64; // of a row, 64 columns each, apart in shared memory
+    static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
     static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
@@ -30,7 +30,7 @@ template <class C> struct Rows {
     Barrier full, empty;
     Work work;
     bool exists;
-    sa_key_tiles group_tiles[C::kGroups];                      // of work.tiles, those that rows of a math group see
+    sa_key_tiles group_tiles[C::kGroups];                      // of work.tiles, those that rows of a math warpgroup see
     int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
     int first[C::kTileQ];                                      // of a token, the key tile of its first key
     float s_aux[C::kTileQ];                                    // of a head
@@ -42,7 +42,7 @@ struct Problem {
     unsigned num_kv_heads, num_tiles, num_items;
     int group, tokens; // heads and tokens of a tile of rows
     int group_inverse; // of 2^16, for row / group below kTileQ
-    int copied_tokens; // of a math group's rows, by one copy of out; 0 where 64 rows are not whole tokens
+    int copied_tokens; // of a math warpgroup's rows, by one copy of out; 0 where 64 rows are not whole tokens
     float scale_log2;
 };
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, con
     return true;
 }
 
-// The key tiles of a math group's rows. Called once the tokens are described.
+// The key tiles of a math warpgroup's rows. Called once the tokens are described.
 template <class C> __device__ __forceinline__ void describe_group(Rows<C> &rows, const Problem &p, int math_group) {
     const Work &work = rows.work;
     const int first = 64 * math_group * p.group_inverse >> 16,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The softmax of the general forward on sm_90. A thread has two rows of its math group's 64; element i of its scores is in row
-// element_row(i) of them.
+// The softmax of the general forward on sm_90. A thread has two of its math warpgroup's 64 rows; element i of its scores lies in row
+// element_row(i) of the two.
 #pragma once
 
 #include "cuda/fwd_sm90/rows.cuh"
@@ -20,7 +20,7 @@ struct TokenHead {
     int token, head;
 };
 
-// The 64 rows of a math group in a tile of rows.
+// The 64 rows of a math warpgroup in a tile of rows.
 template <class C> struct GroupRows {
     const Problem &p;
     const Rows<C> &rows;
@@ -73,7 +73,7 @@ template <class C> __device__ __forceinline__ bool begins(int i, const Softmax &
     return own.rows.first[own.row(i).token] >= t || softmax.pivot[i] == -INFINITY;
 }
 
-// Whether any row of the group begins after tile t. All its warps get one answer, since they wait for products together.
+// Whether any row of the warpgroup begins after tile t. All its warps get one answer, since they wait for products together.
 template <class C> __device__ __forceinline__ bool begins_after(const Softmax &softmax, const GroupRows<C> &own, int t) {
     return bar_any<128>(kMathBarrier + own.math_group, begins<C>(0, softmax, own, t + 1) || begins<C>(1, softmax, own, t + 1));
 }

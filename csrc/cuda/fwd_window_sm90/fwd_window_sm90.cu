@@ -12,8 +12,8 @@
 // spans of at most 96 tokens: K and V of a span and of its window, at most 240 keys, are loaded once. Tiles lie at multiples of their
 // tokens counted from position 0, so a row's bits do not depend on where the call begins.
 //
-// Shared memory, 217 KiB: two stages of K and V, 120 KiB; twelve buffers of Q, then out, 96 KiB. Registers: S 72, P 36, O 32 of 104; a
-// block of 640 threads begins with 96 each, and setmaxnreg moves 32 of each loader's to the math.
+// Shared memory, 217 KiB: two stages of K and V, 120 KiB; twelve buffers of Q, then out, 96 KiB. Registers: S 72, then P 36 and O
+// 32, of 104; a block of 640 threads begins with 96 each, and setmaxnreg moves 32 of each loader's to the math.
 
 #include "cuda/fwd_window_sm90/loads.cuh"
 #include "cuda/host/launch.cuh"
@@ -237,6 +237,7 @@ __device__ __forceinline__ void compute_tiles(Smem &smem, const sinkattn_fwd_arg
             write_tile(smem, tiles, args, maps, tile, p, warpgroup);
         }
         n -= span.num_tiles;
+        // A warpgroup without a tile has not waited for kv_ready. Every span has a tile, so another warpgroup has, before it releases too.
         smem.kv_empty.release(stages);
     }
     if (threadIdx.x % 128 == 0) store_wait();

@@ -131,7 +131,7 @@ template <int kRegisters> __device__ __forceinline__ void registers_down() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Four 8 x 8 matrices as an accumulator's fragments hold them; lane l gives the address of row l % 8 of matrix l / 8.
+// Stores four 8 x 8 matrices from an accumulator's fragments. Lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
                  "r"(r[3])

@@ -107,7 +107,7 @@ __device__ __forceinline__ int64_t stat_index(const Work &work, const sinkattn_p
 // Bits of a device's error word.
 enum : unsigned { kBadCuSeqlens = 1, kBadCacheSeqlens = 2, kBadBlockTable = 4, kBadSlotMapping = 8 };
 
-// Called by one block. Offsets start at 0, do not decrease, end inside the tensor; *error_word is sticky.
+// By one block: reports offsets that do not start at 0, that decrease or that end outside the tensor. *error_word is sticky.
 __device__ __forceinline__ void check_cu_seqlens(const int32_t *cu_seqlens, int64_t batch, int64_t total, unsigned *error_word) {
     bool bad = threadIdx.x == 0 && cu_seqlens[0] != 0;
     for (int64_t b = threadIdx.x; b < batch; b += blockDim.x) bad |= cu_seqlens[b + 1] < cu_seqlens[b] || cu_seqlens[b + 1] > total;
