@@ -98,7 +98,7 @@ __global__ void order_lse(const float *from, float *to, int64_t batch, int64_t h
     if (x < batch * heads * q_len) to[x] = from[(x / q_len % heads * batch + x / q_len / heads) * q_len + x % q_len];
 }
 
-// The one distance between rows, within sequences and between them, that packed rows have; 0 if there is none.
+// The row stride of the tensor as packed rows, the same within and between sequences; 0 if it has none.
 int64_t packed_stride(const sinkattn_tensor &tensor, int64_t batch, int64_t len) {
     if (batch == 1) return tensor.row_stride;
     if (len == 1) return tensor.batch_stride;

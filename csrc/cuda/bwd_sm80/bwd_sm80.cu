@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_
     }
 }
 
-// The same of k and v.
+// The same for k and v.
 template <class C, int kCount>
 __device__ __forceinline__ void load_keys(unsigned char *to, const sinkattn_fwd_args &args, const Work &work, int64_t first,
                                           sa_range real) {
@@ -330,7 +330,7 @@ __device__ __forceinline__ void write_terms(const float (&p_dp)[2 * C::kBlocks],
     }
 }
 
-// Writes a gradient through its place among the owned tiles, in whole 16-byte chunks.
+// Writes a gradient in whole 16-byte chunks, through an owned tile's shared memory.
 template <class C>
 __device__ __forceinline__ void write_gradient(unsigned char *shared, const Gradient<C> &gradient, float factor, const Smem<C> &smem,
                                                const sinkattn_tensor &tensor, int64_t head_dim) {

@@ -37,7 +37,7 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
-    static constexpr int kStages = 2, kSums = 2; // of row tiles; of dQ for the adders, one each
+    static constexpr int kStages = 2, kSums = 2; // stages of row tiles; buffers of dQ, one an adder
     static constexpr int kTileFloats = kRows * kHeadDim;
     static constexpr int kLoaderRegisters = kHeadDim == 64 ? 24 : 40, kMathRegisters = kHeadDim == 64 ? 240 : 232;
     static_assert(kKeys == 128, "two math groups of 64 keys");
@@ -79,7 +79,7 @@ template <class C, TermsOf kTerms> struct Math {
                                                                               address(smem.douts[stage]));
     }
 
-    // Waits for S and dP: P and dS as operands.
+    // Waits for S and dP, and packs P and dS as operands.
     template <bool kMasked> __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, int t) {
         const RowStats<C> &stats = smem.stats[ring.stage()];
         Seen seen;
@@ -126,7 +126,7 @@ template <class C, TermsOf kTerms> struct Math {
         dq_ring.n++;
     }
 
-    // All row tiles of an item.
+    // Walks over the item's row tiles, the last one first.
     __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, const OwnItem &item) {
         Scores s, dp;
         float dq[32];

@@ -3,7 +3,7 @@
 // Shared memory of the general backward's blocks on sm_90, and the threads around the math: the loader, and the adders, which add dQ to the
 // sums over key blocks.
 //
-// A kernel's Config has kHalves, kRowHalf, kKeyHalf, kStages, kSums and kMathThreads, beside the fields for work.cuh.
+// A kernel's Config has kHalves, kRowHalf, kKeyHalf, kStages, kSums and kMathThreads, beside the fields that work.cuh needs.
 #pragma once
 
 #include "cuda/bwd_sm90/work.cuh"
@@ -51,7 +51,7 @@ struct Slot {
     int index;
     unsigned generation;
 
-    // To the slot of the item's next tile, which lies before this one.
+    // Moves to the slot of the item's next tile, t - 1.
     __device__ __forceinline__ void advance(bool descending, int num_slots) {
         index += descending ? 1 : -1;
         if (index == num_slots) index = 0, generation++;
@@ -74,7 +74,7 @@ __device__ __forceinline__ unsigned long long turn_value(unsigned generation, un
 __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, unsigned long long value) {
     while (load_acquire(turns) != value) {
     }
-    async_fence_global(); // only bulk copies touch the slot
+    async_fence_global(); // for the bulk copies of a slot
 }
 
 template <class C>
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
                                            const BwdBuffers &buffers) {
     const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
     const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item); // items of a kv head
-    // Under a window, blocks meet a row tile so far apart in time that it would leave the L2 cache anyway, and evict slots.
+    // Under a window, a row tile would leave the L2 cache before the next block meets it, and evict slots until then.
     const uint64_t policy = evict_first();
     const auto load = [&](void *to, const CUtensorMap *map, uint64_t *full, int half, int head, int row, int batch) {
         if (p.is_local)
@@ -126,12 +126,12 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
     }
 }
 
-// One of kSums threads, each with every kSums-th tile: while one waits for its addition, the next waits for its turn.
+// Run by kSums threads, each for every kSums-th tile: while one waits for its addition, the next waits for its turn.
 template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
     const int num_slots = static_cast<int>(p.num_slots);
     float *dq = smem.dq[nth];
-    Ring<1> use;    // of dq
-    int skip = nth; // tiles until the next of this thread
+    Ring<1> use;    // uses of dq
+    int skip = nth; // tiles until this thread's next
     for (Ring<2> items;; items.n++) {
         const OwnItem &item = smem.items[items.stage()];
         smem.item_full.wait(items);

@@ -28,7 +28,7 @@ template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, c
     zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
         smem.poisoned[key] = true;
         *reinterpret_cast<uint16_t *>(smem.values + swizzled(key, 0)) = 0x7fff;
-        async_fence(); // not after the loop, where it would wait for the previous item's stores each time
+        async_fence(); // here, as after the loop it would wait for the previous item's stores every time
     });
     bar_sync<C::kMathThreads>(kMathBarrier);
 }
@@ -95,14 +95,14 @@ __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const Row
 
 enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
 
-// Sums of p_sink dS that a thread keeps. Where the group divides 8 its columns are of two heads, with a sum each; otherwise the lanes share
-// out the columns, one of 32 each.
+// How many sums of p_sink dS a thread keeps. Where the GQA group divides 8, the thread's columns belong to two heads, a sum each; otherwise
+// each lane keeps the sum of one column in 32.
 template <class C, TermsOf kTerms> constexpr int kTermSums = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kRows / 32;
 
-// The one of 32 columns whose sum the lane has.
+// The column, of 32, whose sum the lane keeps.
 __device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + fragment_column() + threadIdx.x / 4 % 2; }
 
-// columns: 8 n and 8 n + 1 after the lane's first, at 2 n and 2 n + 1. The sum over the lanes of column lane_column().
+// The sum over the lanes of column lane_column(). columns: 8 n and 8 n + 1 after the lane's first, at 2 n and 2 n + 1.
 __device__ __forceinline__ float sum_column(float (&columns)[8]) {
 #pragma unroll
     for (int kept = 4; kept > 0; kept /= 2) {
@@ -155,7 +155,7 @@ template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const
     for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0]), ds[n]);
 }
 
-// The thread's row r, times a factor, rounded: four lanes exchange their pairs, so that each writes whole 16-byte chunks.
+// Writes the thread's row r, times a factor and rounded. Four lanes exchange their pairs, so that each writes whole 16-byte chunks.
 template <class Element, int kLength>
 __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength], int r, float factor, int first_column, int64_t head_dim,
                                           bool is_real) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
     }
 }
 
-// Adds the sum of the key blocks before to the tile's last part, and writes dq.
+// Adds the sum of the earlier key blocks to dQ of the last one, and writes dq.
 template <class C>
 __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem<C> &smem, const sinkattn_bwd_args &args,
                                             const BwdProblem &p, const OwnItem &item, int t, int math_group) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem
     }
 }
 
-// The item's terms of ds_aux, one a head.
+// Writes the item's terms of ds_aux, one a head.
 template <class C, TermsOf kTerms>
 __device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers,
                                             const OwnItem &item) {
@@ -238,7 +238,7 @@ __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const S
     }
 }
 
-// Adds dK and dV of the rounds before, and leaves the sums for the next.
+// Adds dK and dV of the earlier rounds, and stores the sums for the next one.
 template <class C>
 __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdBuffers &buffers,
                                           const OwnItem &item) {

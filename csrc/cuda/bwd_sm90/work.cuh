@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels around the general backward's on sm_90. Before it: where the row tiles and key blocks of each sequence begin, the items, lse
-// and g - delta of every row. After it: ds_aux from the terms of row tiles and key blocks.
+// The kernels before and after the general backward's main kernel on sm_90. Before: where the row tiles and key blocks of each sequence
+// begin, the items, lse and g - delta of every row. After: ds_aux from the terms of row tiles and key blocks.
 //
 // A kernel's Config has kHeadDim, kRows and kKeys of a tile, and kTileFloats of its dQ.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace sa::bwd_sm90 {
 
-// One sequence, in the order of work. Counts of a kv head: row tiles, uses of slots, items and carries of the sequences before it.
+// One sequence, in the order of work. first_*: row tiles, slot uses, items and carries of the sequences before it, in one kv head.
 struct Entry {
     sa_sequence sequence;
     int64_t first_tile, first_slot, first_item, first_carry;
@@ -41,20 +41,20 @@ struct BwdProblem {
     bool is_local;     // under a window: every item's tiles fit the slots
     int group, tokens; // heads and tokens of a tile of rows
     float scale, scale_log2;
-    int64_t num_tiles, num_blocks; // of a kv head, at most; a key block once a round
+    int64_t num_tiles, num_blocks; // upper bounds for one kv head; a key block counts once a round
 };
 
 struct BwdBuffers {
     Entry *entries;                          // num_entries, and one behind them for the totals
     Item *items;                             // of a kv head, in the order of work
-    unsigned *counter;                       // items taken, of all kv heads
+    unsigned *counter;                       // items taken so far, of all kv heads
     unsigned long long *turns, *carry_turns; // whose turn it is at each slot and carry
     float *stats;                            // RowStats of each tile
     float *slots, *carries;
     float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_blocks]; NULL where it is not wanted
 };
 
-// lse in log2 units, 0 for a row without keys and sink; g - delta; p_sink, which exists with ds_aux alone.
+// lse: in log2 units, 0 for a row without keys and sink; bias: g - delta; p_sink: only with ds_aux.
 template <class C> struct alignas(16) RowStats {
     float lse[C::kRows], bias[C::kRows], p_sink[C::kRows];
 };
@@ -68,9 +68,9 @@ __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, 
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
 }
 
-// A tile reuses the slot of the tile num_slots uses earlier, which an earlier item must have finished. So a longer sequence is cut into
-// rounds, later tiles first, over which dK and dV are summed; a window needs no rounds. Rounds are the same dense and packed.
-// A window of 4096 keys has 44 MiB of tiles in use; at head_dim 64 the statistics leave no room for that.
+// A tile reuses the slot of the tile num_slots uses earlier, which an earlier item must have finished. So a sequence of more than
+// kMostTiles is cut into rounds, later tiles first, over which dK and dV are summed; with is_local there are none. Dense and packed batches
+// have the same rounds. A window of 4096 keys has 44 MiB of tiles in use; at head_dim 64 the statistics leave no room for that.
 constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 19 << 20;
 template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
 template <class C> constexpr int64_t kLocalTiles = (C::kHeadDim == 64 ? kSlotsBytes : 44 << 20) / (4 * C::kTileFloats);
@@ -228,14 +228,15 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
 
 // ---- rows ----
 
-// The terms of one head among a tile's rows.
+// The sum of one head's terms over a tile's rows.
 __device__ __forceinline__ float sum_head(const float *terms, const BwdProblem &p, int head) {
     float sum = 0.0f;
     for (int row = head; row < p.tokens * p.group; row += p.group) sum += terms[row];
     return sum;
 }
 
-// Blocks of neighbouring heads are neighbours, as their rows are in memory. The last blocks write items.
+// A block prepares one row tile of a kv head; the last blocks write items instead. Neighbouring heads have neighbouring blocks, as their
+// rows are neighbours in memory.
 template <class C>
 __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
     constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
@@ -252,7 +253,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
               rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
     const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
     const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens), has_sink = buffers.row_terms && entry.has_sink;
-    // A row's statistics are read first: they have arrived when p_sink is computed, under the longer reads of out and dO.
+    // Reads the row's statistics first: p_sink is computed from them while the longer reads of out and dO are in flight.
     const int row = threadIdx.x, token = row / p.group, first_head = kv_head * p.group, head = first_head + row - token * p.group;
     float found = 0.0f, g = 0.0f;
     double s_aux = 0.0;
@@ -299,7 +300,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     if (row < rows) {
         lse = is_dead ? 0.0f : found * kLog2e;
         bias = g - deltas[row];
-        // p_sink (g - sum_j P dP), of which - p_sink sum_j dS is added where dS is; 1 - p_sink is sum_j P.
+        // p_sink (g - sum_j P dP), less the part - p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
         if (has_sink) term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
     }
     const int64_t tile = heads * entry.first_tile + kv_head * num_tiles_of(sequence, p.tokens) + t;
@@ -319,7 +320,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
 
 // ---- sink ----
 
-// ds_aux: a block owns a head, and adds its terms in an order that sizes alone decide.
+// A block sums the terms of one head's ds_aux, in an order that depends on sizes alone.
 static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,
                                                                    BwdBuffers buffers) {
     __shared__ double sums[kSinkThreads / 32];

@@ -74,7 +74,7 @@ __device__ __forceinline__ void add_gradients(float (&dk)[32], float (&dv)[32], 
 
 enum Mask { kNone, kByToken, kByColumn }; // all pairs are seen; a thread's two columns are of one token; or of two
 
-// P and dS of 32 rows from `first` on, as left operands. before: the step's tile's first position less the thread's first key's.
+// P and dS of 32 rows from `first` on, as left operands. before: how far the thread's first key lies before the step's tile of positions.
 template <class C, Mask kMask>
 __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_t (&gradients)[2][4], const MathWarpgroup &m,
                                               const float (&s)[16], const float (&dp)[16], int stage, int first, int before) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
     }
 }
 
-// NaN in dV where a row that sees the key has a value in that column of dO that is not finite, which was zeroed for the product.
+// Puts NaN into dV where a row that sees the key had a value of dO that is not finite, zeroed for the product, in that column.
 __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, int stage, int before, const Problem &p) {
 #pragma unroll 1
     for (int row = 0; row < kRows; row++) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, i
     }
 }
 
-// dK or dV of the key tile, times factor, in whole 16-byte chunks. True when the gradient is not finite.
+// Writes dK or dV of the key tile, times factor, in whole 16-byte chunks. True if the gradient is not finite.
 template <class Element>
 __device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const sinkattn_tensor &tensor, const Step &step, int age,
                                            int64_t head_dim) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const s
     return nan != 0.0f;
 }
 
-// Adds the lanes' sums to those of the step's heads: a thread's two columns are of two heads, or of the only one.
+// Subtracts the lanes' sums from those of the step's heads. A thread's two columns belong to two heads, or to the only one.
 __device__ __forceinline__ void close_heads(float *warp_sums, float (&sums)[2], int first, int heads) {
     const int lane = threadIdx.x % 32;
     if (heads == 1) sums[0] += sums[1];
@@ -170,7 +170,7 @@ __device__ __forceinline__ void close_heads(float *warp_sums, float (&sums)[2], 
     sums[0] = sums[1] = 0.0f;
 }
 
-// The part of ds_aux of math warp `warp` of kWarps; the first kRowWarps of them include what a row warp summed.
+// Writes math warp `warp`'s part of ds_aux; the first kRowWarps parts include a row warp's sum.
 __device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_sums, const sinkattn_bwd_args &args, const Problem &p,
                                            const Step &step, int warp) {
     __syncwarp();
@@ -202,7 +202,8 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
         // Also for keys of another block; that result is discarded.
         if (half) add_gradients<Element>(m.dk, m.dv, weights, gradients, q, dout, m.adds);
         const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
-        const int nearest = m.age * kKeys + first - 16 * warp - 15, farthest = m.age * kKeys + last - 16 * warp; // of the warp's keys
+        // The smallest and the largest distance of a row from one of the warp's keys.
+        const int nearest = m.age * kKeys + first - 16 * warp - 15, farthest = m.age * kKeys + last - 16 * warp;
         const bool any_seen = farthest >= 0 && nearest <= p.max_distance,
                    all_seen = !C::kHide && nearest >= 0 && farthest <= p.max_distance && !(flags & kEdge);
         wgmma_wait<0>();

@@ -18,7 +18,7 @@ constexpr int kPreparers = 96, kRowWarps = 2; // threads of warps 1 to 3; warps 
 constexpr int kStages = 4, kKeyStages = 4, kTileBytes = 64 * kRowBytes, kBlockBytes = 16 * kRowBytes; // a block: 16 keys of a tile
 enum NamedBarrier : int { kRowBarrier = 1 }; // of the row warpgroup; 0 is __syncthreads
 constexpr int kHeads = 64;                   // of a GQA group, at most
-constexpr int kNoToken = INT32_MAX / 2;      // at no distance that a key is seen from
+constexpr int kNoToken = INT32_MAX / 2;      // so far after every key that it sees none
 
 template <class Element_, bool kSums_, bool kHide_> struct Config {
     using Element = Element_;
@@ -54,7 +54,7 @@ struct Maps {
 
 struct Problem : WalkShape {
     float scale, scale_log2;
-    unsigned *redo; // [blocks]: the share must be computed again; then, if any must, how many blocks of the second launch are done
+    unsigned *redo; // [blocks]: whether the share must be computed again; then how many blocks of the second launch are done
     float *sums;    // [num_q_heads][blocks * kWarps]
 };
 
@@ -253,7 +253,7 @@ __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, ui
     pin(dq);
 }
 
-// dQ of step n to the stage of its out, which was read for delta.
+// Writes dQ of step n over its out, already read for delta.
 template <class Element> __device__ __forceinline__ void stage_dq(const float (&dq)[32], Smem &smem, uint32_t n, const Problem &p) {
     const uint32_t to =
         shared_address(smem.out[n % kStages]) + swizzled(threadIdx.x / 32 * 16 + left_row(threadIdx.x), store_chunk(threadIdx.x));
@@ -261,7 +261,7 @@ template <class Element> __device__ __forceinline__ void stage_dq(const float (&
     async_fence();
 }
 
-// From there to the tensor, by the producer. One bulk group a step, whether or not it copies: store_wait_read counts groups.
+// Copies it to dq, by the producer. One bulk group a step, whether or not it copies: store_wait_read counts groups.
 __device__ __forceinline__ void send_dq(const Smem &smem, const Maps &maps, uint32_t n) {
     if (threadIdx.x == 0) {
         const Step &step = smem.steps[n % kStages];
@@ -272,7 +272,7 @@ __device__ __forceinline__ void send_dq(const Smem &smem, const Maps &maps, uint
     __syncwarp();
 }
 
-// Where some of the step's rows do not exist, the others by threads: two lanes exchange halves of a 16-byte chunk, so that a row's four
+// Writes dQ by the threads, where some of the step's rows do not exist. Two lanes exchange halves of a 16-byte chunk, so that a row's four
 // lanes write two whole chunks.
 template <class Element>
 __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
@@ -298,7 +298,7 @@ __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step
     }
 }
 
-// dQ of step n. True when the step was its tile's last.
+// Computes dQ of step n. True if the step was its tile's last.
 template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
     smem.ds_full.wait({n});
     const Step &step = smem.steps[n % kStages];

@@ -56,7 +56,7 @@ struct alignas(16) Step {
     __device__ __forceinline__ int loaded() const { return tiles >> 8 & 7; } // with this step
 };
 
-// What the next step follows from. One thread keeps it, in shared memory.
+// The state from which the next step follows. One thread updates it, in shared memory.
 struct Walk {
     int64_t remaining;      // tiles of the share after this segment
     int64_t index, kv_head; // index: of the sequence
@@ -183,7 +183,7 @@ __device__ __forceinline__ bool next_tokens(Step &step, const Step &before, cons
     return step.token < step.last_token;
 }
 
-// To the first tile of the block's share. All threads sum up lengths, the one whose sequences hold the tile sets the walk.
+// Starts at the first tile of the block's share. All threads sum up lengths; the one whose sequences hold the tile writes the walk.
 template <int kThreads>
 __device__ __forceinline__ void start_walk(Walk &walk, int64_t (&scan)[kThreads / 32], const sinkattn_fwd_args &args, const WalkShape &p) {
     const int64_t count = num_sequences(args.problem), each = sa_ceil_div(count, kThreads);

@@ -120,7 +120,7 @@ __device__ __forceinline__ Findings attend(typename C::Rows &rows, unsigned char
     const bool wrong = (loader.check_first_pages(first, page_before) | speculation.replace_length(params, length_now)) & speculated;
     if (threadIdx.x == 0) smem.counted = requested.count;
     if constexpr (!C::kQueriesInRegisters) {
-        cp_async_wait_upto(stages - 2); // Q is of the second stage's group
+        cp_async_wait_upto(stages - 2); // Q's copies are in the second stage's group
         __syncthreads();
     }
 #pragma unroll 1
@@ -230,7 +230,7 @@ int64_t rows_a_slot(const sinkattn_problem &problem) {
     return sa_min(kTileQ, problem.q_len * (problem.num_q_heads / problem.num_kv_heads));
 }
 
-// A slot a part; of shares, two a block: see sa_share_of.
+// A slot for each part; with shares, two a block: see sa_share_of.
 int64_t num_slots(const sinkattn_problem &problem, const sinkattn_plan &plan) {
     if (plan.num_splits == 1) return 0;
     return sa_is_balanced(&problem, &plan) ? 2 * plan.num_items : plan.num_items;

@@ -78,7 +78,7 @@ template <class C, class Visit> __device__ __forceinline__ void for_each_quad(in
     for (int x = threadIdx.x; x < num_rows * (C::kHeadDim / 4); x += C::kThreads) visit(x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
 }
 
-// The partial that adds nothing.
+// Writes a row of a partial that adds nothing.
 template <class C> __device__ __forceinline__ void make_neutral(float *row) {
     for (int x = threadIdx.x; x < C::kHeadDim + 2; x += C::kThreads) row[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
 }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void merge_parts(const float *neutral, const typename
     });
 }
 
-// The same in a cluster, a part a block: each has written to the others their 2^bits quads, and merges its own.
+// The same in a cluster, one part a block: each block has sent the others their 2^bits quads, and merges its own.
 template <class C>
 __device__ __forceinline__ void merge_cluster(const typename C::Smem &smem, const typename C::Arguments &params, uint32_t num_quads,
                                               int bits) {

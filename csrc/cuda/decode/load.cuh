@@ -43,7 +43,7 @@ template <class C> struct Loader {
 
     __device__ __forceinline__ bool has_tile(int32_t n) const { return n + static_cast<int>(threadIdx.x % 32) * C::kTeams < last; }
 
-    // The page that the lane holds when tile n comes next. Of a key that no row sees it is not read.
+    // The page that the lane holds when tile n comes next; not read for a key that no row sees.
     __device__ __forceinline__ int32_t find_page(int32_t n) const {
         if (!pages) return batch;
         const int32_t key = lanes_key(n);
@@ -79,8 +79,8 @@ template <class C> struct Loader {
             cp_async_16_once(to + h * C::kHeadBytes + C::kTileBytes, v_from + h * (params.v_head / 2), seen);
     }
 
-    // Copies tile n. kBegins: of the first tiles, all but the copies is done before the wait for the preceding kernel. A key that no row
-    // sees, or whose page is unmapped, becomes zeros.
+    // Copies tile n. kBegins: one of the first tiles, for which all but the copies is done before the wait for the preceding kernel. A key
+    // that no row sees, or whose page is unmapped, becomes zeros.
     template <bool kBegins> __device__ __forceinline__ void load(uint32_t to, int32_t n, Speculation &speculation) {
         if (__builtin_expect(params.whole_tiles, true)) {
             const int64_t k_offset = __shfl_sync(0xffffffffu, k_at, holder), v_offset = __shfl_sync(0xffffffffu, v_at, holder);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to
             if (8 * i >= part.stream.num_rows) continue;
             const uint16_t *row = i ? query_row(part, params, min(lane / 4 + 8, part.stream.num_rows - 1)) : first_row;
             const auto *from = reinterpret_cast<const uint32_t *>(row) + lane % 4;
-            asm("" : "+l"(from)); // one address, from which the others are a constant away
+            asm("" : "+l"(from)); // compiler fence: one address, the others at constant offsets
 #pragma unroll
             for (int x = 0; x < C::kHeadDim / 8; x++)
                 if (8 * x < params.head_dim) set_query(rows, i, x, from[4 * x]);

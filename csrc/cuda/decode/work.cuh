@@ -146,7 +146,7 @@ __device__ __forceinline__ Stream stream_at(const Params &params, uint32_t numbe
     return stream_of(params, read_length(params, batch), static_cast<int32_t>(number) - batch * params.row_tiles);
 }
 
-// The stream's positions among those that are cut into shares.
+// How many of the positions that are cut into shares the stream takes; see sa_share.
 __device__ __forceinline__ uint32_t positions_of(const Params &params, const Stream &stream) {
     return sa_key_tile_count(&stream.tiles) ? stream.num_tiles + params.cut.begin : 0;
 }

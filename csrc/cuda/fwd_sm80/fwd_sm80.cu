@@ -19,7 +19,7 @@
 namespace sa::fwd_sm80 {
 namespace {
 
-// A pivot follows its row's maximum only when that has grown by 2^kLazy, so O is seldom rescaled.
+// A pivot follows its row's maximum only when that exceeds it by more than kLazy, in log2 units, so O is seldom rescaled.
 constexpr float kLazy = 8.0f;
 
 // A warp owns kRowBlocks x 16 rows; registers are limited so that an SM holds kMinBlocks blocks of threads.
@@ -135,7 +135,7 @@ template <class C> struct Loader {
         }
     }
 
-    // The chunks that this thread loaded.
+    // Negates the chunks that this thread loaded.
     __device__ __forceinline__ void negate_queries(unsigned char *q) const {
         for (int i = 0; i < C::kTileQ / kRowStep; i++)
             for (int x = 0; x < 4; x++) reinterpret_cast<uint32_t *>(q + offset(i))[x] ^= 0x80008000u;
@@ -305,7 +305,7 @@ __device__ __forceinline__ void attend(Rows<C> &rows, unsigned char *shared, con
     int stage = 0;
     for (KeyTileWalk tile(tiles); tile.exists(); stage ^= 1) {
         const KeyTileWalk next(tiles, tile.t + 1);
-        cp_async_wait<0>(); // in flight: only this tile's copies, at first with Q's
+        cp_async_wait<0>(); // in flight: at most this tile's copies and, before the first, Q's
         __syncthreads();    // they have landed, and no thread reads the other stage any more
         if (next.exists()) load(next.t, stage ^ 1);
 
@@ -346,7 +346,7 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
         cp_async_commit();
     };
     const KeyTileWalk first(tiles);
-    if (first.exists()) { // else no copy may be in flight to Q's place, through which out leaves
+    if (first.exists()) { // else nothing would wait for a copy to Q's place, through which out leaves
         loader.load_queries(q, block, args.q, by_group);
         load(first.t, 0);
     }

@@ -171,7 +171,7 @@ template <class C> struct Math {
             });
     }
 
-    // Until the product of tile t's values is complete; then the next stage.
+    // Waits for the product of tile t's values, then goes to the next stage.
     __device__ __forceinline__ void end_values(Out &o, const GroupRows<C> &own, int t, bool nonfinite) {
         wgmma_wait<0>();
         pin(o);
@@ -180,8 +180,8 @@ template <class C> struct Math {
         ring.n++;
     }
 
-    // Over the key tiles from t to `end` that the rows see, one or more: O, and the factor that it still needs. scored() is called when the
-    // first scores are complete.
+    // O over the key tiles from `tile` to `end` that the rows see, at least one, and the factor that it still needs. Calls scored() once
+    // the first scores are complete.
     template <class Scored>
     __device__ __forceinline__ void attend(Out &o, float (&factor)[2], Softmax &softmax, const GroupRows<C> &own, uint32_t q,
                                            KeyTileWalk tile, int end, const Scored &scored) {
@@ -300,7 +300,7 @@ template <class C> struct Math {
             const auto end_copy = [&] {
                 if (!copying || !leader) return;
                 store_wait_read<0>();
-                smem.q_empty.release(queries.next()); // of two stages, also the previous one
+                smem.q_empty.release(queries.next()); // the next of two stages is also the previous one
             };
             Rows<C> &rows = smem.rows[tiles.stage()];
             rows.full.wait(tiles);

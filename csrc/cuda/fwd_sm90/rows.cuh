@@ -41,7 +41,7 @@ struct Problem {
     unsigned long long *counter, tag; // NULL: blocks take items in a fixed order
     unsigned num_kv_heads, num_tiles, num_items;
     int group, tokens; // heads and tokens of a tile of rows
-    int group_inverse; // of 2^16, for row / group below kTileQ
+    int group_inverse; // 2^16 / group, rounded up: row / group is row * group_inverse >> 16
     int copied_tokens; // of a math warpgroup's rows, by one copy of out; 0 where 64 rows are not whole tokens
     float scale_log2;
 };
@@ -61,7 +61,7 @@ __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &ar
     return low;
 }
 
-// find_work for tiles of whole tokens. False when the tile has none.
+// find_work for tiles of whole tokens. False if the tile has none.
 template <class C>
 __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned kv_head, unsigned b, unsigned n,
                                               Work &work) {

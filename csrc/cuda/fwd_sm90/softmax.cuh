@@ -87,7 +87,7 @@ template <class C> __device__ __forceinline__ float maximum(int i, const float (
     return quad_max(fmaxf(top[0], top[1])) * scale_log2;
 }
 
-// Makes `now` the row's pivot, and scales its sum and its row of O to it.
+// Makes `now` the row's pivot if it is larger by more than kLazy, and rescales the row's sum and O.
 template <class C>
 __device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::kHeadDim / 2], Softmax &softmax, bool follows) {
     const float before = softmax.pivot[i];
@@ -123,8 +123,8 @@ __device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&
     for (int r = 0; r < 2; r++) total[r] = sum[2 * r] + sum[2 * r + 1];
 }
 
-// Scores rows whose weights in tile t exceed kLarge again. Their scores are gone, so each warp recomputes them by mma.sync and treats those
-// rows as if they began here. Other rows are unchanged. q, k: addresses of the warpgroup's first query and of the key tile.
+// Scores again the rows whose weights in tile t exceed kLarge. Their scores are gone, so each warp recomputes them by mma.sync and treats
+// those rows as if they began here. Other rows are unchanged. q, k: addresses of the warpgroup's first query and of the key tile.
 template <class C>
 __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
                                         const GroupRows<C> &own, int t, uint32_t q, uint32_t k) {
@@ -169,8 +169,8 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
     }
 }
 
-// The end of each row: the sink joins, factor is what its row of O is multiplied by, and two lanes of four write lse and, where it is
-// wanted, the raw one. Runs while the last product of values is in flight.
+// Ends each row: adds the sink and finds the factor of its O; two lanes of four write the LSE and, if requested, the raw one. Runs while
+// the last product of values is in flight.
 template <class C>
 __device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args,
                                                const GroupRows<C> &own) {

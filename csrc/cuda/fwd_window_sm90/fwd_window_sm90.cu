@@ -45,7 +45,7 @@ struct ThreadRow {
     }
 };
 
-// Columns of the tile that the thread's two rows see: their windows, of the keys inside the sequence.
+// Columns of the tile that the thread's two rows see: their windows, clipped to the sequence.
 struct Columns {
     int begin[2], end[2];
     bool edge; // columns 16 to 119 may be hidden too
@@ -157,7 +157,7 @@ template <class Element> __device__ __forceinline__ void pv_product(float (&o)[3
     wgmma_commit();
 }
 
-// Adds the products of values that the checker warp zeroed, to the rows that see them.
+// Adds to O the values that the checker warp zeroed, in the rows that see them.
 template <class Element>
 __device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const Tile &tile, const Problem &p) {
     const sa_sequence &sequence = tile.span.sequence;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_ar
                                args.problem.head_dim, [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
 }
 
-// By threads, where a copy would overwrite rows of another sequence: only the rows of this one.
+// Writes this sequence's rows by the threads, where a copy would overwrite rows of another.
 __device__ __forceinline__ void write_rows(const sinkattn_fwd_args &args, const Tile &tile, int64_t token, int group) {
     const Span &span = tile.span;
     auto *out = static_cast<uint16_t *>(args.out.data);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void write_rows(const sinkattn_fwd_args &args, const 
     }
 }
 
-// From the buffer to out. Releases the buffer of the tile before: its copy has read it, and so have the threads.
+// Writes the buffer to out. Releases the previous tile's buffer, once its copy and the threads have read it.
 __device__ __forceinline__ void write_tile(Smem &smem, Ring<kTileStages> tiles, const sinkattn_fwd_args &args, const Maps &maps,
                                            const Tile &tile, const Problem &p, int warpgroup) {
     const Span &span = tile.span;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void write_tile(Smem &smem, Ring<kTileStages> tiles, 
 template <class Element>
 __device__ __forceinline__ void compute_tiles(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
     const int warpgroup = warp_uniform(threadIdx.x / 128);
-    int n = warpgroup; // of the span's tiles, which go to the warpgroups in turn
+    int n = warpgroup; // this warpgroup's next tile of the span; tiles go to the warpgroups in turn
     Ring<kTileStages> tiles;
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.stage();

@@ -26,7 +26,7 @@ static_assert(kWarpgroups * kMathRegisters + kLoaderRegisters <= 65536 / kThread
 
 struct Span {
     sa_sequence sequence;
-    int64_t kv_head, lse;                 // lse: element offset of the first token's and first head's
+    int64_t kv_head, lse;                 // lse: offset of the first token and head in lse
     sa_position_t first_token, first_key; // first_key: of the first token's window; both may lie outside the sequence
     int key_begin, key_end;               // of the sequence, counted from first_key
     int token_begin, token_end;           // of the sequence, counted from first_token
@@ -41,7 +41,7 @@ struct Smem {
     Barriers<kStages> planned, kv_full, kv_ready, kv_empty; // planned: spans[] is written; ready: V is checked, s_aux[] is written
     Barriers<kTileStages> q_full[kWarpgroups], q_empty[kWarpgroups];
     float s_aux[kStages][kTileRows]; // of the heads of the GQA group, -inf for none
-    bool nonfinite[kStages];         // V held such values, which are zeros now
+    bool nonfinite[kStages];         // V held values that are not finite, which are zeros now
 };
 
 struct Maps {
@@ -81,7 +81,7 @@ static inline int choose_span(const sinkattn_problem &problem, int tile_tokens, 
     return best;
 }
 
-// The block's next item, and the sequence of its last one, where the search for the next one's sequence begins.
+// The block's next item, and the sequence of its previous one, where the search for the next sequence begins.
 struct Walk {
     unsigned span, kv_head, sequence;
 };
@@ -93,7 +93,7 @@ __device__ __forceinline__ int distance(int64_t tokens) { return static_cast<int
 __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &args, const Problem &p) {
     const sinkattn_problem &problem = args.problem;
     const auto batch = static_cast<unsigned>(problem.batch), heads = static_cast<unsigned>(problem.num_kv_heads);
-    // Room for every span of the sequences before b, whose positions may begin and end inside one.
+    // Leaves room for every span of the sequences before b, which may begin and end inside a span.
     const auto first_span = [&](unsigned b) {
         return static_cast<unsigned>(rows_before(args, b)) / static_cast<unsigned>(p.span_tokens) + 2 * b;
     };
@@ -105,7 +105,7 @@ __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &a
             walk.sequence = walk.span / p.batch_spans;
             within = static_cast<sa_position_t>(walk.span % p.batch_spans);
         } else {
-            for (unsigned begun = 32; begun == 32; walk.sequence += begun) { // of the next 32 sequences
+            for (unsigned begun = 32; begun == 32; walk.sequence += begun) { // begun: how many of the next 32 sequences begin by walk.span
                 const unsigned b = walk.sequence + 1 + threadIdx.x % 32;
                 begun = __ffs(~__ballot_sync(0xffffffffu, b <= batch && first_span(b) <= walk.span)) - 1u;
                 if (begun > 32) begun = 32;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
     }
 }
 
-// By a warp: s_aux of a span's heads, and V without values that are not finite.
+// By a warp: loads s_aux of a span's heads, and zeroes values of V that are not finite.
 template <class Element> __device__ __forceinline__ void check_values(Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
     const int lane = threadIdx.x % 32, bytes = (p.span_tokens + kKeys) * kRowBytes;
     for (Ring<kStages> stages;; stages.n++) {

@@ -20,7 +20,7 @@ sinkattn_status sa_cuda_status(const char *what, cudaError_t error);
 /* The address of the current device's error word, whose bits kernels set. */
 sinkattn_status sa_cuda_error_word(unsigned **word);
 
-/* Bytes of workspace, by the words of variants.def. fwd: a counter of work items. decode: counters and partials. invariant: offsets,
+/* Bytes of workspace, by the names in variants.def. fwd: a counter of work items. decode: counters and partials. invariant: offsets,
  * statistics and gathered pages. bwd_sm80: the rows' statistics and terms of ds_aux. bwd_sm90: the table, statistics, dQ under way and
  * terms of ds_aux. bwd_sm90_window: partial sums of ds_aux, and which blocks run again. */
 int64_t sa_cuda_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);

@@ -81,12 +81,12 @@ __device__ __forceinline__ void tensor_store(const CUtensorMap *map, const void 
 
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until at most kPending groups of stores still read shared memory.
+// Waits until at most kPending groups of stores still read shared memory.
 template <int kPending> __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Until all stores have been written.
+// Waits until all stores have been written.
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Bulk copies without a tensor map: a multiple of 16 bytes at addresses that are multiples of 16.

@@ -54,7 +54,7 @@ template <class Element, int kThreads> __device__ __forceinline__ bool any_nonfi
     return any;
 }
 
-// Of a warp's accumulators.
+// Whether a warp's accumulators are all finite.
 template <int kBlocks, int kColumns> __device__ __forceinline__ bool is_finite(const float (&o)[kBlocks][kColumns][4]) {
     float nan = 0.0f;
 #pragma unroll
@@ -72,7 +72,7 @@ template <class Element> __device__ __forceinline__ void zero_nonfinite(uint16_t
     if (is_nonfinite<Element>(half)) half = 0;
 }
 
-// The 8 values of a chunk; bit n of the result says that value n was zeroed.
+// Zeroes the values of a chunk that are not finite; bit n of the result says that value n was zeroed.
 template <class Element> __device__ __forceinline__ uint32_t zero_chunk(unsigned char *chunk) {
     auto *each = reinterpret_cast<uint16_t *>(chunk);
     uint32_t found = 0;
@@ -85,7 +85,7 @@ template <class Element> __device__ __forceinline__ uint32_t zero_chunk(unsigned
     return found;
 }
 
-// Thread i's share of the chunks, every kThreads-th of `bytes`. True where a value was zeroed.
+// Zeroes values that are not finite in thread i's share of the chunks, every kThreads-th of `bytes`. True if there were any.
 template <class Element, int kThreads> __device__ __forceinline__ bool zero_nonfinite(unsigned char *values, int bytes, int i) {
     bool found = false;
     for (int x = i; x < bytes / 16; x += kThreads) {
@@ -103,7 +103,7 @@ template <class Element, int kThreads> __device__ __forceinline__ bool zero_nonf
 
 // ---- add back ----
 
-// The value if it was zeroed, 0 if it is finite.
+// The value if it is not finite, else 0.
 template <class Element, class Bits> __device__ __forceinline__ float nonfinite_part(Bits half) {
     return is_nonfinite<Element>(half) ? widen<Element>(static_cast<uint16_t>(half)) : 0.0f;
 }

@@ -25,7 +25,7 @@ __device__ __forceinline__ int fragment_row(int i) { return 8 * i + threadIdx.x 
 // The first row of the thread's warp in the warpgroup's 64.
 template <class Int> __device__ __forceinline__ Int warp_first_row(Int thread) { return thread % 128 / 32 * 16; }
 
-// The same in the warpgroup's 64 rows, for a thread of [0, 128).
+// The i-th of the thread's rows in the warpgroup's 64, for a thread of [0, 128).
 __device__ __forceinline__ int warpgroup_row(unsigned thread, int i) { return thread / 32 * 16 + thread % 32 / 4 + 8 * i; }
 __device__ __forceinline__ int warpgroup_row(int i) { return warpgroup_row(threadIdx.x % 128, i); }
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ constexpr int element_column(int i) { return 8 * (i /
 
 // ---- a tile in shared memory ----
 
-// Byte offset of a 16-byte chunk: in its row, of whose number the low three bits count, and in the tile.
+// Byte offset of a 16-byte chunk: in its row, for which the low three bits of `row` suffice, and in the tile.
 __device__ __forceinline__ int chunk_offset(int row, int chunk) { return (chunk ^ row % 8) << 4; }
 
 template <int kBytes = kRowBytes> __device__ __forceinline__ int swizzled(int row, int chunk) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t pairs_on(uint32_t address, int n, uint32_t h
     return (address ^ (n % 4 << 5)) + n / 4 * half_bytes;
 }
 
-// From the address of a chunk of row r to that of row r + n, where the low three bits of r and n share none.
+// From the address of a chunk of row r to that of row r + n, if r and n share none of their low three bits.
 template <int kBytes = kRowBytes> __device__ __forceinline__ uint32_t rows_on(uint32_t address, int n) {
     return (address ^ (n % 8 << 4)) + n * kBytes;
 }

@@ -31,10 +31,10 @@ struct Barrier {
     __device__ __forceinline__ void arrive_expect(uint32_t bytes) { barrier_arrive_expect(&word, bytes); }
     __device__ __forceinline__ void arrive_copied() { barrier_arrive_copied(&word); } // once this thread's cp.async are in
 
-    // Until the phase of this use has ended.
+    // Waits until the phase of this use has ended.
     template <int kLength> __device__ __forceinline__ void wait(Ring<kLength> use) { barrier_wait(&word, use.phase()); }
 
-    // Until the phase of the use one round before has ended; the first round passes at once.
+    // Waits until the phase of the use one round before has ended; the first round passes at once.
     template <int kLength> __device__ __forceinline__ void wait_previous(Ring<kLength> use) { barrier_wait(&word, use.phase() ^ 1); }
 };
 

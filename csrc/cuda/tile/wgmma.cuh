@@ -36,7 +36,7 @@ template <class Element, int kSteps> __device__ __forceinline__ void pack(uint32
     for (int i = 0; i < 8 * kSteps; i += 2) packed[i / 8][i / 2 % 4] = pack_halves<Element>(x[i], x[i + 1]);
 }
 
-// The accumulator, the thread's i-th row times factor(i), rounded, to a tile in shared memory. to: address of store_row's store_chunk.
+// Stores the accumulator in a tile, the thread's i-th row times factor(i), rounded. to: address of store_row's store_chunk.
 template <class Element, int kHalf, int kSize, class Factor>
 __device__ __forceinline__ void store_accumulator(uint32_t to, const float (&d)[kSize], const Factor &factor) {
 #pragma unroll

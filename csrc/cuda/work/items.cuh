@@ -49,8 +49,8 @@ __device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args 
     return {0, begin, args.problem.q_len - begin, 0, 0};
 }
 
-// Tiles of `size` that as many packed sequences of `total` rows or keys need at most. Those of sequence b begin at what is before it / size
-// + b: enough for each, found without a prefix sum.
+// The most tiles of `size` that packed sequences of `total` rows or keys need. Those of sequence b begin at (rows or keys before it) / size
+// + b: room for each sequence, found without a prefix sum.
 static inline int64_t packed_tiles(int64_t total, int64_t size, int64_t sequences) { return total / size + sequences; }
 
 static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t tile_rows) {
