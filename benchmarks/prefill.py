@@ -59,7 +59,7 @@ def readme(text: str, results: Path = harness.RESULTS) -> str:
         machine, rows = harness.load(path, gpu.Row)
         where = f"{machine['gpu']}, CUDA {machine['cuda']}"
         shown.append(report.markdown(where, rows, cases.PREFILL_QUICK, COLUMNS, "TFLOP/s", cases.TARGETS))
-        shown.append(report.host_sentence(rows))
+        shown.append(report.host_table(rows))
         for plot in sorted((harness.ROOT / "docs").glob(f"{SUITE}-*-{path.parent.name}.svg")):
             shown.append(f"![TFLOP/s and time against length](docs/{plot.name})")
     return report.placed(text, SUITE, shown)

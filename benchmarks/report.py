@@ -136,23 +136,26 @@ def markdown(
             cells += [_target(targets, case.id, direction)] if targets else []
             cells += [ratio(found.get(peer), ours) if known else "-" for peer in peers.values()]
         lines.append("| " + " | ".join(cells) + " |")
-    for words, who_of in (("Dashes", dashes), ("Not in the table", absent)):
-        if who_of:
-            lines += ["", f"{words}: " + "; ".join(f"{', '.join(who)}: {why}" for why, who in who_of.items()) + "."]
+    if dashes:
+        lines += ["", "Dashes " + "; ".join(f"under {', '.join(who)} mean {why}" for why, who in dashes.items()) + "."]
+    if absent:
+        lines += ["", "Not in the table: " + "; ".join(f"{', '.join(who)}: {why}" for why, who in absent.items()) + "."]
     return "\n".join(lines)
 
 
-def host_sentence(rows: Sequence[Row]) -> str:
-    """What a call costs the host, from the rows of the case `host`."""
-    parts = []
-    for direction, words in (("forward", "a forward without gradients"), ("both", "a forward and backward")):
-        found = _by_impl(rows, "host", direction)
-        told = [f"{LINES[impl]} {1e3 * row.ms:.0f}" for impl, row in found.items() if impl in LINES and row.ms]
-        if told:
-            parts.append(f"{words}: {'; '.join(told)}")
-    return (
-        f"Host time of a call of 16 tokens, us: {'. '.join(parts)}." if parts else "Host time of a call: not measured."
-    )
+def host_table(rows: Sequence[Row]) -> str:
+    """What a call costs the host, from the rows of the case `host`: a line for each kind of call."""
+    calls = {"forward without gradients": "forward", "forward and backward": "both"}
+    times = {words: _by_impl(rows, "host", direction) for words, direction in calls.items()}
+    timed = (impl for found in times.values() for impl, row in found.items() if impl in LINES and row.ms)
+    peers = list(dict.fromkeys(timed))
+    if not peers:
+        return "Host time of a call: not measured."
+    lines = ["| call | " + " | ".join(LINES[impl] for impl in peers) + " |", "|---" * (1 + len(peers)) + "|"]
+    for words, found in times.items():
+        ms = [found[impl].ms if impl in found else None for impl in peers]
+        lines.append(f"| {words} | " + " | ".join("-" if x is None else f"{1e3 * x:.0f}" for x in ms) + " |")
+    return "\n".join(["Host time of a call of 16 tokens, us:", "", *lines])
 
 
 def swept(rows: Iterable[Row], direction: str) -> dict[tuple[str, str], Row]:

@@ -235,11 +235,14 @@ def test_gpu_rows_are_drawn_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
     # The peers come in COLUMNS' order; 0.16 and 0.45 are the targets.
     line = r"\| w128-16384 \| 0.200 \(500\) \| 0.16 \| 2.50x \| - \| 0.45 \| - \|"
     assert re.search(line, text), text
-    assert "\n\nDashes: FA2: not supported: packed.\n\n" in text
+    assert "\n\nDashes under FA2 mean not supported: packed.\n\n" in text
     assert "Not in the table: cuDNN: not supported: windows; " in text
     assert "; flex + sink, FA4 + sink, cuDNN, FA4 + sink (deterministic): not measured." in text
     assert "NVIDIA H200, CUDA 13.0" in text
-    assert "us: a forward without gradients: sinkattn, with sink 21; FA2, no sink 30." in text
+    assert (
+        "us:\n\n| call | sinkattn, with sink | FA2, no sink |\n|---|---|---|\n| forward without gradients | 21 | 30 |\n"
+        in text
+    )
     assert main(["plot", "--results", str(tmp_path), "--output", str(tmp_path)]) == 0
     plots = [tmp_path / f"prefill-{direction}-nvidia-h200.svg" for direction in report.DIRECTIONS]
     assert capsys.readouterr().out.splitlines() == [f"wrote {plot}" for plot in plots]
