@@ -165,7 +165,7 @@ def _of_batches(one: Machine, heads: Heads) -> list[list[str]]:
             "B* = ceil(SMs / kv heads)",
             f"{one.fill_batch(heads)} sequences in one part each are as fast as any cut",
             f"one part over the cut by lengths: {over_found(16)}, {over_found(32)}",
-            "right for the multiprocessors, too early for the memory",
+            "right for the multiprocessors; it says nothing of the memory",
         ],
         [
             "T(P) = max(t0 + tau n / P, bytes / rate) + merge",
@@ -197,7 +197,7 @@ def _of_parts(one: Machine, heads: Heads, keys: int) -> list[list[str]]:
 
     return [
         [
-            "util = items / workers",
+            "util = items / (rounds * workers)",
             f"one part of one sequence uses {100 * util:.0f} %, so a full machine is {1 / util:.1f} times as fast",
             f"{by_parts[1].us / by_parts[fastest].us:.1f} times, at {keys} keys",
             "right to a quarter: a multiprocessor with two blocks reads more than with one",
@@ -239,8 +239,8 @@ def markdown(machine: dict[str, object], rows: Sequence[PlannerRow]) -> list[str
         utilisation((one, wide), GPT_OSS, BATCHES),
         "T(P) of one sequence: closed form, simulated, measured. The simulated H200 is made from kept rows of "
         f"decode-crossover: {one.gbps[0]:.0f} GB/s, a block's {one.block_gbps:.1f}, {one.begin_us:.1f} us to begin, "
-        f"{one.merge_us:.1f} us to merge and {one.part_us(GPT_OSS):.3f} a part. Measured are kept rows of "
-        "decode, long and tiers.",
+        f"{one.merge_us:.1f} us to merge and {one.part_us(GPT_OSS):.3f} a part; the last "
+        "assumes that partials are read at a block's rate. Measured are kept rows of decode, long and tiers.",
         curves(rows, one.name, ("closed", "simulated", "measured")),
         "The closed forms beside what was measured:",
         verdicts(),
