@@ -280,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _load() -> None:
-    """What importing this module does beside verl, which drops without a word what a plugin raises."""
+    """What importing this module does beside verl, which silently drops errors that a plugin raises."""
     try:
         apply()
     except Exception as error:

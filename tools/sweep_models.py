@@ -7,7 +7,7 @@ python tools/sweep_models.py llama gpt_oss   these; --verbose shows each check's
 Each model is built with a layer of each kind, random weights, sinks from N(0, 1.5) and windows of 6 tokens, and
 compared in fp32 with its own eager attention: logits and gradients, padding on the left and right, greedy generation,
 torch.compile; and packed rows with each sequence alone, since eager attention may let packed sequences see each other.
-Exits with 1 when a model is wrong without a word.
+Exits with 1 when a model is silently wrong.
 """
 
 from __future__ import annotations
