@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Copies new keys and values behind those in use: a block a new row of a sequence, 16 bytes of K and of V a thread. Lengths and pages are
-// read on the device, so that a captured graph serves all of them. Rows past the capacity or in unmapped pages are left out and reported in
-// the error word. Two sequences that write one slot leave a mixture of both. Packed rows go to slots by number instead, by a kernel of
-// their own.
+// Copies new keys and values behind those in use: a block copies one new row of a sequence, a thread 16 bytes of K and of V. Lengths and
+// pages are read on the device, so that a captured graph serves all of them. Rows past the capacity or in unmapped pages are left out and
+// reported in the error word. Two sequences that write one slot leave a mixture of both. A second kernel writes packed rows to numbered
+// slots.
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/sm80.cuh"
@@ -16,7 +16,7 @@ constexpr int kThreads = 128, kChunkBytes = 16;
 
 struct Params {
     sinkattn_append_args args;
-    uint32_t blocks; // a sequence: one a new row, at least one
+    uint32_t blocks; // of a sequence: one for each new row, at least one
     uint32_t chunks_a_head, num_chunks;
     unsigned *error_word;
 };

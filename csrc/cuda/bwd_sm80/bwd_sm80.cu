@@ -57,7 +57,7 @@ template <class C> struct Smem {
     unsigned char met[2][2][C::kStep * C::kRowBytes];                      // by stage: K and V, or Q and dO
     Stats stats[C::kOwnsKeys ? 2 : 1][C::kOwnsKeys ? C::kStep : C::kTile]; // of the rows met, by stage, or of those owned
     Seen<C> seen;
-    WarpRows warp_rows[C::kThreads / 32]; // where keys are owned
+    WarpRows warp_rows[C::kThreads / 32]; // in the keys kernel
     Work work;
     RowSteps steps;
     sa_range keys; // owned
@@ -389,7 +389,7 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
         sums = {};
         add_tiles<C>(sums, smem, args, workspace, scale * kLog2e, hide);
         cp_async_wait<0>(); // the owned tile has landed even if no tile was met
-        // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: then all is done again with such values hidden.
+        // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: if so, compute again with such values hidden.
         bool finite = true;
         for (auto &gradient : sums.gradients) finite = finite && is_finite(gradient);
         if (!__syncthreads_or(!hide && !finite)) break;

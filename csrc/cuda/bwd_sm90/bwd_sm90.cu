@@ -12,8 +12,9 @@
 //
 // A row tile is tokens x the heads of a GQA group. Its dQ is the sum over key blocks, in ascending order, in an accumulator slot of fp32:
 // each block waits for its turn there; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
-// ascending, and walk rows down, so a turn always belongs to an item taken before, and all but the first wait little. The LSE that is read
-// already holds the sink, which no kernel here adds again.
+// ascending, and walk rows down, so a block waits only for items taken before its own, and follows them at a distance of one addition.
+//
+// The LSE that is read already holds the sink, which no kernel here adds again.
 //
 // 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns through lse and g - delta;
 // in K they become 0 in every tile, and NaN returns through V.

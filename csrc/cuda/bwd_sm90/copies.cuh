@@ -31,9 +31,9 @@ template <class C> struct Smem {
     alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
     alignas(128) float dq[C::kSums][C::kTileFloats];
     RowStats<C> stats[C::kStages];
-    float terms[C::kRows / 32][C::kMathThreads]; // of ds_aux, a thread's own: registers are short
-    int64_t dq_offset[C::kRows];                 // of a tile's rows, elements from its first
-    int token[C::kRows];                         // of a tile's rows, in the tile
+    float terms[C::kRows / 32][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
+    int64_t dq_offset[C::kRows];                 // of each row of a tile, in elements from its first
+    int token[C::kRows];                         // of each row of a tile, counted in the tile
     OwnItem items[2];
     sa_range seen_by[C::kKeys];     // rows that see each key
     bool poisoned[C::kKeys], hides; // keys of K that were not finite; whether clean_rows zeroed any dO
@@ -154,7 +154,7 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
                     smem.dq_ready[nth].arrive_expect(C::kTileFloats * sizeof(float));
                     bulk_load(dq, sum, C::kTileFloats * sizeof(float), smem.dq_ready[nth]);
                 }
-                smem.dq_full[nth].wait(Ring<1>{use.n++}); // the slot has been read
+                smem.dq_full[nth].wait(Ring<1>{use.n++}); // the math has read the sum: the slot is free
                 store_release(turns, turn_value(slot.generation + 1, 0));
             } else {
                 smem.dq_ready[nth].arrive();

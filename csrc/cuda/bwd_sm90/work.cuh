@@ -300,7 +300,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     if (row < rows) {
         lse = is_dead ? 0.0f : found * kLog2e;
         bias = g - deltas[row];
-        // p_sink (g - sum_j P dP), less the part - p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
+        // p_sink (g - sum_j P dP) without its part -p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
         if (has_sink) term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
     }
     const int64_t tile = heads * entry.first_tile + kv_head * num_tiles_of(sequence, p.tokens) + t;

@@ -47,7 +47,7 @@ struct MathWarpgroup {
     float *warp_sums;              // [kHeads]: the warp's part of ds_aux
     float (&dk)[32], (&dv)[32], (&sums)[2]; // sums: p_sink P dP of the heads of the thread's two columns
     const int &age, &key_stage;             // of the key tile
-    const bool &adds;                       // to dK and dV, or begins them: zeroing the accumulators makes ptxas serialize all wgmma
+    const bool &adds;                       // to dK and dV, else begins them: zeroing the accumulators makes ptxas serialize all wgmma
 };
 
 template <class Element> __device__ __forceinline__ void score_product(float (&s)[16], uint32_t keys, uint32_t rows) {
@@ -255,7 +255,7 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
         smem.step_ready.wait({n});
         return warp_uniform(smem.steps[n % kStages].flags);
     };
-    while (true) { // a tile of rows
+    while (true) { // for each tile of rows
         int flags = wait_for_step();
         if (!__any_sync(0xffffffffu, flags & kExists)) break;
         if (age == kSeenTiles - 1) { // takes the newest keys

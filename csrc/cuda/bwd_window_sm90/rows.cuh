@@ -12,12 +12,12 @@
 
 namespace sa::bwd_window_sm90 {
 
-constexpr int kWarpgroups = kSeenTiles, kWarps = 4 * kWarpgroups; // of the math, a warpgroup for each key tile that a row may see
+constexpr int kWarpgroups = kSeenTiles, kWarps = 4 * kWarpgroups; // math warpgroups, one for each key tile that a row may see
 constexpr int kThreads = 128 * (kWarpgroups + 1);
-constexpr int kPreparers = 96, kRowWarps = 2; // threads of warps 1 to 3; warps that prepare rows, one a thread
+constexpr int kPreparers = 96, kRowWarps = 2; // threads of warps 1 to 3; warps that prepare rows, a row a thread
 constexpr int kStages = 4, kKeyStages = 4, kTileBytes = 64 * kRowBytes, kBlockBytes = 16 * kRowBytes; // a block: 16 keys of a tile
 enum NamedBarrier : int { kRowBarrier = 1 }; // of the row warpgroup; 0 is __syncthreads
-constexpr int kHeads = 64;                   // of a GQA group, at most
+constexpr int kHeads = 64;                   // at most, in a GQA group
 constexpr int kNoToken = INT32_MAX / 2;      // so far after every key that it sees none
 
 template <class Element_, bool kSums_, bool kHide_> struct Config {
@@ -33,8 +33,8 @@ struct Smem {
     float lse[kStages][kRows], g[kStages][kRows];                       // lse: natural as loaded, then in log2 units; g: dlse
     alignas(16) float2 bias[kStages][kRows];                            // g - delta, p_sink
     int token[kStages][kRows];                                          // position in the tile, kNoToken for a row that does not exist
-    uint32_t bad_rows[kStages][kRows], bad_dout[kStages][kRows][2];     // not finite: bit 0, q, bit 1, dO; the columns of dO
-    uint32_t bad_keys[kKeyStages][kKeys];                               // not finite: bit 0, K, bit 1, V
+    uint32_t bad_rows[kStages][kRows], bad_dout[kStages][kRows][2];     // not finite: bit 0 for q, bit 1 for dO; by columns of dO
+    uint32_t bad_keys[kKeyStages][kKeys];                               // not finite: bit 0 for K, bit 1 for V
     // By head: the math warps' - sum of p_sink P dP, and the row warps' sum of p_sink g for each of the last four kv heads.
     float sums[kWarps][kHeads], terms[4][kRowWarps][kHeads];
     Step steps[kStages];

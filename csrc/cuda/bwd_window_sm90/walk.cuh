@@ -37,7 +37,7 @@ enum : int {
     kHeadsEnd = 16,    // the next step has other heads, or is of another tile
     kSegmentEnd = 32,  // the segment's last step
     kKvHeadBegin = 64, // the block's first step of a kv head
-    kEdge = 128,       // some rows are not of the sequence
+    kEdge = 128,       // some of the step's rows lie outside the sequence
     kHasSink = 256
 };
 
@@ -63,7 +63,7 @@ struct Walk {
     sa_sequence sequence;
     int64_t tile, begin, end, last; // the segment owns tiles [begin, end) and visits [begin, last)
     int newest, token_begin, token_end;
-    int first_token, last_token, heads, num_heads; // positions of the tile's steps; parts of its heads, taken and in all
+    int first_token, last_token, heads, num_heads; // positions of the tile's steps; parts of its heads: taken, all
     bool new_kv_head;
 };
 

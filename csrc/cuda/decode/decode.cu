@@ -39,16 +39,16 @@ template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, Tile kTile, 
     static constexpr int kHeads = kTile == Tile::kKeysOfTwoHeads ? 2 : 1; // kv heads of a stream
     static constexpr int kEights = kTile == Tile::kKeys ? 1 : 2;          // a stream has at most 8 kEights rows
     using Arguments = std::conditional_t<kExtras, Extras, Params>;
-    static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // tiles that make 32 KiB, K and V together
+    static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // kStep: tiles that make 32 KiB, K and V together
     static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
     static constexpr int kTeamWarps = kTeamThreads / 32;                        // each computes all scores and its own columns of O
-    static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // an SM
+    static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // of an SM
     using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, decode::Smem<kThreads>>;
     using Rows = std::conditional_t<kKeysInM, RowsInN<Config>, decode::Rows<Config>>;
     static constexpr int kColumns = kHeadDim / kTeamWarps;
     static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
-    static constexpr int kHeadBytes = 2 * kTileBytes, kTeamBytes = kHeads * kHeadBytes; // of a stage: K and V of a head; of a team
+    static constexpr int kHeadBytes = 2 * kTileBytes, kTeamBytes = kHeads * kHeadBytes; // in a stage: K and V of a head; of a team
     static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kTileQ * kRowBytes, kStageBytes = kTeams * kTeamBytes;
     static constexpr int kPartialRow = kHeadDim + 8; // floats: O, pivot, sum, a counter, and room that spreads rows over the banks
     static_assert(kTileQ * kPartialRow * 4 <= 2 * 2 * kTileBytes, "a team's partial fits its two stages");
@@ -365,7 +365,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     SA_TRY(launch_clusters<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes,
                                              context.stream, params));
     if (!params.two_pass || plan.num_splits == 1) return sa_ok();
-    if constexpr (C::kThreads == 128 && !C::kKeysInM) // num_splits always takes these
+    if constexpr (C::kThreads == 128 && !C::kKeysInM) // num_splits always takes such blocks
         return launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
                                                     context.stream, params);
     return sa_ok();

@@ -120,11 +120,11 @@ __device__ __forceinline__ bool finish(typename C::Rows &rows, unsigned char *sh
     const uint32_t num_parts = part.num_parts;
     const auto partial = [&](int n) { return reinterpret_cast<float *>(shared + C::kQueryBytes + n * team_bytes<C>(params)); };
     leave_partial(partial(team), rows, num_rows, first_column);
-    if (__syncthreads_or(findings.stale)) return false; // the barrier: all partials are in shared memory
+    if (__syncthreads_or(findings.stale)) return false; // after this barrier all partials are in shared memory
     if (findings.bad_page) atomicOr(params.error_word, kBadBlockTable);
     const bool counts = num_parts > 1 && !params.two_pass && !C::kClusters;
     const uint32_t num_quads = num_rows * (C::kHeadDim / 4);
-    const int bits = exchange_bits(num_quads, num_parts); // where there are clusters
+    const int bits = exchange_bits(num_quads, num_parts); // used in clusters only
     if (threadIdx.x == 0 && counts) open_counter(counter_of<C>(part, params), smem.counted, params.tag);
     for_each_quad<C>(num_rows, [&](int row, int column) {
         Partials<C, C::kTeams> teams;

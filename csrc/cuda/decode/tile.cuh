@@ -62,7 +62,7 @@ template <class C> __device__ __forceinline__ void qk_product(float (&s)[2][4], 
 
 __device__ __forceinline__ bool sees(const Row &row, int32_t key) { return (key >= row.begin && key < row.end) || key < row.sink_end; }
 
-// Scores to -inf where the row does not see the key.
+// Sets scores to -inf where the row does not see the key.
 template <class C> __device__ __forceinline__ void mask_tile(float (&s)[2][4], const Rows<C> &, const Row *seen, int32_t tile) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

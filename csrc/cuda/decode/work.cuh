@@ -310,7 +310,7 @@ __device__ __forceinline__ bool take_part(Smem<kThreads> &smem, const Params &pa
     Part &part = smem.part;
     const uint32_t of_heads = sa_divide(number, params.by_heads), head = number - of_heads * params.num_heads;
     const uint32_t wanted = split.shares ? of_heads * split.length : of_heads;
-    uint32_t at = wanted - split.begin, room = split.end - split.begin, length = split.length; // from sequence b on
+    uint32_t at = wanted - split.begin, room = split.end - split.begin, length = split.length; // counted from sequence b on
     int32_t b = thread_sequences<kThreads>(params).first, row_tile = 0;
     bool mine = at < room;
     if (params.num_splits) {

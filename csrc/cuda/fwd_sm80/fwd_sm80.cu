@@ -51,7 +51,7 @@ struct TokenHead {
 // The block's work, found by one thread. In shared memory: the loop needs the registers.
 struct Block {
     Work work;
-    const uint16_t *q, *k, *v; // row, or key, 0
+    const uint16_t *q, *k, *v; // at row 0, or key 0
     uint16_t *out;
     bool has_work;
 };
@@ -85,7 +85,7 @@ template <class C> struct Rows {
 
 template <class C> __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 * C::kWarpRows; }
 
-// Thread's row i, in the tile.
+// The thread's row i, in the tile.
 template <class C> __device__ __forceinline__ int thread_row(int i) { return warp_row<C>() + fragment_row(i); }
 
 template <class C>
@@ -153,7 +153,7 @@ template <class C> struct Loader {
     }
 };
 
-// Scores to -inf where the row does not see the key. first is the tile's first key.
+// Sets scores to -inf where the row does not see the key. first: the tile's first key.
 template <class C> __device__ __forceinline__ void mask_tile(Scores<C> &s, const RowTable<C> &table, int32_t first) {
     const int32_t column = first + fragment_column();
 #pragma unroll
@@ -170,7 +170,7 @@ template <class C> __device__ __forceinline__ void mask_tile(Scores<C> &s, const
     }
 }
 
-// Raises the rows' pivots to one more tile of scores, and rescales o and the sums. from: what to subtract from the scores, in log2 units.
+// Raises the rows' pivots for one more tile of scores, and rescales o and the sums. from: what to subtract from the scores, in log2 units.
 template <class C>
 __device__ __forceinline__ void raise_pivots(float (&from)[2 * C::kRowBlocks], const Scores<C> &s, Rows<C> &rows, float scale_log2) {
     float alpha[2 * C::kRowBlocks];
@@ -362,7 +362,7 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
     for (bool hide = false;; hide = true) {
         start_rows<C>(rows);
         attend<C>(rows, shared, table, tiles, scale_log2, hide, load);
-        // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: then all is done again with such values hidden.
+        // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: if so, compute again with such values hidden.
         if (!__syncthreads_or(!hide && !is_finite(rows.o))) break;
         load(first.t, 0);
     }

@@ -78,7 +78,7 @@ template <class Element> __device__ __forceinline__ void qk_product(float (&s)[7
     wgmma_commit();
 }
 
-// Scores of hidden keys to -inf. Without seen.edge, only the first 16 columns and those from 120 on may be hidden.
+// Sets scores of hidden keys to -inf. Without seen.edge, only the first 16 columns and those from 120 on may be hidden.
 __device__ __forceinline__ void mask(float (&s)[72], const Columns &seen, const Problem &p) {
     const int column = fragment_column();
     const int begin[2] = {seen.begin[0] - column, seen.begin[1] - column}, end[2] = {seen.end[0] - column, seen.end[1] - column};

@@ -14,7 +14,7 @@
 
 namespace sa::fwd_window_sm90 {
 
-constexpr int kWarpgroups = 4, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128; // kWarpgroups: of the math
+constexpr int kWarpgroups = 4, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128; // kWarpgroups: math warpgroups
 enum NamedBarrier : int { kMathBarrier = 1 }; // of the first math warpgroup, the next ones follow; 0 is __syncthreads
 constexpr int kMathRegisters = 104, kLoaderRegisters = 64;
 constexpr int kTileRows = sa_fwd_cuda_sm90_window_tile_q, kKeys = sa_fwd_cuda_sm90_window_tile_k;
@@ -51,7 +51,7 @@ struct Maps {
 struct Problem {
     sa_band window;           // of a sequence so long that nothing is clamped
     unsigned num_spans;       // of a kv head
-    unsigned step, head_step; // gridDim.x items as spans and kv heads
+    unsigned step, head_step; // gridDim.x items are `step` spans and `head_step` kv heads
     unsigned batch_spans;     // spans of a kv head in a batch entry; 0: packed
     int group, group_log2;    // q heads of a kv head, a power of two
     int tile_tokens, span_tokens;

@@ -28,7 +28,7 @@ static inline sinkattn_status find_encode(Encode *encode) {
     return sa_ok();
 }
 
-// [batch, rows, heads, head_dim], in boxes of box_rows rows x box_heads heads x 64.
+// The map of a tensor [batch, rows, heads, head_dim], in boxes of box_rows rows x box_heads heads x 64.
 static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t rows,
                                          int64_t heads, int box_rows, int box_heads, const char *name) {
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
@@ -49,13 +49,13 @@ static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_proble
                      static_cast<long long>(tensor.head_stride));
 }
 
-// Of a tensor like q: tiles of `tokens` tokens x `heads` heads.
+// The map of a tensor like q: tiles of `tokens` tokens x `heads` heads.
 static inline sinkattn_status map_rows(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int tokens, int heads,
                                        const char *name) {
     return encode_map(map, p, tensor, p.q_len, p.num_q_heads, tokens, heads, name);
 }
 
-// Of a tensor like k: tiles of `keys` keys of one head.
+// The map of a tensor like k: tiles of `keys` keys of one head.
 static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int keys,
                                        const char *name) {
     return encode_map(map, p, tensor, p.k_len, p.num_kv_heads, keys, 1, name);

@@ -12,7 +12,7 @@ struct Fp16 {};
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes from global to shared memory, zeros where !valid: then the source is not read.
+// Copies 16 bytes from global to shared memory; if !valid, writes zeros and does not read the source.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -183,7 +183,7 @@ __device__ __forceinline__ bool quad_any(bool x) {
     return __ballot_sync(0xffffffffu, x) >> (lane / 4 * 4) & 0xf;
 }
 
-// The same over the eight that share its columns.
+// Sum or maximum over the eight lanes that share the columns of an accumulator.
 __device__ __forceinline__ float column_sum(float x) {
     for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
     return x;
@@ -208,8 +208,8 @@ __device__ __forceinline__ unsigned long long add_acquire_release(unsigned long 
     return before;
 }
 
-// Programmatic dependent launch: whether a kernel may start before its predecessor has ended, waiting for the predecessor and its writes,
-// and letting the successor start. The latter two do nothing before sm_90.
+// Programmatic dependent launch. may_start_early: whether a kernel may start before its predecessor has ended. The other two wait for the
+// predecessor and its writes, and let the successor start; they do nothing before sm_90.
 __device__ __forceinline__ constexpr bool may_start_early() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     return true;

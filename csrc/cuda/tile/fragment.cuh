@@ -60,7 +60,7 @@ template <int kBytes = kRowBytes> __device__ __forceinline__ uint32_t rows_on(ui
     return (address ^ (n % 8 << 4)) + n * kBytes;
 }
 
-// The address that a thread of a warpgroup gives to stmatrix_x4, which stores 16 columns of an accumulator: a row of the 64, chunk 0 or 1.
+// The row of 64 and the chunk, 0 or 1, whose address a thread passes to stmatrix_x4, which stores 16 columns of an accumulator.
 template <class Int> __device__ __forceinline__ int store_row(Int thread) { return warp_first_row(thread) + (thread & 15); }
 template <class Int> __device__ __forceinline__ int store_chunk(Int thread) { return thread % 32 >> 4; }
 

@@ -128,7 +128,7 @@ __device__ __forceinline__ void product_pb_hiding(float (&o)[kBlocks][kColumns][
 #pragma unroll 1
             for (int row = 0; row < 16; row++) {
                 const uint32_t half = lane % 4 != row % 8 / 2 ? 0u : row & 1 ? 0xffff0000u : 0x0000ffffu;
-                const uint32_t low = row < 8 ? half : 0u, high = row < 8 ? 0u : half; // where the fragments hold column, or row, `row`
+                const uint32_t low = row < 8 ? half : 0u, high = row < 8 ? 0u : half; // masks of the fragments' column, or row, `row`
                 if (!__any_sync(0xffffffffu, (((hidden[0] | hidden[2]) & low) | ((hidden[1] | hidden[3]) & high)) != 0)) continue;
 #pragma unroll
                 for (int block = 0; block < kBlocks; block++) {

@@ -63,7 +63,7 @@ static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t til
 __device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t tile_rows, int64_t tile_k, int64_t num_tiles, int64_t item,
                                           Work &work) {
     const sinkattn_problem &problem = args.problem;
-    const auto heads = static_cast<uint32_t>(problem.num_kv_heads), n = static_cast<uint32_t>(item); // 64-bit divisions take long
+    const auto heads = static_cast<uint32_t>(problem.num_kv_heads), n = static_cast<uint32_t>(item); // 64-bit divisions are slow
     work.group = static_cast<sa_position_t>(static_cast<uint32_t>(problem.num_q_heads) / heads);
     work.kv_head = n % heads;
     const auto tile = static_cast<uint32_t>(num_tiles - 1) - n / heads;

@@ -3,9 +3,9 @@
 // A counter that the blocks of one launch share, in a workspace that may hold anything: tag << 24 | count, with a tag that the launcher
 // never gives twice in a process.
 //
-// Before a block counts, it reads the word; without the launch's tag there, it exchanges the word for (tag, 0) by compare-and-swap. The
-// outcome does not matter, since only a block of the same launch can have been faster. The last count resets the counter to 0 for the next
-// replay of a graph, whose launches all carry one tag. The remaining risk is memory that holds these 40 bits by chance.
+// Before a block counts, it reads the word; if that lacks the launch's tag, it replaces the word by (tag, 0) with a compare-and-swap, which
+// fails only if another block of the launch was faster. The last count resets the counter to 0 for the next replay of a graph, whose
+// launches all carry one tag. The remaining risk is memory that holds these 40 bits by chance.
 #pragma once
 
 #include <cuda_runtime_api.h>
