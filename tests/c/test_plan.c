@@ -106,7 +106,7 @@ static void test_the_cuda_row_is_taken(void) {
 
 /* One reason a row, and the right one. */
 static void test_the_window_row_says_why_not(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, 0, ""};
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, ""};
     const sinkattn_problem base = windowed(SINKATTN_FWD, 1000, 127);
     sinkattn_problem wide = base, sinks = base, ungrouped = base, negative = base, large = base;
     wide.mask.left = 137;
@@ -184,7 +184,7 @@ static void test_cuda_decode_plans(void) {
 
 /* A causal window of up to 128 keys before a row; its workspace holds a flag a block, and 12 sums a block and head with a sink. */
 static void test_the_backward_of_a_window_is_planned(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, 0, ""};
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, ""};
     sinkattn_problem base = windowed(SINKATTN_BWD, 2000, 128);
     base.s_aux_dtype = SINKATTN_FP32;
     sinkattn_plan plan = {0};
