@@ -83,9 +83,10 @@ class Keys(NamedTuple):
 
 def read_keys(mask: Tensor) -> Keys:
     """Of a mask [batch, kv_len] of LENGTHS or COLUMNS."""
+    # Kept by the mask in a weak dictionary: a view, whose _base may be the mask, would hold its own key.
     if mask.dtype == LENGTHS:
-        return Keys(mask[:, 0], None, {})
-    columns = mask.view(torch.int32)
+        return Keys(mask[:, 0].clone(), None, {})
+    columns = mask.view(torch.int32)  # has no _base, as a view of another dtype
     lengths = (columns > _NOTHING).sum(1) - (columns[:, :1] == _WRONG).sum(1)
     return Keys(lengths.to(torch.int32), columns, {})
 

@@ -2,7 +2,9 @@
 """generate(): one flash_decode a layer and token with each cache, one graph a token, and first keys seen throughout."""
 
 import copy
+import gc
 import importlib.util
+import weakref
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import sinkattn
 import sinkattn.hf as hf
 import sinkattn.hf_decode as hf_decode
 from sinkattn.cache import StreamingCache
+from sinkattn.hf_masks import COLUMNS, LENGTHS
 
 hf.register()
 LAYERS, NEW, PROMPT, ROOM = 2, 9, 5, 24
@@ -147,6 +150,23 @@ def test_invariant_steps_have_the_bits_of_a_prefill() -> None:
     assert arguments["invariant"] is True
     assert torch.equal(got, prefill[:, -1:])
     assert hf.AttentionInterface._global_mapping["sinkattn"] is hf.attention_forward
+
+
+@pytest.mark.parametrize("kind", [LENGTHS, COLUMNS])
+def test_a_mask_that_was_moved_dies_with_its_forward(kind: torch.dtype) -> None:
+    """A move to another device makes it dense, its own base: what was read of it must be no view of it."""
+    q, kv = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 20, 16)
+    pads = padded_mask(2, 20, 3) if kind == COLUMNS else None
+    mask = hf.attention_mask(2, 1, 20, torch.tensor(9), attention_mask=pads)
+    assert mask.dtype == kind
+    mask = mask.clone(memory_format=torch.contiguous_format)
+    assert mask._base is None
+    with torch.no_grad():
+        hf.attention_forward(torch.nn.Module(), q, kv, kv, mask)
+    alive = weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert alive() is None
 
 
 def test_pages_of_one_key_are_the_cache() -> None:
