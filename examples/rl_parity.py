@@ -5,8 +5,8 @@ A policy gradient takes their ratio to be 1 where nothing was trained yet. The m
 random weights and sinks from N(0, 1.5); the text is the language reference that Python ships, read as bytes. Passes:
 
     trainer            all sequences packed into one row, with gradients; eager attention gets them as a batch
-    chunks             a cache, the sequences in uneven chunks
-    decode             a cache, the prompt at once and then token by token, all sequences in one batch, after
+    chunks             a cache that keeps all keys, the sequences in uneven chunks
+    decode             such a cache, the prompt at once and then token by token, all sequences in one batch, after
                        register(invariant=True)
     decode, invariant  the same through flash_attn_with_kvcache(invariant=True)
     decode, split      the same with invariant=False, which splits the keys of a sequence by load

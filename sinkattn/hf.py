@@ -15,9 +15,9 @@ Which rows of the input form a sequence is read, in this order, from
   nothing is cached before the input (k_len == q_len), a sequence starts wherever a token's position is not that of the
   token before it plus one.
 
-A new token a sequence, or a few, behind cached keys are one flash_decode; all else, and what asks for gradients, is a
-prefill. Rows in the padding get zeros. What cannot be computed as asked raises; nothing falls back to attention without
-sinks.
+Behind cached keys, one new token a sequence is one flash_decode, and so are several without padding, up to 64 rows of
+a kv head (tokens times its query heads). All else, and what asks for gradients, is a prefill. Rows in the padding get
+zeros. What cannot be computed as asked raises; nothing falls back to attention without sinks.
 
 A model whose config has num_sink_tokens = n sees the first n keys of each sequence through the windows of its layers.
 """
@@ -61,6 +61,7 @@ from sinkattn.ops import flash_attn_func, flash_attn_varlen_func
 try:
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "sinkattn: sinkattn.hf needs transformers, and it is not installed: pip install --no-build-isolation '.[hf]' in"
@@ -85,11 +86,14 @@ _PASSENGERS = {
 }
 
 
-def register(*, invariant: bool = False) -> None:
-    """Tell transformers of attn_implementation="sinkattn", its attention and its mask; a second call changes nothing.
+def register(*, invariant: bool | None = None) -> None:
+    """Tell transformers of attn_implementation="sinkattn", its attention and its mask.
 
     invariant=True: cached steps have the bits of a prefill, whatever the batch, as in flash_attn_with_kvcache; on CUDA
-    they take longer. A later call may change that.
+    they take longer. It holds where the cache keeps all keys: layers without a window, and with one as well under
+    DynamicCache(), made without a config. A cache that drops keys, as generate()'s own do behind a window and a
+    StreamingCache does, makes a row count its keys from elsewhere, and last bits differ. None keeps what an earlier
+    call of this or of sinkattn.verl_patch.apply() said, False at first.
 
     Raises ImportError when transformers is too old.
     """
@@ -97,8 +101,16 @@ def register(*, invariant: bool = False) -> None:
         raise ImportError(
             f"sinkattn: transformers is {transformers.__version__}; sinkattn.hf needs {MIN_TRANSFORMERS} or later"
         )
-    AttentionInterface.register(NAME, partial(attention_forward, invariant=True) if invariant else attention_forward)
+    register_attention(attention_forward, invariant)
     AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def register_attention(attend: Callable[..., Any], invariant: bool | None) -> None:
+    """Register `attend`, which takes what attention_forward takes; invariant is register()'s."""
+    if invariant is None:  # what is registered now tells
+        before = ALL_ATTENTION_FUNCTIONS.get(NAME)
+        invariant = isinstance(before, partial) and before.keywords.get("invariant") is True
+    AttentionInterface.register(NAME, partial(attend, invariant=True) if invariant else attend)
 
 
 def attention_forward(
@@ -127,10 +139,10 @@ def attention_forward(
     """The attention of one layer, called by transformers.
 
     query is [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]. attention_mask
-    is None or bool [batch, kv_len] with kv_len <= k_len; keys past kv_len are the unused end of a static cache. s_aux
-    is [num_q_heads]; sliding_window counts the row itself. whole_sequence is said by a caller that has traded heads for
-    the sequence's other parts; invariant is register()'s. Returns out [batch, q_len, num_q_heads, head_dim], and None
-    for the weights.
+    is None, a mask that the function attention_mask made, or the caller's own: bool or integers [batch, kv_len], 0 for
+    padding. kv_len <= k_len: keys past it are the unused end of a static cache. s_aux is [num_q_heads]; sliding_window
+    counts the row itself. whole_sequence is said by a caller that has traded heads for the sequence's other parts;
+    invariant is register()'s. Returns out [batch, q_len, num_q_heads, head_dim], and None for the weights.
 
     Raises ValueError for arguments at odds with each other, NotImplementedError for what is not computed.
     """

@@ -38,8 +38,10 @@ _logger = logging.getLogger(__name__)
 _undo: list[Callable[[], None]] = []
 
 
-def apply() -> None:
-    """Register sinkattn with the transformers that verl uses; a second call changes nothing.
+def apply(*, invariant: bool | None = None) -> None:
+    """Register sinkattn with the transformers that verl uses, again where hf.register() came between.
+
+    invariant is that of hf.register(): None keeps what was said there, before or after.
 
     Raises ImportError without verl or with too old a transformers, NotImplementedError for an untested verl.
     """
@@ -54,16 +56,16 @@ def apply() -> None:
 
     from sinkattn import hf
 
-    if _undo:
-        return
     # What register() writes to; transformers has no public way to take a name out.
     registries = (
         transformers.AttentionInterface._global_mapping,
         transformers.AttentionMaskInterface._global_mapping,
     )
     before = [(registry, registry.get(hf.NAME)) for registry in registries]
-    hf.register()
-    transformers.AttentionInterface.register(hf.NAME, attention_forward)
+    hf.register(invariant=invariant)
+    hf.register_attention(attention_forward, None)
+    if _undo:  # knows already what was there before
+        return
 
     def restore() -> None:
         for registry, function in before:

@@ -17,6 +17,7 @@ if importlib.util.find_spec("transformers") is None:
 from hf_cases import Calls, assert_close, gradients, loss, positions, tokens
 from tiny_gpt_oss import WINDOW, tiny_gpt_oss
 from transformers import DynamicCache, GptOssForCausalLM, StaticCache
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 import sinkattn
 import sinkattn.hf as hf
@@ -135,20 +136,38 @@ def test_gradients_take_the_differentiable_op(make: Any, pads: tuple[int, ...]) 
     assert_close(both[0], both[1], 1e-5)
 
 
-def test_invariant_steps_have_the_bits_of_a_prefill() -> None:
-    """On matmuls that do not: so the attention alone is compared."""
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("kept", ["growing", "static", "padded"])
+def test_invariant_steps_have_the_bits_of_a_prefill(kept: str, window: int | None) -> None:
+    """Of the attention alone, since matmuls have other bits; where the cache keeps all keys, behind a window too."""
     torch.manual_seed(0)
+    torch.set_num_threads(8)  # so that steps that are not invariant are split
     q, k, s_aux = torch.randn(3, 8, 400, 16), torch.randn(3, 2, 400, 16), torch.randn(8)
+    module, options = torch.nn.Module(), {"s_aux": s_aux, "sliding_window": window}
+    pads = 3 if kept == "padded" else 0
+    seen, function = padded_mask(3, 400, pads, pads, pads), window and sliding_window_causal_mask_function(window)
     with torch.no_grad():
-        prefill, _ = hf.attention_forward(torch.nn.Module(), q, k, k, None, s_aux=s_aux)
+        prefill, _ = hf.attention_forward(module, q[:, :, pads:], k[:, :, pads:], k[:, :, pads:], None, **options)
         hf.register(invariant=True)
         attend = hf.AttentionInterface._global_mapping["sinkattn"]
+        hf.register(invariant=False)
         with Calls() as calls:
-            got, _ = attend(torch.nn.Module(), q[:, :, -1:], k, k, None, s_aux=s_aux)
-        hf.register()
-    ((arguments, _),) = calls.named("flash_decode")
-    assert arguments["invariant"] is True
-    assert torch.equal(got, prefill[:, -1:])
+            for at in (40, 131, 398):
+                keys = k if kept == "static" else k[:, :, : at + 1]
+                where = (torch.tensor(at), 0) if kept == "static" else (at, 0)
+                mask = hf.attention_mask(3, 1, keys.shape[2], *where, function, seen[:, : at + 1] if pads else None)
+                got, _ = attend(module, q[:, :, at : at + 1], keys, keys, mask, **options)
+                assert torch.equal(got[:, 0], prefill[:, at - pads])
+    assert [arguments["invariant"] for arguments, _ in calls.named("flash_decode")] == [True] * 3
+
+
+def test_what_register_said_of_invariance_stays() -> None:
+    """Until a call says otherwise; transformers has no other place that knows it."""
+    hf.register(invariant=True)
+    hf.register()
+    assert hf.AttentionInterface._global_mapping["sinkattn"].keywords == {"invariant": True}
+    hf.register(invariant=False)
+    hf.register()
     assert hf.AttentionInterface._global_mapping["sinkattn"] is hf.attention_forward
 
 

@@ -5,7 +5,8 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ import torch
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
 
+from hf_cases import Calls
 from tiny_gpt_oss import tiny_gpt_oss
 from transformers import AttentionInterface, AttentionMaskInterface, GptOssForCausalLM, PreTrainedModel
 
@@ -68,6 +70,30 @@ def test_remove_restores_what_was_there() -> None:
     assert registered() == [verl_patch.attention_forward, hf.attention_mask]
     verl_patch.remove()
     assert registered() == [print, print]
+
+
+@pytest.mark.usefixtures("verl")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [partial(hf.register, invariant=True), verl_patch.apply],
+        [verl_patch.apply, partial(hf.register, invariant=True), hf.register, verl_patch.apply],
+        [verl_patch.apply, partial(verl_patch.apply, invariant=True)],
+        [partial(hf.register, invariant=False), partial(verl_patch.apply, invariant=True), hf.register],
+    ],
+)
+def test_invariance_is_kept(calls: list[Callable[[], None]]) -> None:
+    """In whatever order; and apply() always puts the function there that serves Ulysses."""
+    for call in calls:
+        call()
+    function = AttentionInterface._global_mapping["sinkattn"]
+    last = hf if calls[-1] is hf.register else verl_patch
+    assert isinstance(function, partial)
+    assert function.func is last.attention_forward
+    query, key = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 9, 16)
+    with Calls() as seen, torch.no_grad():
+        function(torch.nn.Module(), query, key, key, None)
+    assert [arguments["invariant"] for arguments, _ in seen.named("flash_decode")] == [True]
 
 
 @pytest.mark.parametrize("version", ["0.9.0", "0.9.2", "1.0.0"])
