@@ -67,9 +67,9 @@ sinkattn_status sa_validate_slots(const sinkattn_append_args *args) {
         const int64_t slot = SA_READ_ONCE(args->slot_mapping[i]);
         if (slot >= sa_num_slots(p))
             return sa_status(SINKATTN_INVALID,
-                             "slot_mapping[%" PRId64 "] is %" PRId64 "; it must be from 0 to %" PRId64
-                             ", a slot of the cache, or negative to skip the row",
-                             i, slot, sa_num_slots(p) - 1);
+                             "slot_mapping[%" PRId64 "] is %" PRId64 "; it must be a slot of the cache, which has %" PRId64
+                             ", or negative to skip the row",
+                             i, slot, sa_num_slots(p));
     }
     return sa_ok();
 }

@@ -149,7 +149,7 @@ static void test_append_to_slots(void) {
     } table[] = {{{0, 11, 5, 4}, 4, NULL},
                  {{-1, 3, INT64_MIN, 8}, 2, NULL},
                  {{-1, -1, -1, -1}, 0, NULL},
-                 {{0, 1, 2, 12}, 0, "slot_mapping[3] is 12; it must be from 0 to 11, a slot of the cache, or negative to skip the row"},
+                 {{0, 1, 2, 12}, 0, "slot_mapping[3] is 12; it must be a slot of the cache, which has 12, or negative to skip the row"},
                  {{0, INT64_MAX, 2, 3}, 0, "slot_mapping[1] is 9223372036854775807"}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         slot_call *c = slot_call_of(table[i].slots);
