@@ -13,6 +13,7 @@ EDGES, INVARIANCE, HOSTILE = (
     "tests/test_invariance.py::test_",
     "tests/test_hostile.py::test_",
 )
+ORDER = "tests/test_order.py::test_"
 C_SUITE = "test_c "  # then a part of a test's name; faster, since no extension is built
 PLAN, TILE = "csrc/core/plan.c", "csrc/cpu/cpu_tile.h"
 
@@ -32,11 +33,11 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     Mutation("sink dropped", FWD, "sa_s_aux(args, row.head));", "-(double)INFINITY);", EDGES + "sink_is_not_dropped"),
     Mutation(
-        "sink counted in every split",
-        DECODE,
-        "double pivot = -(double)INFINITY, sum = 0.0;",
-        "double pivot = sa_s_aux(args, sa_row_at(&stream, rows.begin + lane).head), sum = sa_sink_sum(pivot);",
-        EDGES + "sink_is_counted_once_not_per_split",
+        "sums of chunks added at pivots of their own",
+        ROWS,
+        "to->sum[lane] * joint.kept + next->sum[lane] * joint.added;",
+        "to->sum[lane] + next->sum[lane];",
+        ORDER + "the_order",
     ),
     Mutation(
         "sink scaled",
@@ -186,11 +187,11 @@ MUTATIONS = [
         HOSTILE + "hostile_integers_are_named",
     ),
     Mutation(
-        "invariant ignored",
-        "csrc/core/plan.c",
-        "if (p->invariant || items",
-        "if (items",
-        INVARIANCE + "invariant_decode_is_the_prefill_row",
+        "chunks joined in another order",
+        FWD,
+        "sa_partial_at(partials, first + i);\n        attend",
+        "sa_partial_at(partials, first + count - i);\n        attend",
+        ORDER + "one_bit_pattern",
     ),
     Mutation(
         "pairs of keys begun anywhere",
@@ -397,11 +398,11 @@ MUTATIONS = [
         C_SUITE + "the local window's edge",
     ),
     Mutation(
-        "2^31 partials",
+        "2^24 partials",
         PLAN,
-        "partials < INT64_C(1) << 31",
-        "partials <= INT64_C(1) << 31",
-        C_SUITE + "partials below 2^31",
+        "partials < most",
+        "partials <= most",
+        C_SUITE + "partials that fit",
     ),
     Mutation(
         "denormal scale accepted",

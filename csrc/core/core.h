@@ -74,6 +74,9 @@ bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device
 /* A CUDA decode whose parts the kernel cuts by the lengths it finds, rather than each sequence into plan.num_splits. */
 bool sa_is_balanced(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
+/* Chunks of SA_CPU_CHUNK keys that the rows of one sequence can touch. */
+int64_t sa_most_chunks(const sinkattn_problem *problem);
+
 const sa_variant *sa_variant_at(int32_t i);
 
 #define SA_BIT(dtype) (1u << (dtype))

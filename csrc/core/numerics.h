@@ -3,9 +3,9 @@
  * Number formats, and the identities of the softmax with a sink. Host and device.
  *
  * LSE = log(sum_j exp(S_ij) + exp(s)) in natural-log units, sink included; the raw LSE is that of the keys alone. The online softmax of
- * a row is a pivot m, the sum l of exp(S - m), and o = sum exp(S - m) v over its keys, from (-inf, 0, 0) on. The sink joins once, at the
- * row's end, as the partial (s, 1, 0): sa_end_row. So s = -inf is bit for bit no sink, and no sink, however large, costs the keys' sum
- * its precision.
+ * a row is a pivot m, the sum l of exp(S - m), and o = sum exp(S - m) v over its keys, from (-inf, 0, 0) on. Chunks of keys join in
+ * ascending order: sa_join_pivots. The sink joins once, at the row's end, as the partial (s, 1, 0): sa_end_row. So s = -inf is bit for bit
+ * no sink, and no sink, however large, costs the keys' sum its precision.
  */
 #ifndef SA_NUMERICS_H
 #define SA_NUMERICS_H
@@ -14,6 +14,8 @@
 #include <string.h>
 
 #include "mask.h"
+
+#define SA_LOG2_E 1.44269504088896340736
 
 SA_HD float sa_bf16_to_float(uint16_t bits) {
     const uint32_t wide = (uint32_t)bits << 16;
@@ -99,6 +101,26 @@ SA_HD double sa_exp_minus(double x, double pivot) {
 }
 
 SA_HD double sa_lse(double pivot, double sum) { return sum == 0.0 ? -(double)INFINITY : pivot + log(sum); }
+
+/* 2^n for an integer n of at most 0, or -inf; 0 where that is no normal number. */
+SA_HD float sa_power_of_two(float n) {
+    const uint32_t bits = n < -126.0f ? 0u : (uint32_t)(int32_t)(n + 127.0f) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+/* Two partials (m, l, o) of a row become one: l and o are `kept` times the first's plus `added` times the second's. Here pivots are in
+ * units of log(2), and integers: both factors are powers of two, so only the addition rounds, whether or not it is fused. */
+typedef struct sa_joint {
+    float pivot, kept, added;
+} sa_joint;
+
+SA_HD sa_joint sa_join_pivots(float first, float second) {
+    const float top = second > first ? second : first;
+    const sa_joint joint = {top, first == top ? 1.0f : sa_power_of_two(first - top), second == top ? 1.0f : sa_power_of_two(second - top)};
+    return joint;
+}
 
 /* The end of a row. */
 typedef struct sa_row_end {

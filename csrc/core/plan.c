@@ -15,6 +15,7 @@
 
 #include "core.h"
 #include "mask.h"
+#include "split.h"
 
 #define SA_MAX_WORKERS 65536
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
@@ -150,22 +151,41 @@ static int64_t num_query_tiles(const sinkattn_problem *p, const sinkattn_variant
     return p->batch ? p->num_kv_heads * (rows / info->tile_q + p->batch) : 0;
 }
 
-/* Key tiles that the rows of one sequence can touch, however many of its keys are in use. */
-static int64_t num_key_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (!info->tile_k || p->q_len == 0) return 1;
+/* Tiles of so many keys that the rows of one sequence can touch, however many of its keys are in use. */
+static int64_t most_tiles(const sinkattn_problem *p, int64_t tile_k) {
+    if (!tile_k || p->q_len == 0) return 1;
     const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
     int64_t sink_end;
     const sa_range keys = sa_rows_band(&band, (sa_range){0, p->q_len}, &sink_end);
-    const int64_t touched = sa_ceil_div(keys.end - keys.begin, info->tile_k) + 1 + sa_ceil_div(sink_end, info->tile_k);
-    return sa_max(1, sa_min(touched, sa_ceil_div(p->k_len, info->tile_k)));
+    const int64_t touched = sa_ceil_div(keys.end - keys.begin, tile_k) + 1 + sa_ceil_div(sink_end, tile_k);
+    return sa_max(1, sa_min(touched, sa_ceil_div(p->k_len, tile_k)));
 }
 
-/* A CPU takes one part too many rather than leave a worker idle. On a GPU this is the most that the kernel may cut. */
+int64_t sa_most_chunks(const sinkattn_problem *p) { return most_tiles(p, SA_CPU_CHUNK); }
+
+/* What a decode's parts are made of: chunks on a CPU, key tiles on a GPU. */
+static int64_t most_parts(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (!may_split(p)) return 1;
+    return info->backend == SINKATTN_CPU && info->tile_k ? sa_most_chunks(p) : most_tiles(p, info->tile_k);
+}
+
+/* Each part of each row, on a CPU each chunk, leaves head_dim + 2 floats behind: 2^31 of them fill a terabyte, and no machine. A CPU need
+ * not cut, and does not where they would fill gigabytes. */
+static bool partials_fit(const sinkattn_problem *p, sinkattn_backend backend, int64_t splits) {
+    const bool cpu = backend == SINKATTN_CPU;
+    const int64_t each = cpu ? sa_most_chunks(p) : splits, most = INT64_C(1) << (cpu ? 24 : 31);
+    int64_t partials;
+    return splits == 1 || (!__builtin_mul_overflow(p->batch * p->num_q_heads * p->q_len, each, &partials) && partials < most);
+}
+
+/* A CPU takes one part too many rather than leave a worker idle: its order of sums does not depend on the parts. On a GPU this is the most
+ * that the kernel may cut. */
 static int64_t choose_splits(const sinkattn_problem *p, const sinkattn_device *device, int64_t items, int64_t tiles) {
-    if (p->invariant || items == 0) return 1;
+    const bool cpu = device->backend == SINKATTN_CPU;
+    if (items == 0 || (cpu ? !partials_fit(p, SINKATTN_CPU, tiles) : p->invariant)) return 1;
     if (p->num_splits > 0) return sa_min(p->num_splits, tiles);
     if (p->num_splits < 0) return sa_min(-sa_max(p->num_splits, -INT64_MAX), tiles);
-    if (device->backend == SINKATTN_CPU) return sa_clamp(sa_ceil_div(device->workers, items), 1, tiles);
+    if (cpu) return sa_clamp(sa_ceil_div(device->workers, items), 1, tiles);
     return tiles <= SA_UNSPLIT_TILES ? 1 : sa_min(tiles, (int64_t)SA_BLOCKS_A_WORKER * device->workers);
 }
 
@@ -178,12 +198,6 @@ static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info 
     const int64_t blocks = (int64_t)SA_BLOCKS_A_WORKER * plan->workers, streams = num_query_tiles(p, info);
     if (!sa_is_balanced(p, plan)) return streams * plan->num_splits;
     return streams > blocks ? 2 * blocks : blocks;
-}
-
-/* Each part of each row leaves head_dim + 2 floats behind; 2^31 of them fill a terabyte, and no machine. */
-static bool partials_fit(const sinkattn_problem *p, int64_t splits) {
-    int64_t partials;
-    return splits == 1 || (!__builtin_mul_overflow(p->batch * p->num_q_heads * p->q_len, splits, &partials) && partials < INT64_C(1) << 31);
 }
 
 /* Appends to the reason; what would not fit whole is left out. */
@@ -213,12 +227,12 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
     say(plan, "%s is the best kernel for %s, head_dim %" PRId64 " on %s", row->info.name, sa_dtype_name(p->dtype), p->head_dim,
         name_arch(device->backend, device->arch).text);
     if (may_split(p)) {
-        const bool balanced = sa_is_balanced(p, plan);
-        const char *why = p->invariant        ? "invariant"
-                          : p->num_splits > 0 ? "as asked"
-                          : p->num_splits < 0 ? "as asked, merged by a pass of their own"
-                          : balanced          ? "by the lengths found"
-                                              : "to fill the workers";
+        const bool balanced = sa_is_balanced(p, plan), cpu = device->backend == SINKATTN_CPU;
+        const char *why = p->invariant && !cpu ? "invariant"
+                          : p->num_splits > 0  ? "as asked"
+                          : p->num_splits < 0  ? "as asked, merged by a pass of their own"
+                          : balanced           ? "by the lengths found"
+                                               : "to fill the workers";
         say(plan, "; %s%" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64, balanced ? "up to " : "", plan->num_splits, tiles, why,
             sa_ceil_div(device->workers, p->num_kv_heads));
         explain_parts(p, &row->info, device->workers / sa_max(1, p->batch * p->num_kv_heads), tiles, plan);
@@ -252,10 +266,10 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
     if (variant < 0) return miss(problem, device);
     const sa_variant *row = sa_variant_at(variant);
     const int64_t items = num_query_tiles(problem, &row->info);
-    const int64_t tiles = may_split(problem) ? num_key_tiles(problem, &row->info) : 1;
+    const int64_t tiles = most_parts(problem, &row->info);
     const int64_t splits = may_split(problem) ? choose_splits(problem, device, items, tiles) : 1;
     *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .workers = device->workers};
-    if (!sa_is_balanced(problem, plan) && !partials_fit(problem, splits))
+    if (!sa_is_balanced(problem, plan) && !partials_fit(problem, device->backend, splits))
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must leave less than 2^31 partial rows", splits);
     plan->num_items = num_items(problem, &row->info, plan);
     plan->workers = (int32_t)sa_clamp(plan->num_items, 1, device->workers);
@@ -277,8 +291,8 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
                          sa_cpu_level_name(row->info.arch), sa_cpu_level_name(sa_cpu_level()));
     if (plan->workers < 1 || plan->workers > SA_MAX_WORKERS)
         return sa_status(SINKATTN_INVALID, "plan.workers is %" PRId32 "; it must be from 1 to %d", plan->workers, SA_MAX_WORKERS);
-    const int64_t most = may_split(problem) ? num_key_tiles(problem, &row->info) : 1;
-    const bool fits = sa_is_balanced(problem, plan) || partials_fit(problem, plan->num_splits);
+    const int64_t most = most_parts(problem, &row->info);
+    const bool fits = sa_is_balanced(problem, plan) || partials_fit(problem, row->info.backend, plan->num_splits);
     if (plan->num_splits < 1 || plan->num_splits > most || !fits)
         return sa_status(SINKATTN_INVALID, "plan.num_splits is %" PRId64 "; it must be from 1 to %" PRId64, plan->num_splits, most);
     const int64_t items = num_items(problem, &row->info, plan);

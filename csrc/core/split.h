@@ -14,6 +14,9 @@
 /* Of tiles of `size`: the one that holds x; the first that begins at x or after it, where tiles that hold what is before x end. */
 SA_HD int32_t sa_tile_of(sa_position_t x, sa_position_t size) { return (int32_t)(x / size); }
 SA_HD int32_t sa_tile_from(sa_position_t x, sa_position_t size) { return (int32_t)((x + size - 1) / size); }
+/* The CPU's chunks: keys [i * SA_CPU_CHUNK, (i + 1) * SA_CPU_CHUNK) of a sequence are summed by themselves, and chunks join in ascending
+ * order. A decode's parts are whole chunks, so it sums as the forward does. A multiple of every tile_k. */
+enum { SA_CPU_CHUNK = 512 };
 
 /* Tile t holds keys [t * tile_k, (t + 1) * tile_k). Tile numbers are int32, which a loop keeps in registers: 2^31 tiles are enough. */
 typedef struct sa_key_tiles {

@@ -10,8 +10,8 @@
  *                dV[key][dim] += P^T . dO     dK[key][dim] += dS^T . Q     dQ^T[dim][row] += K^T . dS^T
  *
  * A cell is the 4 bytes that a lane multiplies at a time: one fp32, or (pack 2) two bf16 neighbours along the reduction. A lane's
- * sums run over keys in ascending order, tile by tile from key 0, and adding a masked key adds zero: a row's bits depend on its keys
- * only. Rows of one kv head are numbered r = i * group + (h - first head of the group), so a tile may mix tokens and heads freely.
+ * sums run over keys in ascending order, in tiles and chunks counted from key 0, and adding a masked key adds zero: a row's bits depend on
+ * its keys only. Rows of one kv head are numbered r = i * group + (h - first head of the group), so a tile may mix tokens and heads freely.
  */
 #ifndef SA_CPU_H
 #define SA_CPU_H
@@ -22,7 +22,7 @@
 #include "core/split.h"
 #include "cpu/parallel.h"
 
-enum { SA_LANES_STEP = 16 }; /* lane counts are multiples of this: one AVX-512 vector */
+enum { SA_LANES_STEP = 16, SA_MAX_LANES = 64 }; /* lane counts are multiples of one AVX-512 vector; tile_q is at most 64 */
 
 typedef uint32_t sa_cell;
 
@@ -52,9 +52,15 @@ typedef struct sa_softmax_tile {
     float *scores;
     int64_t row_stride, lanes, keys;
     sa_lane_mask mask;
-    float scale;
-    float *pivot, *sum, *alpha; /* [lanes]; alpha is what the accumulated output must be multiplied by */
+    float scale;                /* in units of log(2), as the pivots */
+    float *pivot, *sum, *alpha; /* [lanes]; alpha, a power of two, is what the accumulated output must be multiplied by */
 } sa_softmax_tile;
+
+/* What some keys, a chunk or all of a row's, come to. */
+typedef struct sa_partial {
+    float *pivot, *sum; /* [lanes]; pivots are integers, in units of log(2), or -inf */
+    float *out;         /* [head_dim][lanes], to be divided by sum */
+} sa_partial;
 
 /* One tile of the backward: P and dS from S and dP, both [keys][row_stride]. */
 typedef struct sa_gradient_tile {
@@ -75,6 +81,8 @@ typedef struct sa_cpu_ops {
     void (*enter)(void), (*leave)(void); /* before and after the products of an item, on its thread; NULL: nothing to do */
     void (*product)(const sa_product *product);
     void (*softmax)(const sa_softmax_tile *tile);
+    /* sa_join_pivots in every lane; `to` becomes both */
+    void (*join)(const sa_partial *to, const sa_partial *next, int64_t lanes, int64_t head_dim);
     void (*gradient)(const sa_gradient_tile *tile);
     /* rows[n] pointers to head_dim values -> cells [head_dim / pack][lanes], rows n.. zero */
     void (*rows_to_lanes)(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t lanes);

@@ -1,42 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Decode: the forward's row tiles over a cache, dense or paged, its key tiles cut into parts so that few sequences still use every
- * worker. A part leaves (pivot, sum, out); the merge adds them in ascending order, and a row ends as the forward's does. With one part it
- * is the prefill's row, bit for bit. Packed rows are the forward's items over the cache, never split.
+ * Decode: the forward's row tiles over a cache, dense or paged. Few sequences still use every worker: a row tile's chunks are cut into
+ * parts, each chunk leaves a partial, and they join in ascending order, as they do where one worker meets them all. So a row is the
+ * prefill's row, bit for bit, however it is cut. Packed rows are the forward's items over the cache, never split.
  */
 #include "cpu/cpu_fwd.h"
-
-/* One part of one row tile, in the workspace. */
-typedef struct decode_part {
-    float *pivot, *sum; /* [tile_q] */
-    float *out;         /* [head_dim][lanes] */
-} decode_part;
 
 typedef struct decode_job {
     const sinkattn_decode_args *args;
     sa_attend *workers;
-    decode_part *parts; /* [batch * kv heads * row tiles][num_splits]; NULL with one part */
-    int64_t tile_q, num_row_tiles, num_splits;
+    sa_partials partials; /* [batch * kv heads * row tiles][num_chunks]; none with one part */
+    int64_t tile_q, num_row_tiles, num_splits, num_chunks;
 } decode_job;
 
-static int64_t num_row_tiles(const sinkattn_problem *problem, int64_t tile_q) {
-    return sa_ceil_div(problem->q_len * (problem->num_q_heads / problem->num_kv_heads), tile_q);
-}
+static int64_t num_rows(const sinkattn_problem *problem) { return problem->q_len * (problem->num_q_heads / problem->num_kv_heads); }
 
 static decode_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    decode_job job = {NULL, NULL, NULL, info->tile_q, num_row_tiles(problem, info->tile_q), plan->num_splits};
+    const int64_t tile_q = sinkattn_variant(plan->variant)->tile_q, num_row_tiles = sa_ceil_div(num_rows(problem), tile_q);
+    decode_job job = {NULL, NULL, {NULL, 0, 0}, tile_q, num_row_tiles, plan->num_splits, sa_most_chunks(problem)};
     job.workers = sa_take_workers(scratch, ops, problem, plan, 1);
     if (job.num_splits == 1) return job;
-    const int64_t num_parts = problem->batch * problem->num_kv_heads * job.num_row_tiles * job.num_splits;
-    job.parts = sa_take(scratch, num_parts * (int64_t)sizeof *job.parts);
-    for (int64_t i = 0; i < num_parts; i++) {
-        decode_part part;
-        part.pivot = sa_take(scratch, info->tile_q * (int64_t)sizeof(float));
-        part.sum = sa_take(scratch, info->tile_q * (int64_t)sizeof(float));
-        part.out = sa_take(scratch, problem->head_dim * info->tile_q * (int64_t)sizeof(float));
-        if (job.parts) job.parts[i] = part;
-    }
+    const int64_t lanes = sa_min(tile_q, sa_ceil_div(num_rows(problem), SA_LANES_STEP) * SA_LANES_STEP);
+    const int64_t count = problem->batch * problem->num_kv_heads * num_row_tiles * job.num_chunks;
+    job.partials = sa_take_partials(scratch, count, lanes, problem->head_dim);
     return job;
 }
 
@@ -64,46 +50,25 @@ static void decode_item(void *arg, int64_t item, int32_t worker) {
     const decode_job *job = arg;
     sa_attend *attend = &job->workers[worker];
     sa_stream stream;
-    const sa_row_tile rows = decode_rows(job, item / job->num_splits, &stream);
+    const int64_t row_tile = item / job->num_splits;
+    const sa_row_tile rows = decode_rows(job, row_tile, &stream);
     sa_enter(attend->ops);
-    sa_attend_rows(attend, &stream, &rows, item % job->num_splits, job->num_splits);
-    sa_leave(attend->ops);
-    if (!job->parts) {
-        sa_attend_store(attend, &stream, &rows);
-        return;
+    if (job->partials.base) {
+        const sa_range chunks = sa_split_part(sa_count_chunks(attend, &rows), job->num_splits, item % job->num_splits);
+        sa_attend_chunks(attend, &stream, &rows, chunks, &job->partials, row_tile * job->num_chunks);
+    } else {
+        sa_attend_rows(attend, &stream, &rows);
     }
-    const decode_part *part = &job->parts[item];
-    const sa_row_state *state = attend->states;
-    memcpy(part->pivot, state->pivot, (size_t)rows.lanes * sizeof *part->pivot);
-    memcpy(part->sum, state->sum, (size_t)rows.lanes * sizeof *part->sum);
-    memcpy(part->out, state->out, (size_t)(rows.lanes * job->args->fwd.problem.head_dim) * sizeof *part->out);
+    sa_leave(attend->ops);
+    if (!job->partials.base) sa_attend_store(attend, &stream, &rows);
 }
 
-static void merge_item(void *arg, int64_t item, int32_t worker) {
+static void join_item(void *arg, int64_t item, int32_t worker) {
     const decode_job *job = arg;
     sa_attend *attend = &job->workers[worker];
-    const sinkattn_fwd_args *args = &job->args->fwd;
     sa_stream stream;
     const sa_row_tile rows = decode_rows(job, item, &stream);
-    sa_row_state *state = attend->states;
-    state->rows = rows;
-    memset(state->out, 0, (size_t)(rows.lanes * args->problem.head_dim) * sizeof *state->out);
-    for (int64_t lane = 0; lane < rows.n; lane++) {
-        double pivot = -(double)INFINITY, sum = 0.0;
-        for (int64_t p = 0; p < job->num_splits; p++) {
-            const decode_part *part = &job->parts[item * job->num_splits + p];
-            const double top = part->pivot[lane] > pivot ? part->pivot[lane] : pivot;
-            const double kept = sa_exp_minus(pivot, top), added = part->sum[lane] == 0.0f ? 0.0 : sa_exp_minus(part->pivot[lane], top);
-            sum = sum * kept + part->sum[lane] * added;
-            for (int64_t x = 0; x < args->problem.head_dim; x++) {
-                float *out = &state->out[x * rows.lanes + lane];
-                *out = *out * (float)kept + part->out[x * rows.lanes + lane] * (float)added;
-            }
-            pivot = top;
-        }
-        state->pivot[lane] = (float)pivot;
-        state->sum[lane] = (float)sum;
-    }
+    sa_attend_join(attend, &rows, &job->partials, item * job->num_chunks);
     sa_attend_store(attend, &stream, &rows);
 }
 
@@ -123,7 +88,7 @@ static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, 
     job.args = &args;
     const int64_t num_tiles = problem->batch * problem->num_kv_heads * job.num_row_tiles;
     sa_parallel_for(context, plan->workers, num_tiles * job.num_splits, decode_item, &job);
-    if (job.parts) sa_parallel_for(context, plan->workers, num_tiles, merge_item, &job);
+    if (job.partials.base) sa_parallel_for(context, plan->workers, num_tiles, join_item, &job);
     sa_pack_nvfp4(&args, plan, context);
     return sa_ok();
 }

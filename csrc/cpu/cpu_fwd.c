@@ -5,24 +5,25 @@
  *
  *     S^T = K . Q^T      pivot, P, sum, alpha = softmax step      O^T = O^T * alpha + V^T . P^T
  *
+ * A chunk of keys starts anew, and joins the chunks before it at its end: sa_join_pivots.
  * Heavy tiles, the last of each causal sequence, go first.
  */
 #include "cpu/cpu_fwd.h"
 
 static sa_row_state take_state(sa_scratch *scratch, const sinkattn_problem *problem, int64_t tile_q) {
-    const int64_t float_bytes = (int64_t)sizeof(float);
+    const sa_partials own = sa_take_partials(scratch, 2, tile_q, problem->head_dim);
     sa_row_state state;
     memset(&state, 0, sizeof state);
     state.mask = sa_take_mask(scratch, tile_q);
-    state.q_lanes = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
-    state.out = sa_take(scratch, problem->head_dim * tile_q * float_bytes);
-    state.pivot = sa_take(scratch, tile_q * float_bytes);
-    state.sum = sa_take(scratch, tile_q * float_bytes);
+    state.q_lanes = sa_take(scratch, problem->head_dim * tile_q * (int64_t)sizeof *state.q_lanes);
+    state.chunk = sa_partial_at(&own, 0);
+    state.total = sa_partial_at(&own, 1);
     return state;
 }
 
-/* Under a narrow window a row tile sees few keys, and where the products take long steps they are best done all at once: one key tile
- * then has no end, and of it a row tile computes what it sees. For every row of a problem or for none, so that bits stay a row's own. */
+/* Under a narrow window a row tile sees few keys, and where the products take long steps they are best done all at once: one key tile, and
+ * one chunk, then has no end, and of it a row tile computes what it sees. For every row of a problem or for none, so that bits stay a
+ * row's own. */
 enum { AT_ONCE = 256 };
 
 static bool sees_few_keys(const sinkattn_problem *problem, const sinkattn_variant_info *info) {
@@ -40,6 +41,7 @@ static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const s
     attend.ops = ops;
     attend.tile_q = tile_q;
     attend.tile_k = few_keys ? (int64_t)1 << 30 : info->tile_k;
+    attend.chunk_tiles = few_keys ? 1 : SA_CPU_CHUNK / info->tile_k;
     attend.states = sa_take(scratch, num_tiles * (int64_t)sizeof *attend.states);
     for (int64_t i = 0; i < num_tiles; i++) {
         const sa_row_state state = take_state(scratch, problem, tile_q);
@@ -88,9 +90,9 @@ static void attend_state(sa_attend *attend, sa_row_state *state, const sa_stream
                                   .lanes = lanes,
                                   .keys = n,
                                   .mask = sa_mask_keys(&state->mask, stream, &state->rows, keys, false),
-                                  .scale = (float)sa_softmax_scale(problem),
-                                  .pivot = state->pivot,
-                                  .sum = state->sum,
+                                  .scale = (float)(sa_softmax_scale(problem) * SA_LOG2_E),
+                                  .pivot = state->chunk.pivot,
+                                  .sum = state->chunk.sum,
                                   .alpha = attend->alpha};
     ops->softmax(&tile);
 
@@ -103,13 +105,13 @@ static void attend_state(sa_attend *attend, sa_row_state *state, const sa_stream
                            .a_col = v->read_col,
                            .b = weights,
                            .b_row = lanes,
-                           .c = state->out,
+                           .c = state->chunk.out,
                            .c_row = lanes,
                            .join = state->fresh ? SA_SET : SA_RESCALE,
                            .beta = attend->alpha};
     ops->product(&pv);
     state->fresh = false;
-    if (v->hidden) sa_add_hidden(v, first, ops, stream, &state->rows, keys, weights, state->out);
+    if (v->hidden) sa_add_hidden(v, first, ops, stream, &state->rows, keys, weights, state->chunk.out);
 }
 
 static void attend_tile(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int32_t t) {
@@ -143,30 +145,110 @@ static void begin_state(sa_attend *attend, sa_row_state *state, const sa_stream 
     sa_mask_rows(&state->mask, stream, rows);
     sa_operand_queries(&attend->queries, stream, &args->q, rows);
     attend->ops->rows_to_lanes(attend->queries.rows, rows->n, problem->dtype, problem->head_dim, state->q_lanes, rows->lanes);
-    for (int64_t lane = 0; lane < rows->lanes; lane++) {
-        state->pivot[lane] = -INFINITY;
-        state->sum[lane] = 0.0f;
+    state->first = true;
+}
+
+static void begin_chunk(sa_row_state *state) {
+    for (int64_t lane = 0; lane < state->rows.lanes; lane++) {
+        state->chunk.pivot[lane] = -INFINITY;
+        state->chunk.sum[lane] = 0.0f;
     }
     state->fresh = true;
 }
 
-void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int64_t part, int64_t num_parts) {
-    for (int64_t done = 0; done < rows->n; done += attend->tile_q) {
+/* The first chunk joins nothing, so it is the total. */
+static void end_chunk(const sa_attend *attend, sa_row_state *state, int64_t head_dim) {
+    if (state->fresh) return;
+    if (state->first) {
+        const sa_partial empty = state->total;
+        state->total = state->chunk;
+        state->chunk = empty;
+    } else {
+        attend->ops->join(&state->total, &state->chunk, state->rows.lanes, head_dim);
+    }
+    state->first = false;
+}
+
+/* Rows that meet no keys. */
+static void clear_total(sa_row_state *state, int64_t head_dim) {
+    for (int64_t lane = 0; lane < state->rows.lanes; lane++) {
+        state->total.pivot[lane] = -INFINITY;
+        state->total.sum[lane] = 0.0f;
+    }
+    memset(state->total.out, 0, (size_t)(head_dim * state->rows.lanes) * sizeof *state->total.out);
+}
+
+static int64_t begin_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
+    int64_t count = 0;
+    for (int64_t done = 0; done < rows->n; done += attend->tile_q, count++) {
         const int64_t begin = rows->begin + done, end = rows->begin + sa_min(done + attend->tile_q, rows->n);
-        sa_row_state *state = &attend->states[done / attend->tile_q];
+        sa_row_state *state = &attend->states[count];
         state->rows = sa_row_tile_of(stream, begin, end, attend->ops, attend->tile_k);
         begin_state(attend, state, stream);
     }
-    int64_t num_tiles = 0, ordinal = 0;
-    SA_FOR_EACH_TILE(t, rows) num_tiles++;
-    const sa_range mine = sa_split_part(num_tiles, num_parts, part);
-    SA_FOR_EACH_TILE(t, rows) {
-        if (ordinal >= mine.begin && ordinal < mine.end) attend_tile(attend, stream, rows, t);
-        ordinal++;
+    return count;
+}
+
+/* The first tile at or after t that does not lie in t's chunk. */
+static int32_t next_chunk(const sa_attend *attend, const sa_row_tile *rows, int32_t t) {
+    const int64_t end = (t / attend->chunk_tiles + 1) * attend->chunk_tiles;
+    return end < rows->tiles.end ? sa_key_tile_from(&rows->tiles, (int32_t)end) : rows->tiles.end;
+}
+
+#define SA_FOR_EACH_CHUNK(t, attend, rows)                                                                                                 \
+    for (int32_t t = sa_key_tile_from(&(rows)->tiles, 0); t < (rows)->tiles.end; t = next_chunk(attend, rows, t))
+
+/* The tiles of one chunk, from its first on. */
+static void attend_chunk(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int32_t t) {
+    const int32_t end = next_chunk(attend, rows, t);
+    for (; t < end; t = sa_key_tile_from(&rows->tiles, t + 1)) attend_tile(attend, stream, rows, t);
+}
+
+int64_t sa_count_chunks(const sa_attend *attend, const sa_row_tile *rows) {
+    int64_t count = 0;
+    SA_FOR_EACH_CHUNK(t, attend, rows) count++;
+    return count;
+}
+
+void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
+    const int64_t count = begin_rows(attend, stream, rows), head_dim = stream->args->problem.head_dim;
+    SA_FOR_EACH_CHUNK(t, attend, rows) {
+        for (int64_t i = 0; i < count; i++) begin_chunk(&attend->states[i]);
+        attend_chunk(attend, stream, rows, t);
+        for (int64_t i = 0; i < count; i++) end_chunk(attend, &attend->states[i], head_dim);
     }
-    for (int64_t i = 0; i * attend->tile_q < rows->n; i++) {
-        const sa_row_state *state = &attend->states[i];
-        if (state->fresh) memset(state->out, 0, (size_t)(stream->args->problem.head_dim * state->rows.lanes) * sizeof *state->out);
+    for (int64_t i = 0; i < count; i++)
+        if (attend->states[i].first) clear_total(&attend->states[i], head_dim);
+}
+
+void sa_attend_chunks(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range chunks, const sa_partials *partials,
+                      int64_t first) {
+    sa_row_state *state = attend->states;
+    const sa_partial own = state->chunk;
+    int64_t i = 0;
+    begin_rows(attend, stream, rows);
+    SA_FOR_EACH_CHUNK(t, attend, rows) {
+        if (i >= chunks.begin && i < chunks.end) {
+            state->chunk = sa_partial_at(partials, first + i);
+            begin_chunk(state);
+            attend_chunk(attend, stream, rows, t);
+        }
+        i++;
+    }
+    state->chunk = own;
+}
+
+void sa_attend_join(sa_attend *attend, const sa_row_tile *rows, const sa_partials *partials, int64_t first) {
+    const int64_t head_dim = partials->head_dim, count = sa_count_chunks(attend, rows);
+    sa_row_state *state = attend->states;
+    state->rows = *rows;
+    if (count == 0)
+        clear_total(state, head_dim);
+    else
+        state->total = sa_partial_at(partials, first);
+    for (int64_t i = 1; i < count; i++) {
+        const sa_partial next = sa_partial_at(partials, first + i);
+        attend->ops->join(&state->total, &next, rows->lanes, head_dim);
     }
 }
 
@@ -176,13 +258,13 @@ static void store_state(sa_attend *attend, sa_row_state *state, const sa_stream 
     float *lse = args->lse, *lse_raw = args->lse_raw;
     sa_row row = sa_row_at(stream, rows->begin);
     for (int64_t lane = 0; lane < rows->n; lane++, row = sa_row_after(stream, row)) {
-        const sa_row_end end = sa_end_row(state->pivot[lane], state->sum[lane], sa_s_aux(args, row.head));
+        const sa_row_end end = sa_end_row(state->total.pivot[lane] / SA_LOG2_E, state->total.sum[lane], sa_s_aux(args, row.head));
         lse[sa_stat_index(stream, row)] = (float)end.lse;
         if (lse_raw) lse_raw[sa_stat_index(stream, row)] = (float)end.lse_raw;
         attend->alpha[lane] = (float)end.factor;
         attend->out_rows[lane] = sa_query_row(stream, &args->out, row);
     }
-    attend->ops->lanes_to_rows(state->out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
+    attend->ops->lanes_to_rows(state->total.out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
                                args->problem.head_dim);
 }
 
@@ -215,7 +297,7 @@ static void fwd_item(void *arg, int64_t item, int32_t worker) {
     sa_attend *attend = &job->workers[worker];
     const sa_row_tile rows = sa_row_tile_of(&stream, begin, end, attend->ops, attend->tile_k);
     sa_enter(attend->ops);
-    sa_attend_rows(attend, &stream, &rows, 0, 1);
+    sa_attend_rows(attend, &stream, &rows);
     sa_leave(attend->ops);
     sa_attend_store(attend, &stream, &rows);
 }

@@ -41,27 +41,27 @@ SA_INLINE sa_vf sa_splat(float x) { return x - (sa_vf){0}; }
 SA_INLINE sa_vu sa_splat_cell(sa_cell x) { return x - (sa_vu){0}; }
 SA_INLINE sa_vf sa_select(sa_vi mask, sa_vf yes, sa_vf no) { return (sa_vf)(((sa_vi)yes & mask) | ((sa_vi)no & ~mask)); }
 
-/* sa_vmax(a, b): b where either is NaN. sa_times_power: y * 2^n, n also in the low bits of shifted; 0 where x, of which it is the exp,
- * leaves the normal numbers. */
+/* sa_vmax(a, b): b where either is NaN. sa_times_power: y * 2^n, n also in the low bits of shifted; 0 where x is below least. */
 #if SA_VL == 16
 SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return (sa_vf)_mm512_max_ps((__m512)a, (__m512)b); }
-SA_INLINE sa_vf sa_times_power(sa_vf y, sa_vf n, sa_vf shifted, sa_vf x) {
+SA_INLINE sa_vf sa_times_power(sa_vf y, sa_vf n, sa_vf shifted, sa_vf x, const float least) {
     (void)shifted;
-    return (sa_vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), (__m512)y, (__m512)n);
+    return (sa_vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_NLT_UQ), (__m512)y, (__m512)n);
 }
 #else
 SA_INLINE sa_vf sa_vmax(sa_vf a, sa_vf b) { return sa_select(a > b, a, b); }
-SA_INLINE sa_vf sa_times_power(sa_vf y, sa_vf n, sa_vf shifted, sa_vf x) {
+SA_INLINE sa_vf sa_times_power(sa_vf y, sa_vf n, sa_vf shifted, sa_vf x, const float least) {
     (void)n;
-    return sa_select(x < -87.0f, sa_splat(0.0f), y * (sa_vf)(((sa_vu)shifted - 0x4b400000u + 127u) << 23));
+    return sa_select(x < least, sa_splat(0.0f), y * (sa_vf)(((sa_vu)shifted - 0x4b400000u + 127u) << 23));
 }
 #endif
+
+#define SA_ROUND 0x1.8p23f /* adding it leaves the nearest integer in the low bits */
 
 /* e^x = 2^n e^f with |f| <= ln(2) / 2. Zero below the normal numbers; NaN stays NaN. In 2 ulp, by a polynomial of relative error 4e-9; for
  * cells of bf16, which it is rounded to, in 3 ulp by one of 1e-7. */
 SA_INLINE sa_vf sa_exp(sa_vf x) {
-    const sa_vf round = sa_splat(0x1.8p23f); /* adding it leaves the nearest integer in the low bits */
-    const sa_vf shifted = x * 0x1.715476p0f + round, n = shifted - round;
+    const sa_vf shifted = x * 0x1.715476p0f + SA_ROUND, n = shifted - SA_ROUND;
 #if SA_PACK == 2
     const sa_vf f = x - n * 0x1.62e43p-1f;
     sa_vf y = f * 0x1.10627ap-7f + 0x1.572a08p-5f;
@@ -77,7 +77,25 @@ SA_INLINE sa_vf sa_exp(sa_vf x) {
     y = y * f + 0x1.fffff8p-2f;
     y = y * (f * f) + f + 1.0f;
 #endif
-    return sa_times_power(y, n, shifted, x);
+    return sa_times_power(y, n, shifted, x, -87.0f);
+}
+
+/* 2^x = 2^n 2^f with |f| <= 1/2, as sa_exp; exact for an integer. */
+SA_INLINE sa_vf sa_exp2(sa_vf x) {
+    const sa_vf shifted = x + SA_ROUND, n = shifted - SA_ROUND, f = x - n;
+#if SA_PACK == 2
+    sa_vf y = f * 0x1.5bba12p-10f + 0x1.3cea88p-7f;
+    y = y * f + 0x1.c6b752p-5f;
+    y = y * f + 0x1.ebf9bcp-3f;
+    y = y * f + 0x1.62e42ap-1f;
+#else
+    sa_vf y = f * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
+    y = y * f + 0x1.3b2d4cp-7f;
+    y = y * f + 0x1.c6aee8p-5f;
+    y = y * f + 0x1.ebfbdcp-3f;
+    y = y * f + 0x1.62e43p-1f;
+#endif
+    return sa_times_power(y * f + 1.0f, n, shifted, x, -126.0f);
 }
 
 SA_INLINE sa_vf sa_widen_bf16(sa_vh x) { return (sa_vf)(__builtin_convertvector(x, sa_vu) << 16); }
@@ -230,7 +248,7 @@ SA_INLINE sa_vf sa_scaled_score(const sa_softmax_tile *t, int64_t lane, int64_t 
 
 /* Masked last, so that the compiler fuses scale and difference alike in both, and a key's weight has the same bits. */
 SA_INLINE sa_vf sa_weight(const sa_softmax_tile *t, int64_t lane, int64_t key, sa_vf from, const bool masked) {
-    const sa_vf p = sa_exp(sa_load_vf(t->scores + key * t->row_stride + lane) * t->scale - from);
+    const sa_vf p = sa_exp2(sa_load_vf(t->scores + key * t->row_stride + lane) * t->scale - from);
     return sa_masked(t, lane, key, p, sa_splat(0.0f), masked);
 }
 
@@ -246,7 +264,7 @@ SA_INLINE sa_vf sa_top_score(const sa_softmax_tile *t, int64_t lane, sa_range ke
     return sa_vmax(top, odd_top);
 }
 
-#define SA_PIVOT_SLACK 4.0f /* the pivot stays while no weight passes e^4, so that O^T is seldom rescaled */
+#define SA_PIVOT_SLACK 6.0f /* the pivot stays while no weight passes 2^6, so that O^T is seldom rescaled */
 
 /* Some keys' scores become cells of P; returns sum and theirs. */
 SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_range keys, sa_vf from, sa_vf sum, const bool masked) {
@@ -279,18 +297,36 @@ static void sa_softmax_run(const sa_softmax_tile *t) {
         sa_vf top = sa_top_score(t, lane, before_all, none, true);
         top = sa_top_score(t, lane, spans.all, top, false);
         top = sa_top_score(t, lane, after_all, top, true);
-        const sa_vf before = sa_load_vf(t->pivot + lane), pivot = sa_select(top > before + SA_PIVOT_SLACK, top, before);
+        const sa_vf before = sa_load_vf(t->pivot + lane),
+                    pivot = sa_select(top > before + SA_PIVOT_SLACK, top + SA_ROUND - SA_ROUND, before);
         const sa_vf from = sa_select(pivot == none, sa_splat(0.0f), pivot); /* -inf - -inf would be NaN for a lane without keys */
         sa_zero_cells(t, lane, 0, spans.some.begin);
         sa_vf sum = sa_exp_scores(t, lane, before_all, from, sa_splat(0.0f), true);
         sum = sa_exp_scores(t, lane, spans.all, from, sum, false);
         sum = sa_exp_scores(t, lane, after_all, from, sum, true);
         sa_zero_cells(t, lane, spans.some.end, t->keys);
-        const sa_vf alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp(before - from));
+        const sa_vf alpha = sa_select(before == pivot, sa_splat(1.0f), sa_exp2(before - from));
         sa_store_vf(t->alpha + lane, alpha);
         sa_store_vf(t->pivot + lane, pivot);
         sa_store_vf(t->sum + lane, sa_load_vf(t->sum + lane) * alpha + sum);
     }
+}
+
+static void sa_join_run(const sa_partial *to, const sa_partial *next, int64_t lanes, int64_t head_dim) {
+    float kept[SA_MAX_LANES], added[SA_MAX_LANES];
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        const sa_joint joint = sa_join_pivots(to->pivot[lane], next->pivot[lane]);
+        to->pivot[lane] = joint.pivot;
+        to->sum[lane] = to->sum[lane] * joint.kept + next->sum[lane] * joint.added;
+        kept[lane] = joint.kept;
+        added[lane] = joint.added;
+    }
+    for (int64_t x = 0; x < head_dim; x++)
+        for (int64_t lane = 0; lane < lanes; lane += SA_VL) {
+            float *out = to->out + x * lanes + lane;
+            const sa_vf more = sa_load_vf(next->out + x * lanes + lane) * sa_load_vf(added + lane);
+            sa_store_vf(out, sa_load_vf(out) * sa_load_vf(kept + lane) + more);
+        }
 }
 
 SA_INLINE sa_vf sa_gradient_at(const sa_gradient_tile *t, int64_t lane, int64_t key, sa_vf lse, sa_vf bias, sa_vf *ds, sa_vf *sink_sum) {
@@ -373,6 +409,7 @@ const sa_cpu_ops SA_OPS = {
     .product = sa_product_run,
 #endif
     .softmax = sa_softmax_run,
+    .join = sa_join_run,
     .gradient = sa_gradient_run,
     .rows_to_lanes = sa_rows_to_lanes_run,
     .rows_to_cells = sa_rows_to_cells_run,

@@ -6,6 +6,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "core/split.h"
 #include "sample.h"
 
 static sinkattn_device cpu(sinkattn_cpu_level level, int32_t workers) {
@@ -321,21 +322,21 @@ static void check_splits(const sinkattn_problem *problem, int32_t workers, int64
 
 static void test_decode_splits(void) {
     sinkattn_problem p = decode(1, 8192);
-    const int64_t tiles = 8192 / sinkattn_variant(5)->tile_k;
+    const int64_t chunks = 8192 / SA_CPU_CHUNK;
     check_splits(&p, 1, 1);
     check_splits(&p, 6, 6);
-    check_splits(&p, 1000, tiles);
+    check_splits(&p, 1000, chunks);
     p = decode(4, 8192);
     check_splits(&p, 6, 2);
     check_splits(&p, 4, 1);
     const int64_t asked[] = {3, -3, 1000, -1000, INT64_MIN};
     for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) {
         p.num_splits = asked[i];
-        check_splits(&p, 1, i < 2 ? 3 : tiles);
+        check_splits(&p, 1, i < 2 ? 3 : chunks);
     }
     p = decode(1, 8192);
     p.invariant = true;
-    check_splits(&p, 64, 1);
+    check_splits(&p, 6, 6);
     p = decode(1, 8192);
     p.mask.has_left = true;
     p.mask.left = 127;

@@ -5,6 +5,7 @@
 #include <float.h>
 #include <inttypes.h>
 
+#include "core/split.h"
 #include "sample.h"
 
 static sinkattn_problem causal_window(sinkattn_op op, int64_t left) {
@@ -58,9 +59,9 @@ static void test_the_single_tiles_edge(void) {
     CHECK(sa_refusal_one_key_tile(&longer, &info), "left %" PRId64, longer.mask.left);
 }
 
-/* 2^16 rows in 2^15 parts are 2^31 partials: one part fewer is planned. */
-static void test_partials_below_2_31(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
+/* 2^16 rows of 2^8 chunks are 2^24 partials, which a CPU does not cut; in 2^15 parts they are 2^31, of which a GPU plans one fewer. */
+static void test_partials_that_fit(void) {
+    const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
     sinkattn_problem problem = {.op = SINKATTN_DECODE,
                                 .dtype = SINKATTN_BF16,
                                 .batch = 1,
@@ -68,16 +69,25 @@ static void test_partials_below_2_31(void) {
                                 .num_kv_heads = 1,
                                 .head_dim = 8,
                                 .q_len = 1,
-                                .k_len = 1 << 23,
+                                .k_len = 256 * SA_CPU_CHUNK,
                                 .num_splits = 1 << 15,
                                 .mask = {.has_right = true}};
     sinkattn_plan plan;
-    sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+    sinkattn_status status = sinkattn_make_plan(&problem, &cpu, &plan);
+    CHECK(status.code == SINKATTN_OK && plan.num_splits == 1, "%s", status.message);
+    problem.k_len = 255 * SA_CPU_CHUNK;
+    status = sinkattn_make_plan(&problem, &cpu, &plan);
+    CHECK(status.code == SINKATTN_OK && plan.num_splits == 255, "%s", status.message);
+#ifdef SA_WITH_CUDA
+    const sinkattn_device cuda = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    problem.k_len = 1 << 23;
+    status = sinkattn_make_plan(&problem, &cuda, &plan);
     CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "num_splits is 32768; it must leave less than 2^31 partial rows"), "%s",
           status.message);
     problem.num_splits--;
-    status = sinkattn_make_plan(&problem, &device, &plan);
+    status = sinkattn_make_plan(&problem, &cuda, &plan);
     CHECK(status.code == SINKATTN_OK && plan.num_splits == (1 << 15) - 1, "%s", status.message);
+#endif
 }
 
 /* More positional sink tokens than keys are as many as keys: nothing is counted from the number given. */
@@ -138,7 +148,7 @@ static void test_packed_rows_over_a_cache(void) {
 const test rule_tests[] = {{"rows and devices", test_rows_and_devices},
                            {"the local window's edge", test_the_local_windows_edge},
                            {"the single key tile's edge", test_the_single_tiles_edge},
-                           {"partials below 2^31", test_partials_below_2_31},
+                           {"partials that fit", test_partials_that_fit},
                            {"sink tokens beyond the keys", test_sink_tokens_beyond_the_keys},
                            {"scales at the edge", test_scales_at_the_edge},
                            {"packed rows over a cache", test_packed_rows_over_a_cache},
