@@ -9,7 +9,7 @@ random weights and sinks from N(0, 1.5); the text is the language reference that
     decode             such a cache, the prompt at once and then token by token, all sequences in one batch, after
                        register(invariant=True)
     decode, invariant  the same through flash_attn_with_kvcache(invariant=True)
-    decode, split      the same with invariant=False, which splits the keys of a sequence by load
+    decode, split      the same with invariant=False, which on CUDA splits the keys of a sequence by load
 
 Attention is not alone in a model: torch's matmuls and means too give a row other bits beside other rows. So each pass
 runs twice, on torch's own and on ones that always compute ROWS rows at a time. With these and sinkattn all passes but

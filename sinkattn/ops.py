@@ -398,8 +398,9 @@ def flash_attn_with_kvcache(
     k and v [batch, new, num_kv_heads, head_dim] are first written into the cache, in place, behind the keys in use, and
     count as in use in this call; cache_seqlens stays as it is, for the caller to count on. num_splits is the parts that
     a sequence's keys are cut into, 0 the planner's choice; -N are N parts that CUDA merges by a second kernel, for
-    study, with the bits of N. invariant=True gives the bits of flash_attn_func's row, whatever the batch, on CUDA up to
-    head_dim 256 and in some multiple of the time; the bits of other num_splits than 0 do not depend on it there either.
+    study, with the bits of N. A CPU's decode has the bits of flash_attn_func's row, whatever the batch and the parts.
+    CUDA's has them with invariant=True, up to head_dim 256 and in some multiple of the time; the bits of other
+    num_splits than 0 do not depend on the batch there either.
     k_cache_host, v_cache_host are more pages of a paged cache, in pinned memory, which a GPU reads where they lie:
     block_table names them from num_pages on, and new keys never go there. A captured graph reads them again: keep them.
     head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
