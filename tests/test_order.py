@@ -79,3 +79,17 @@ def test_the_order(level: str, left: int, sinks: int, whole_scores: bool) -> Non
         else:
             np.testing.assert_allclose(got, out, rtol=0, atol=2e-6)
             assert abs(got_lse - lse) < 2e-6 * max(1, abs(lse))
+
+
+def test_large_scores(level: str) -> None:
+    """The only key of a row weighs 1, also where neighbouring floats are further apart than any weight may be. Levels
+    that fuse the scale into the difference do so up to 2^29: docs/numerics.md."""
+    largest = 124 if level in ("scalar", "oracle") else 29
+    draws = [torch.rand(32, generator=torch.Generator().manual_seed(e)) for e in range(largest)]
+    sizes = torch.cat([2.0**e * (1 + x) for e, x in enumerate(draws)])
+    scores = torch.cat([sizes, -sizes])
+    k, v = torch.zeros(len(scores), 1, 1, 8), torch.randn(len(scores), 1, 1, 8)
+    k[:, 0, 0, 0] = scores
+    out, lse = torch.ops.sinkattn.flash_attn_fwd(torch.ones_like(k), k, v, None, None, None, None, None, 1.0, -1, -1, 0)
+    torch.testing.assert_close(out, v, rtol=1e-5, atol=0)
+    torch.testing.assert_close(lse.flatten(), scores, rtol=1e-6, atol=1e-6)

@@ -264,6 +264,9 @@ SA_INLINE sa_vf sa_top_score(const sa_softmax_tile *t, int64_t lane, sa_range ke
     return sa_vmax(top, odd_top);
 }
 
+/* The nearest integer: from 2^23 on a float is one, and SA_ROUND would take it to another. */
+SA_INLINE sa_vf sa_whole(sa_vf x) { return sa_select((x < 0x1p23f) & (x > -0x1p23f), x + SA_ROUND - SA_ROUND, x); }
+
 #define SA_PIVOT_SLACK 6.0f /* the pivot stays while no weight passes 2^6, so that O^T is seldom rescaled */
 
 /* Some keys' scores become cells of P; returns sum and theirs. */
@@ -297,8 +300,7 @@ static void sa_softmax_run(const sa_softmax_tile *t) {
         sa_vf top = sa_top_score(t, lane, before_all, none, true);
         top = sa_top_score(t, lane, spans.all, top, false);
         top = sa_top_score(t, lane, after_all, top, true);
-        const sa_vf before = sa_load_vf(t->pivot + lane),
-                    pivot = sa_select(top > before + SA_PIVOT_SLACK, top + SA_ROUND - SA_ROUND, before);
+        const sa_vf before = sa_load_vf(t->pivot + lane), pivot = sa_select(top > before + SA_PIVOT_SLACK, sa_whole(top), before);
         const sa_vf from = sa_select(pivot == none, sa_splat(0.0f), pivot); /* -inf - -inf would be NaN for a lane without keys */
         sa_zero_cells(t, lane, 0, spans.some.begin);
         sa_vf sum = sa_exp_scores(t, lane, before_all, from, sa_splat(0.0f), true);
