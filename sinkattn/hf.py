@@ -89,8 +89,8 @@ _PASSENGERS = {
 def register(*, invariant: bool | None = None) -> None:
     """Tell transformers of attn_implementation="sinkattn", its attention and its mask.
 
-    invariant=True: cached steps have the bits of a prefill, whatever the batch, as in flash_attn_with_kvcache; on CUDA
-    they take longer. It holds where the cache keeps all keys: layers without a window, and with one as well under
+    invariant=True: on CUDA cached steps have the bits of a prefill, whatever the batch, as they always have on the CPU,
+    and take longer. It holds where the cache keeps all keys: layers without a window, and with one as well under
     DynamicCache(), made without a config. A cache that drops keys, as generate()'s own do behind a window and a
     StreamingCache does, makes a row count its keys from elsewhere, and last bits differ. None keeps what an earlier
     call of this or of sinkattn.verl_patch.apply() said, False at first.
