@@ -281,7 +281,7 @@ def test_rows_survive_the_file_and_are_drawn(tmp_path: Path) -> None:
     path = tmp_path / "nvidia-h200" / "shapes.json"
     harness.save(path, ROWS, H200)
     assert harness.load(path, gpu.Row) == (H200, ROWS)
-    page = plot.page(plot.PAGE.read_text(), tmp_path)
+    page = plot.page(plot.PAGE, tmp_path)
     assert "| full-8192-d64-16:1 | 2.00 (50) | 0.25x | 0.30x |" in page
     assert "![shapes](shapes-nvidia-h200.svg)" in page
     picture = tmp_path / "shapes.svg"
