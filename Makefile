@@ -71,7 +71,7 @@ $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install ext test test-c test-sanitize test-py test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
+.PHONY: lib install ext test test-c test-sanitize test-asan test-tsan test-py test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -137,8 +137,10 @@ test-c: $(BUILD)/test_c $(BUILD)/attention
 	$(RUN) $(BUILD)/attention
 	$(RUN) $(BUILD)/test_c
 
-test-sanitize:
+test-sanitize: test-asan test-tsan
+test-asan:
 	$(MAKE) test-c BUILD=build/asan NVCC= OPTIMIZE=-O1 SANITIZE=address,undefined
+test-tsan:
 	$(MAKE) test-c BUILD=build/tsan NVCC= OPTIMIZE=-O1 SANITIZE=thread
 
 # ---- what ptxas says of each kernel; compiled apart, so that the build stays quiet ----
