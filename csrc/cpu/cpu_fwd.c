@@ -21,9 +21,9 @@ static sa_row_state take_state(sa_scratch *scratch, const sinkattn_problem *prob
     return state;
 }
 
-/* Under a narrow window a row tile sees few keys, and where the products take long steps they are best done all at once: one key tile, and
- * one chunk, then has no end, and of it a row tile computes what it sees. For every row of a problem or for none, so that bits stay a
- * row's own. */
+/* Under a narrow window a row tile sees few keys, and products of long steps take them best all at once: a single key tile, which is also
+ * the only chunk, has no end, and a row tile computes the part of it that it sees. The mask decides this for all rows of a problem, so a
+ * row's bits stay its own. */
 enum { AT_ONCE = 256 };
 
 static bool sees_few_keys(const sinkattn_problem *problem, const sinkattn_variant_info *info) {
