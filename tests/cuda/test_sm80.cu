@@ -192,7 +192,7 @@ __global__ void shuffles(float *sums, float *largest, uint32_t *turned) {
     uint32_t row[4];
     for (uint32_t i = 0; i < 4; i++) row[i] = static_cast<uint32_t>(10 * lane) + i;
     quad_transpose(row);
-    for (int i = 0; i < 4; i++) turned[4 * lane + i] = static_cast<uint32_t>(computed_here(static_cast<int>(row[i])));
+    for (int i = 0; i < 4; i++) turned[4 * lane + i] = static_cast<uint32_t>(pinned(static_cast<int>(row[i])));
 }
 
 static bool shuffles_are_right() {

@@ -184,7 +184,7 @@ __global__ void fragments(uint32_t *stored, uint32_t *uniform) {
     __syncwarp();
     for (int i = 0; i < 4; i++) stored[32 * i + lane] = s[32 * i + lane];
     float x[2] = {1.0f + lane, 2.0f};
-    computed(x);
+    pin(x);
     uniform[lane] = static_cast<uint32_t>(warp_uniform(static_cast<int>(lane) + 9)) + warp_uniform_register(4) + (x[0] != 1.0f + lane);
 #endif
 }
@@ -238,7 +238,7 @@ __global__ __launch_bounds__(256, 1) void registers(const float *from, float *to
         float x[160];
 #pragma unroll
         for (int i = 0; i < 160; i++) x[i] = from[i] * static_cast<float>(threadIdx.x);
-        computed(x);
+        pin(x);
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < 160; i++) sum += x[i];

@@ -63,7 +63,7 @@ __global__ __launch_bounds__(128) void products(const float *a, const float *b, 
     }
     wgmma_commit();
     wgmma_wait<0>();
-    computed(sum);
+    pin(sum);
 #pragma unroll
     for (int i = 0; i < kLength; i++) d[kN * (row + 8 * (i / 2 % 2)) + 8 * (i / 4) + pair + i % 2] = sum[i];
 #endif
