@@ -22,8 +22,6 @@ def plan(
     k_len: int,
     s_aux_dtype: str | None = None,
     packed: bool = False,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
     page_size: int = 0,
     num_pages: int = 0,
     window_size_left: int = -1,

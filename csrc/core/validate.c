@@ -165,8 +165,6 @@ static sinkattn_status check_shape(const sinkattn_problem *p) {
     SA_TRY(check_at_least("q_len", p->q_len, 0));
     SA_TRY(check_at_least("k_len", p->k_len, 0));
     SA_TRY(check_heads(p));
-    SA_TRY(check_at_least("max_seqlen_q", p->max_seqlen_q, 0));
-    SA_TRY(check_at_least("max_seqlen_k", p->max_seqlen_k, 0));
     SA_TRY(check_at_least("page_size", p->page_size, 0));
     SA_TRY(check_at_least("num_pages", p->num_pages, 0));
     SA_TRY(check_packed(p));

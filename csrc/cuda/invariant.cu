@@ -145,8 +145,6 @@ sinkattn_fwd_args forward_of(const sinkattn_decode_args &args, const Memory &mem
     fwd.problem.batch = 2 * problem.batch;
     fwd.problem.q_len = problem.batch * problem.q_len;
     fwd.problem.k_len = num_slots;
-    fwd.problem.max_seqlen_q = problem.q_len;
-    fwd.problem.max_seqlen_k = problem.k_len;
     fwd.problem.page_size = fwd.problem.num_pages = fwd.problem.num_splits = 0;
     fwd.problem.invariant = false;
     fwd.q = packed(args.fwd.q, packed_stride(args.fwd.q, problem.batch, problem.q_len));

@@ -71,10 +71,9 @@ typedef struct sinkattn_problem {
     bool packed;                /* sequences lie end to end, bounded by cu_seqlens; decode: their rows do, keys lie in the cache */
     int64_t batch;              /* sequences */
     int64_t num_q_heads, num_kv_heads, head_dim;
-    int64_t q_len, k_len; /* rows of q and k a sequence; packed: rows of the whole tensor; decode: k_len is the cache's capacity */
-    int64_t max_seqlen_q, max_seqlen_k; /* packed: longest sequence, a scheduling hint; 0: not known */
-    int64_t page_size, num_pages;       /* decode from a paged cache; page_size 0: the cache is contiguous */
-    double softmax_scale;               /* 0: head_dim ** -0.5 */
+    int64_t q_len, k_len;         /* rows of q and k a sequence; packed: rows of the whole tensor; decode: k_len is the cache's capacity */
+    int64_t page_size, num_pages; /* decode from a paged cache; page_size 0: the cache is contiguous */
+    double softmax_scale;         /* 0: head_dim ** -0.5 */
     sinkattn_mask mask;
     int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice; -N: N, merged by a kernel of their own;
                            packed: 0 or 1 */

@@ -102,8 +102,8 @@ py::list variants() {
 
 py::dict plan(const std::string &op, const py::dict &device, const std::string &dtype, int64_t batch, int64_t num_q_heads,
               int64_t num_kv_heads, int64_t head_dim, int64_t q_len, int64_t k_len, const std::optional<std::string> &s_aux_dtype,
-              bool packed, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t page_size, int64_t num_pages, int64_t window_size_left,
-              int64_t window_size_right, int64_t num_sink_tokens, int64_t num_splits, bool invariant) {
+              bool packed, int64_t page_size, int64_t num_pages, int64_t window_size_left, int64_t window_size_right,
+              int64_t num_sink_tokens, int64_t num_splits, bool invariant) {
     sinkattn_problem problem{};
     problem.op = static_cast<sinkattn_op>(value_of(kOps, op, "op"));
     problem.dtype = static_cast<sinkattn_dtype>(value_of(kDtypes, dtype, "dtype"));
@@ -115,8 +115,6 @@ py::dict plan(const std::string &op, const py::dict &device, const std::string &
     problem.head_dim = head_dim;
     problem.q_len = q_len;
     problem.k_len = k_len;
-    problem.max_seqlen_q = max_seqlen_q;
-    problem.max_seqlen_k = max_seqlen_k;
     problem.page_size = page_size;
     problem.num_pages = num_pages;
     problem.mask = sinkattn::mask_of(window_size_left, window_size_right, num_sink_tokens);
@@ -161,9 +159,8 @@ PYBIND11_MODULE(_C, m) {
     m.def("variants", variants);
     m.def("plan", plan, py::arg("op"), py::arg("device"), py::kw_only(), py::arg("dtype"), py::arg("batch"), py::arg("num_q_heads"),
           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("q_len"), py::arg("k_len"), py::arg("s_aux_dtype") = py::none(),
-          py::arg("packed") = false, py::arg("max_seqlen_q") = 0, py::arg("max_seqlen_k") = 0, py::arg("page_size") = 0,
-          py::arg("num_pages") = 0, py::arg("window_size_left") = -1, py::arg("window_size_right") = -1, py::arg("num_sink_tokens") = 0,
-          py::arg("num_splits") = 0, py::arg("invariant") = false);
+          py::arg("packed") = false, py::arg("page_size") = 0, py::arg("num_pages") = 0, py::arg("window_size_left") = -1,
+          py::arg("window_size_right") = -1, py::arg("num_sink_tokens") = 0, py::arg("num_splits") = 0, py::arg("invariant") = false);
     m.def("check_cuda_errors", [](int32_t ordinal) { raise_on(sinkattn_check_errors(ordinal)); }, py::arg("ordinal"));
     m.def("visible_pairs", visible_pairs, py::arg("q_len"), py::arg("k_len"), py::arg("window_size_left") = -1,
           py::arg("window_size_right") = -1, py::arg("num_sink_tokens") = 0);

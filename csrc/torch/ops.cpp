@@ -96,6 +96,12 @@ void take_packed_rows(Inputs &in, const at::Tensor &q, const at::Tensor &cu_seql
     in.args.cu_seqlens_q = in.lengths_q.const_data_ptr<int32_t>();
 }
 
+// Hints that no kernel reads: the callers of other packages pass them.
+void check_hints(MaybeInt max_seqlen_q, MaybeInt max_seqlen_k) {
+    TORCH_CHECK_VALUE(max_seqlen_q.value_or(0) >= 0, "sinkattn: max_seqlen_q is ", *max_seqlen_q, "; it must be at least 0");
+    TORCH_CHECK_VALUE(max_seqlen_k.value_or(0) >= 0, "sinkattn: max_seqlen_k is ", *max_seqlen_k, "; it must be at least 0");
+}
+
 Inputs prefill_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
                       const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k,
                       MaybeScale softmax_scale, const sinkattn_mask &mask) {
@@ -107,8 +113,7 @@ Inputs prefill_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, 
         check_pair(*cu_seqlens_q, "cu_seqlens_q", *cu_seqlens_k, "cu_seqlens_k");
         in.lengths_k = indices(*cu_seqlens_k, "cu_seqlens_k", {problem.batch + 1}, q);
         in.args.cu_seqlens_k = in.lengths_k.const_data_ptr<int32_t>();
-        problem.max_seqlen_q = max_seqlen_q.value_or(0);
-        problem.max_seqlen_k = max_seqlen_k.value_or(0);
+        check_hints(max_seqlen_q, max_seqlen_k);
     } else {
         TORCH_CHECK_VALUE(k.size(0) == q.size(0), "sinkattn: k has batch ", k.size(0), ", q has ", q.size(0));
         problem.batch = q.size(0);
@@ -400,8 +405,7 @@ Result flash_decode_varlen(const at::Tensor &q, const at::Tensor &k, const at::T
                       ", cu_seqlens_q has shape ", cu_seqlens_q.sizes(), "; they must be [batch] and [batch + 1]");
     TORCH_CHECK_VALUE(block_table || k.size(0) == problem.batch, "sinkattn: k has batch ", k.size(0), ", cu_seqlens_q has ", problem.batch,
                       "; with pages give a block_table");
-    problem.max_seqlen_q = max_seqlen_q.value_or(0);
-    problem.max_seqlen_k = max_seqlen_k.value_or(0);
+    check_hints(max_seqlen_q, max_seqlen_k);
     sinkattn_decode_args args = cache_args(in, q, k, seqused_k, "seqused_k", block_table);
     Result result = empty_results<Result>(in, q);
     args.fwd = in.args;

@@ -68,6 +68,5 @@ sinkattn_problem random_problem(const sinkattn_variant_info *info, sinkattn_dtyp
     p.softmax_scale = one_in(3) ? (one_in(2) ? 2.0 : -0.7) / sqrt((double)p.head_dim) : 0.0;
     if (p.op == SINKATTN_DECODE) choose_decode(&p);
     bound_work(&p);
-    if (p.packed) p.max_seqlen_q = one_in(2) ? p.q_len : 0;
     return p;
 }

@@ -80,8 +80,6 @@ CHANGE(no_head_dim, p->head_dim = 0)
 CHANGE(odd_head_dim, p->head_dim = 12)
 CHANGE(large_head_dim, p->head_dim = 264)
 CHANGE(larger_head_dim, p->head_dim = 520)
-CHANGE(negative_max_seqlen_q, p->max_seqlen_q = -1)
-CHANGE(negative_max_seqlen_k, p->max_seqlen_k = -1)
 CHANGE(huge_batch, p->batch = INT64_MAX)
 CHANGE(huge_cache, p->batch = 2; p->k_len = INT64_C(1) << 35; p->num_kv_heads = p->num_q_heads = 8192)
 CHANGE(endless_q, p->q_len = (INT64_C(1) << 36) + 1)
@@ -199,8 +197,6 @@ static const malformed table[] = {
     {FWD, odd_head_dim, SINKATTN_INVALID, "head_dim is 12; it must be a multiple of 8 from 8 to 256"},
     {FWD, large_head_dim, SINKATTN_INVALID, "head_dim is 264"},
     {DECODE, larger_head_dim, SINKATTN_INVALID, "from 8 to 512"},
-    {PACKED, negative_max_seqlen_q, SINKATTN_INVALID, "max_seqlen_q is -1"},
-    {PACKED, negative_max_seqlen_k, SINKATTN_INVALID, "max_seqlen_k is -1"},
     {FWD, huge_batch, SINKATTN_INVALID, "too large a tensor"},
     {DECODE, huge_cache, SINKATTN_INVALID, "too large a tensor"},
     {FWD, endless_q, SINKATTN_INVALID, "q_len is 68719476737; it must be at most 2^36"},
