@@ -349,11 +349,19 @@ def results_path(suite: str, device: str) -> Path:
 
 
 def save(path: Path, rows: Sequence[Any], machine: dict[str, object]) -> None:
+    """A line a row, of the columns whose value is not the same in every row; "same" has the others."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(asdict(row), separators=(",", ":")) for row in rows)
-    path.write_text(f'{{\n"machine": {json.dumps(machine)},\n"rows": [\n{lines}\n]\n}}\n')
+    written = [{name: json.dumps(value, separators=(",", ":")) for name, value in asdict(row).items()} for row in rows]
+    names = list(written[0]) if written else []
+    columns = [name for name in names if len({row[name] for row in written}) > 1]
+    same = {name: getattr(rows[0], name) for name in names if name not in columns}
+    head = {"machine": machine, "same": same, "columns": columns}
+    facts = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in head.items())
+    lines = ",\n".join(f"[{','.join(row[name] for name in columns)}]" for row in written)
+    path.write_text(f'{{\n{facts}"rows": [\n{lines}\n]\n}}\n')
 
 
 def load(path: Path, kind: Callable[..., AnyRow]) -> tuple[dict[str, object], list[AnyRow]]:
-    content = json.loads(path.read_text())
-    return content["machine"], [kind(**row) for row in content["rows"]]
+    kept = json.loads(path.read_text())
+    rows = [kind(**kept["same"], **dict(zip(kept["columns"], row, strict=True))) for row in kept["rows"]]
+    return kept["machine"], rows

@@ -203,6 +203,18 @@ def test_rows_survive_the_file_and_are_shown(tmp_path: Path) -> None:
     assert drawn[-1] == "Not in the table: flex: not measured."
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_file_has_a_line_a_row(tmp_path: Path, count: int) -> None:
+    """What all rows have in common, such as the commit, is written once."""
+    rows = [replace(GPU_ROWS[0], note=f"row {i}, [null]") for i in range(count)]
+    path = tmp_path / "rows.json"
+    harness.save(path, rows, H200)
+    assert harness.load(path, gpu.Row) == (H200, rows)
+    lines = path.read_text().splitlines()
+    assert sum("none" in line for line in lines) == (count > 0)
+    assert sum(line.startswith('["row') for line in lines) == (count if count > 1 else 0)
+
+
 def gpu_row(case: str, impl: str, ms: float | None, direction: str = "forward", note: str = "") -> gpu.Row:
     tflops = None if ms is None or case == "host" else 100 / ms
     return gpu.Row("prefill", case, direction, impl, ms, tflops, 0.5, note, "none", torch.__version__)
