@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matplotlib's SVG in a tenth of its bytes, which looks the same: lines of one style are one path, and points one more.
 
-Text stays text, coordinates have one decimal, each style is named once, and what no picture shows is left out.
+Text stays text, coordinates have one decimal, those of a path are relative, each style is named once, and what no
+picture shows is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from xml.sax.saxutils import escape
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 _HREF = f"{{{_XLINK}}}href"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+_COMMAND = re.compile(r"([MLQCzh])([^MLQCzh]*)")
+_LEADING_ZERO = re.compile(r"(?<![\d.])0\.")
+_MOVE = re.compile(r"translate\((\S+) (\S+)\)")
 _DOT = "fill: none; stroke: {}; stroke-width: {}; stroke-linecap: round"
 
 
@@ -25,6 +29,42 @@ def _moved(path: str, x: float, y: float) -> str:
     """A path of lines, somewhere else."""
     numbers = iter(range(len(path)))
     return _NUMBER.sub(lambda m: f"{float(m[0]) + (y if next(numbers) % 2 else x):.1f}", path)
+
+
+def _relative(path: str) -> str:
+    """The same path in tenths, each point as its distance from the one before."""
+    written, last, start = [], (0, 0), (0, 0)
+    for command, numbers in _COMMAND.findall(path):
+        values = [round(10 * float(number)) for number in _NUMBER.findall(numbers)]
+        if command in "zh":  # back to the start; a point, which is a line to itself
+            written.append(command + "".join(map(str, values)))
+            last = start if command == "z" else last
+            continue
+        points = list(zip(values[::2], values[1::2], strict=True))
+        steps = [f"{step / 10:g}" for x, y in points for step in (x - last[0], y - last[1])]
+        if command == "L" and "0" in steps:
+            written.append(f"h{steps[0]}" if steps[1] == "0" else f"v{steps[1]}")
+        else:
+            written.append(command.lower() + " ".join(steps).replace(" -", "-"))
+        last = points[-1]
+        start = last if command == "M" else start
+    return _LEADING_ZERO.sub(".", "".join(written))
+
+
+def _joined(formula: Tree.Element) -> Tree.Element:
+    """The text of a <g> that places a formula's characters one by one: those of a style and height stand together."""
+    spans = sorted(formula[0], key=lambda span: float(span.attrib["x"]))
+    runs = itertools.groupby(spans, lambda span: (float(span.attrib["y"]), span.attrib["style"]))
+    (y, style, words), *others = [(y, style, "".join(span.text or "" for span in run)) for (y, style), run in runs]
+    place = {"transform": formula.attrib["transform"], "y": f"{y}"}
+    if moved := _MOVE.fullmatch(place["transform"]):
+        place = {"x": moved[1], "y": f"{float(moved[2]) + y}"}
+    text = Tree.Element(f"{{{_SVG}}}text", {**place, "style": style})
+    text.text = words
+    for below, style, words in others:
+        Tree.SubElement(text, f"{{{_SVG}}}tspan", {"dy": f"{below - y}", "style": style}).text = words
+        y = below
+    return text
 
 
 def _drawn(group: Tree.Element, marks: dict[str, Tree.Element]) -> tuple[str, str]:
@@ -59,9 +99,11 @@ def _flat(
             path, style = _drawn(child, marks)
             child = Tree.Element(f"{{{_SVG}}}path", {"d": path, "style": style})
             tag = "path"
-        if tag == "g" and "transform" not in child.attrib:  # a formula's parts stay where they are in it
+        if tag == "g" and "transform" not in child.attrib:
             _flat(child, of, marks, drawn)
             continue
+        if tag == "g" and [x.tag for x in child] == [f"{{{_SVG}}}text"] and "style" not in child.attrib:
+            tag, child = "text", _joined(child)
         key = f"{child.attrib.get('style', '')}|{of or ''}"
         if tag == "path" and "fill: none" in key:
             above = itertools.takewhile(lambda x: x[0] != "path" or "fill: none" in x[1], reversed(drawn))
@@ -83,12 +125,13 @@ def _written(element: Tree.Element, names: dict[str, str], classes: dict[str, st
         elif name == "clip-path":
             shown.append((name, names[value]))
         elif name == "d":
-            shown.append((name, re.sub(r"\s*([A-Za-z])\s*", r"\1", _rounded(value)).strip()))
+            shown.append((name, _relative(value)))
         elif name != "id" and not value.startswith("rotate(-0 "):
             shown.append((name, _rounded(value)))
     tag = element.tag.removeprefix(f"{{{_SVG}}}")
     attributes = "".join(f' {name}="{value}"' for name, value in shown)
-    content = escape((element.text or "").strip()) + "".join(_written(x, names, classes) for x in element)
+    words = element.text or "" if tag in ("text", "tspan") else ""
+    content = escape(words) + "".join(_written(x, names, classes) for x in element)
     return f"<{tag}{attributes}>{content}</{tag}>" if content else f"<{tag}{attributes}/>"
 
 

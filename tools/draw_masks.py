@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """python tools/draw_masks.py: draws docs/masks.svg, what rows see by sinkattn.reference.visible under each mask."""
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from sinkattn.reference import visible
 
 PICTURE = Path(__file__).parent.parent / "docs" / "masks.svg"
-CELL, STEP_X, STEP_Y, COLUMNS = 9, 172, 166, 4
+CELL, SIDE, STEP_X, STEP_Y, COLUMNS = 9, 8, 172, 166, 4
 COLOURS = {"unseen": "#e4e4e4", "key": "#4878a8", "sink token": "#e08a2e", "s_aux": "#4f9d5b"}
 
 # title, arguments, then of each sequence q_len and k_len; num_sink_tokens
@@ -46,16 +47,21 @@ def cells(
 
 
 def path(places: list[tuple[int, int]]) -> str:
-    side = CELL - 1
-    return "".join(
-        f"M{(j + 2) * CELL - (CELL // 2 if j < 0 else 0)} {i * CELL}h{side}v{side}h-{side}z" for i, j in places
-    )
+    """A dashed line for each run of cells in a row, as thick as a cell: each dash is one."""
+    drawn = ""
+    for i, j in places:
+        if (i, j - 1) not in places:
+            length = next(n for n in itertools.count(1) if (i, j + n) not in places)
+            x = (j + 2) * CELL - (CELL // 2 if j < 0 else 0)
+            drawn += f"M{x} {i * CELL + SIDE // 2}h{(length - 1) * CELL + SIDE}"
+    return drawn
 
 
 def draw() -> str:
     width, height = STEP_X * COLUMNS, STEP_Y * -(-len(PANELS) // COLUMNS)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 16}" font-family="sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 16}" font-family="sans-serif" '
+        f'stroke-width="{SIDE}" stroke-dasharray="{SIDE} {CELL - SIDE}">',
         '<rect width="100%" height="100%" fill="#fff"/>',
     ]
     for n, (title, arguments, window, sequences, num_sink_tokens) in enumerate(PANELS):
@@ -65,7 +71,7 @@ def draw() -> str:
         )
         for kind, places in cells(window, sequences, num_sink_tokens).items():
             if places:
-                lines.append(f'<path fill="{COLOURS[kind]}" d="{path(places)}"/>')
+                lines.append(f'<path stroke="{COLOURS[kind]}" d="{path(places)}"/>')
         lines.append("</g>")
     for n, (kind, colour) in enumerate(COLOURS.items()):
         meaning = {"key": "a key that the row sees", "unseen": "not seen", "sink token": "a positional sink token"}
