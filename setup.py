@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build sinkattn._C: make compiles C and CUDA into one archive, BuildExtension compiles the binding and links."""
+"""Build sinkattn/_lib: make compiles the C and CUDA library, and torch's operators for each torch asked for.
+
+That is the torch that is here, or each of SINKATTN_TORCH_INCLUDES, include folders of torches, as `make wheel` sets it.
+"""
 
 import os
 import re
@@ -11,67 +14,82 @@ from pathlib import Path
 import setuptools
 
 TORCH = "torch==2.13.0"
-HOW = f"first `pip install {TORCH} 'setuptools>=77' ninja`, then `pip install --no-build-isolation .`"
+HOW = f"first `pip install {TORCH} 'setuptools>=77'`, then `pip install --no-build-isolation .`"
 
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(f"sinkattn needs setuptools 77 or newer to build, this is {setuptools.__version__}: {HOW}.")
-try:
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available
-except ImportError:
-    sys.exit(
-        "sinkattn is compiled against the torch that will run it, and there is none here (build isolation hides it):"
-        f" {HOW}."
-    )
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
 
+INCLUDES = [Path(folder) for folder in os.environ.get("SINKATTN_TORCH_INCLUDES", "").split()]
+if not INCLUDES:
+    try:
+        import torch
+    except ImportError:
+        sys.exit(
+            "sinkattn is compiled against the torch that will run it, and there is none here (build isolation hides"
+            f" it): {HOW}."
+        )
+    INCLUDES = [Path(torch.__file__).parent / "include"]
+
+ROOT = Path(__file__).parent
 BUILD = Path("build/native")
-ARCHIVE = BUILD / "libsinkattn.a"
-HEADER = Path(__file__).parent / "csrc" / "include" / "sinkattn.h"
 
 
-class BuildWithMake(BuildExtension):  # type: ignore[misc]
-    """build_ext that has make build the archive first. make and ninja know what is stale, so it always asks them."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.build_temp = str(BUILD)
-        self.force = is_ninja_available()
-
-    def build_extensions(self) -> None:
-        if shutil.which("make") is None:
-            sys.exit("sinkattn needs `make` and a C compiler to build, and there is no `make` on PATH.")
-        subprocess.run(["make", f"-j{os.cpu_count() or 1}", "lib", f"BUILD={BUILD}", "WERROR="], check=True)
-        for extension in self.extensions:
-            extension.extra_objects = [str(ARCHIVE)]
-            extension.extra_link_args += (BUILD / "link_libs").read_text().split()
-        super().build_extensions()
-
-
-def version() -> str:
-    found = re.search(r'#define SINKATTN_VERSION "(.+)"', HEADER.read_text())
+def find(pattern: str, header: Path) -> str:
+    found = re.search(pattern, header.read_text())
     if not found:
-        sys.exit(f"{HEADER} defines no SINKATTN_VERSION.")
+        sys.exit(f"{header} has no {pattern}.")
     return found[1]
 
 
-release = ".".join(torch.__version__.split(".")[:2])
+def torch_release(include: Path) -> tuple[int, int]:
+    header = include / "torch" / "headeronly" / "version.h"
+    return int(find(r"TORCH_VERSION_MAJOR (\d+)", header)), int(find(r"TORCH_VERSION_MINOR (\d+)", header))
+
+
+class BuildWithMake(build_ext):
+    """build_ext whose one extension is the folder sinkattn/_lib. make knows what is stale, so it is always asked."""
+
+    def run(self) -> None:
+        if shutil.which("make") is None:
+            sys.exit("sinkattn needs `make` and a C compiler to build, and there is no `make` on PATH.")
+        folder = ROOT / "sinkattn" / "_lib" if self.inplace else Path(self.build_lib) / "sinkattn" / "_lib"
+        shutil.rmtree(folder, ignore_errors=True)
+        if self.inplace:  # an extension module of an older build would be found before _C.py
+            for stale in (ROOT / "sinkattn").glob("_C.*.so"):
+                stale.unlink()
+        for include in INCLUDES:
+            subprocess.run(
+                [
+                    *("make", f"-j{os.cpu_count() or 1}", "package", f"BUILD={BUILD}", f"LIBRARIES={folder}"),
+                    *(f"TORCH_INCLUDE={include}", "WERROR="),
+                ],
+                check=True,
+            )
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in (Path(self.build_lib) / "sinkattn" / "_lib").glob("*.so*")]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+    def get_source_files(self) -> list[str]:
+        return []
+
+
+class WheelForAnyPython(bdist_wheel):
+    """Nothing in sinkattn/_lib has Python in it, so one wheel serves every version."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+first, last = min(map(torch_release, INCLUDES)), max(map(torch_release, INCLUDES))
 setuptools.setup(
-    version=version(),
-    # The binary serves the torch release that it was compiled against, and no other.
-    install_requires=[f"torch=={release}.*"],
-    ext_modules=[
-        CppExtension(
-            "sinkattn._C",
-            sorted(str(path) for path in Path("csrc/torch").glob("*.cpp")),
-            include_dirs=[str(HEADER.parent.resolve())],
-            depends=[str(path) for path in Path("csrc").rglob("*.h")],
-            # at::parallel_for is serial without -fopenmp, Python's flags carry -g, the define shows ninja a new torch.
-            extra_compile_args=[
-                *("-O2", "-g0", "-fopenmp", "-fvisibility=hidden"),
-                f'-DSINKATTN_TORCH="{torch.__version__}"',
-            ],
-            extra_link_args=["-fopenmp", "-Wl,--exclude-libs,ALL"],
-        )
-    ],
-    cmdclass={"build_ext": BuildWithMake},
+    version=find(r'#define SINKATTN_VERSION "(.+)"', ROOT / "csrc" / "include" / "sinkattn.h"),
+    # Operators serve the torch release that they were compiled against, and no other.
+    install_requires=[f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"],
+    ext_modules=[setuptools.Extension("sinkattn._lib", [])],
+    cmdclass={"build_ext": BuildWithMake, "bdist_wheel": WheelForAnyPython},
 )

@@ -75,7 +75,7 @@ def check() -> str:
     cpu = _C.query_cpu(torch.get_num_threads())
     lines = {
         "sinkattn": _C.version,
-        "build": f"{_C.build_info()}; torch {_C.torch_version}",
+        "build": f"{_C.build_info()}; torch {', '.join(_C.bindings())}",
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
         "cpu": f"{cpu['name']}, level {CPU_LEVELS[cpu['arch']]}",
         "cuda": _cuda_line(),

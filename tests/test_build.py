@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -206,13 +207,53 @@ def test_the_header_stands_alone(language: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_binary_exports_nothing_of_its_own() -> None:
-    """What it links statically, the CUDA runtime among it, must not meet another copy in the process."""
+def symbols(library: Path, *options: str) -> list[str]:
     if shutil.which("nm") is None:
         pytest.skip("nm is not on PATH")
-    assert _C.__file__ is not None
-    exported = set(re.findall(r" [TDBR] (\S+)", run("nm", "-D", "--defined-only", _C.__file__).stdout))
-    assert exported - {"_init", "_fini", "__bss_start", "_edata", "_end"} == {"PyInit__C"}
+    return run("nm", "-D", *options, library).stdout.splitlines()
+
+
+def test_the_library_has_nothing_of_torch_and_the_binding_nothing_of_python() -> None:
+    """So one library serves every torch, and one binding every Python."""
+    (library,) = _C.FOLDER.glob("libsinkattn.so.*")
+    assert [line for line in symbols(library) if re.search(r"torch|c10|2at\d|_ZN|Py[A-Z]", line)] == []
+    taken = symbols(_C.binding_for(torch.__version__), "--undefined-only")
+    assert [line for line in taken if re.search(r" _?Py[A-Z]", line)] == []
+    assert {line.split()[-1] for line in taken if " sinkattn_" in line} > {"sinkattn_fwd", "sinkattn_bwd"}
+
+
+def test_the_binding_exports_nothing_of_its_own() -> None:
+    exported = set(
+        re.findall(r" [TDBR] (\S+)", "\n".join(symbols(_C.binding_for(torch.__version__), "--defined-only")))
+    )
+    assert exported - {"_init", "_fini", "__bss_start", "_edata", "_end"} == set()
+
+
+def test_structs_have_the_headers_layout(tmp_path: Path) -> None:
+    """A field that one side lacks would be read from another place."""
+    lines = ["#include <stdio.h>", f'#include "{HEADER}"', "int main(void) {"]
+    for name, struct in _C.STRUCTS.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        for field, *_ in struct._fields_:
+            size = f"sizeof((({name} *)0)->{field})"
+            lines.append(f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), {size});')
+    source = tmp_path / "layout.c"
+    source.write_text("\n".join([*lines, "}"]))
+    compiled = run("cc", "-std=c11", source, "-o", tmp_path / "layout")
+    assert compiled.returncode == 0, compiled.stderr
+    mine = []
+    for name, struct in _C.STRUCTS.items():
+        mine.append(f"{name} {ctypes.sizeof(struct)}")
+        for field, *_ in struct._fields_:
+            place = getattr(struct, field)
+            mine.append(f"{name}.{field} {place.offset} {place.size}")
+    assert run(tmp_path / "layout").stdout.splitlines() == mine
+
+
+@pytest.mark.parametrize("batch", [1 << 63, -(1 << 63) - 1])
+def test_a_size_beyond_the_librarys_integers_is_no_smaller_one(batch: int) -> None:
+    with pytest.raises(ValueError, match=rf"batch is {batch}; it must fit 64 bits"):
+        sinkattn.plan("fwd", **SIZES | {"batch": batch})
 
 
 # ---- what kernels take of an SM ----
@@ -282,7 +323,7 @@ def test_the_sdist_is_the_repository(tmp_path: Path) -> None:
 
 
 def test_the_wheel_runs_away_from_its_sources(tmp_path: Path) -> None:
-    for stale in (ROOT / "build").glob("lib.*"):
+    for stale in (ROOT / "build").glob("lib*"):
         shutil.rmtree(stale)
     package(tmp_path, "bdist_wheel", "--bdist-dir", tmp_path / "bdist", "-d", tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
@@ -304,7 +345,8 @@ def test_the_wheel_runs_away_from_its_sources(tmp_path: Path) -> None:
     assert "sinkattn/py.typed" in held
     (entry_points,) = installed.glob("*.dist-info/entry_points.txt")
     assert "sinkattn = sinkattn.verl_patch" in entry_points.read_text()
-    code = "import sinkattn, runpy; print(sinkattn._C.__file__); runpy.run_module('sinkattn', run_name='__main__')"
+    assert "-py3-none-linux" in wheel.name
+    code = "import sinkattn, runpy; print(sinkattn._C.FOLDER); runpy.run_module('sinkattn', run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -312,7 +354,7 @@ def test_the_wheel_runs_away_from_its_sources(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.stdout.startswith(f"{installed}/sinkattn/_C."), done.stdout + done.stderr
+    assert done.stdout.startswith(f"{installed}/sinkattn/_lib"), done.stdout + done.stderr
     assert re.search(rf"^sinkattn +{_C.version}$", done.stdout, re.MULTILINE), done.stdout
 
 
@@ -343,37 +385,58 @@ def test_building_with_old_setuptools_says_which(tmp_path: Path) -> None:
 
 def test_another_torch_is_refused() -> None:
     done = run(sys.executable, "-c", "import torch; torch.__version__ = '2.4.1'; import sinkattn")
+    inside = ", ".join(re.escape(release) for release in _C.bindings())
     assert re.search(
-        r"ImportError: .*compiled for torch 2\.\d+\.\d+.*, this is torch 2\.4\.1; rebuild it here", done.stderr
+        rf"ImportError: sinkattn has operators for torch {inside}, this is torch 2\.4\.1; install a sinkattn",
+        done.stderr,
     )
+
+
+def copied(folder: Path) -> Path:
+    """The package's files that it is loaded by, without their libraries."""
+    package = folder / "sinkattn"
+    (package / "_lib").mkdir(parents=True)
+    for name in ("__init__.py", "_C.py"):
+        shutil.copy(ROOT / "sinkattn" / name, package)
+    return package
+
+
+def import_error(folder: Path) -> str:
+    no_finder_of_editable_installs = "sys.meta_path = [x for x in sys.meta_path if 'editable' not in repr(x).lower()]"
+    code = f"import sys; {no_finder_of_editable_installs}; sys.path.insert(0, {str(folder)!r}); import sinkattn"
+    return run(sys.executable, "-c", code, PYTHONSAFEPATH="1").stderr.strip().splitlines()[-1]
 
 
 def test_the_source_folder_of_an_installed_package_is_explained(tmp_path: Path) -> None:
-    """Python takes the package beside it, which `pip install .` leaves without an extension."""
-    package = tmp_path / "sinkattn"
-    package.mkdir()
-    shutil.copy(ROOT / "sinkattn" / "__init__.py", package)
-    no_finder_of_editable_installs = "sys.meta_path = [x for x in sys.meta_path if 'editable' not in repr(x).lower()]"
-    code = f"import sys; {no_finder_of_editable_installs}; sys.path.insert(0, {str(tmp_path)!r}); import sinkattn"
-    done = run(sys.executable, "-c", code, PYTHONSAFEPATH="1")
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(
-        f"ImportError: sinkattn: {package} has the sources and no extension; where sinkattn is installed"
+    """Python takes the package beside it, which `pip install .` leaves without its libraries."""
+    package = copied(tmp_path)
+    assert import_error(tmp_path).startswith(
+        f"ImportError: sinkattn: {package} has the sources and no library; where sinkattn is installed"
     )
 
 
-def test_a_binary_that_does_not_load_is_explained(tmp_path: Path) -> None:
-    package = tmp_path / "sinkattn"
-    package.mkdir()
-    shutil.copy(ROOT / "sinkattn" / "__init__.py", package)
-    assert _C.__file__ is not None
-    (package / Path(_C.__file__).name).write_bytes(b"")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sinkattn"
-    done = run(sys.executable, "-c", code, PYTHONSAFEPATH="1")
-    last = done.stderr.strip().splitlines()[-1]
-    assert re.match(
-        r"ImportError: sinkattn's extension does not load under torch .*; it is compiled for one torch", last
-    )
+def test_libraries_that_do_not_load_are_explained(tmp_path: Path) -> None:
+    package = copied(tmp_path)
+    (library,) = _C.FOLDER.glob("libsinkattn.so.*")
+    binding = _C.binding_for(torch.__version__)
+    shutil.copy(library, package / "_lib")
+    (package / "_lib" / binding.name).write_bytes(b"")
+    assert re.match(r"ImportError: sinkattn's operators do not load under torch \S+ \(.*", import_error(tmp_path))
+    (package / "_lib" / library.name).write_bytes(b"")
+    assert import_error(tmp_path).startswith("ImportError: sinkattn's library does not load on this machine (")
+
+
+@pytest.mark.parametrize(
+    ("releases", "ordered"), [(["2.9", "2.15", "2.10"], ["2.9", "2.10", "2.15"]), (["3.0", "2.15"], ["2.15", "3.0"])]
+)
+def test_bindings_are_in_the_releases_order(
+    releases: list[str], ordered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for release in releases:
+        (tmp_path / f"torch{release}.so").touch()
+    monkeypatch.setattr(_C, "FOLDER", tmp_path)
+    assert list(_C.bindings()) == ordered
+    assert _C.binding_for(f"{ordered[-1]}.1+cu130") == tmp_path / f"torch{ordered[-1]}.so"
 
 
 def test_planted_bugs_have_their_place() -> None:
