@@ -37,14 +37,16 @@ const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_va
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
 }
 
-/* A window without sink tokens, whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys. */
+/* A window whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys beside few sink tokens. */
 const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const int64_t group = p->num_q_heads / p->num_kv_heads;
-    if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
+    if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return "more than 16 positional sink tokens";
     if (group < 2 || info->tile_q % group) return "query heads a kv head must be 2 or more and divide its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
     if (p->softmax_scale < 0.0) return "softmax_scale is negative";
-    const sa_band band = sa_band_of(&p->mask, info->tile_k, info->tile_k);
+    sinkattn_mask window = p->mask;
+    window.num_sink_tokens = 0;
+    const sa_band band = sa_band_of(&window, info->tile_k, info->tile_k);
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
 }
 

@@ -18,6 +18,9 @@ SA_HD int32_t sa_tile_from(sa_position_t x, sa_position_t size) { return (int32_
  * order. A decode's parts are whole chunks, so it sums as the forward does. A multiple of every tile_k. */
 enum { SA_CPU_CHUNK = 512 };
 
+/* The windowed CUDA kernels take at most so many positional sink tokens: a k16 step in front of those of the window's keys. */
+enum { SA_WINDOW_SINK_TOKENS = 16 };
+
 /* Tile t holds keys [t * tile_k, (t + 1) * tile_k). Tile numbers are int32, which a loop keeps in registers: 2^31 tiles are enough. */
 typedef struct sa_key_tiles {
     int32_t sink_end, begin, end;                /* tiles [0, sink_end) and [begin, end) hold keys that some row sees */

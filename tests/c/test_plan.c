@@ -109,9 +109,10 @@ static void test_the_cuda_row_is_taken(void) {
 static void test_the_window_row_says_why_not(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, ""};
     const sinkattn_problem base = windowed(SINKATTN_FWD, 1000, 127);
-    sinkattn_problem wide = base, sinks = base, ungrouped = base, negative = base, large = base;
+    sinkattn_problem wide = base, sinks = base, many_sinks = base, ungrouped = base, negative = base, large = base;
     wide.mask.left = 137;
-    sinks.mask.num_sink_tokens = 1;
+    sinks.mask.num_sink_tokens = 16;
+    many_sinks.mask.num_sink_tokens = 17;
     ungrouped.num_q_heads = 2;
     negative.softmax_scale = -1.0;
     large.head_dim = 72;
@@ -121,7 +122,8 @@ static void test_the_window_row_says_why_not(void) {
         const char *why;
     } cases[] = {{&base, &device, NULL},
                  {&wide, &device, " (64 x 144): left + right + tokens a tile > its tile_k"},
-                 {&sinks, &device, " (64 x 144): it has no positional sink tokens"},
+                 {&sinks, &device, NULL},
+                 {&many_sinks, &device, " (64 x 144): more than 16 positional sink tokens"},
                  {&ungrouped, &device, " (64 x 144): query heads a kv head"},
                  {&negative, &device, " (64 x 144): softmax_scale is negative"},
                  {&large, &device, " (64 x 144): head_dim is above its largest"},

@@ -12,8 +12,12 @@
 // spans of at most 96 tokens: K and V of a span and of its window, at most 240 keys, are loaded once. Tiles lie at multiples of their
 // tokens counted from position 0, so a row's bits do not depend on where the call begins.
 //
+// Up to 16 positional sink tokens come first: their scores before the window's in S, their k16 step before the window's in PV. A key that
+// counts as a sink token is masked in the window.
+//
 // Shared memory, 217 KiB: two stages of K and V, 120 KiB; twelve buffers of Q, then out, 96 KiB. Registers: S 72, then P 36 and O
-// 32, of 104; a block of 640 threads begins with 96 each, and setmaxnreg moves 32 of each loader's to the math.
+// 32, of 104; a block of 640 threads begins with 96 each, and setmaxnreg moves 32 of each loader's to the math. With sink tokens 8 KiB
+// more; S of 8 of them and of 136 keys is 72 too, else three math warpgroups have 144 registers.
 
 #include "cuda/fwd_window_sm90/loads.cuh"
 #include "cuda/host/launch.cuh"
@@ -61,15 +65,31 @@ struct Columns {
     }
 };
 
+// The first positional sink token that the thread's i-th row does not see.
+__device__ __forceinline__ int sink_end(const Tile &tile, const Problem &p, int i) {
+    const int last_key = tile.span.first_key + tile.first + ThreadRow(p, i).token + p.last_key;
+    return min(num_sink_keys(tile.span.sequence, p), last_key + 1);
+}
+
 struct Softmax {
     float pivot[2], sum[2]; // pivot in log2 units
 };
 
-// S = Q K^T by instructions of 80 and of 64 keys: one of 144 asks for 98 registers, and ptxas plans 96 for wgmma.
-template <class Element> __device__ __forceinline__ void qk_product(float (&s)[72], uint32_t q, uint32_t k) {
-    float (&first)[40] = *reinterpret_cast<float (*)[40]>(s), (&second)[32] = *reinterpret_cast<float (*)[32]>(s + 40);
+// S = Q K^T by instructions of 80 and of the other keys: one of 144 asks for 98 registers, and ptxas plans 96 for wgmma. The scores of
+// sink tokens come first.
+template <class C> __device__ __forceinline__ void qk_product(float (&s)[C::kScores], uint32_t q, uint32_t k, uint32_t sink_k) {
+    using Element = typename C::Element;
+    constexpr int kSecond = C::kWindowScores - 40;
+    float *window = s + C::kSinkScores;
+    float (&first)[40] = *reinterpret_cast<float (*)[40]>(window), (&second)[kSecond] = *reinterpret_cast<float (*)[kSecond]>(window + 40);
     const uint64_t left = operand(q, 0), right = operand(k, 0);
     wgmma_fence();
+    if constexpr (C::kHasSinkTokens) {
+        float (&sinks)[C::kSinkScores] = *reinterpret_cast<float (*)[C::kSinkScores]>(s);
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+            wgmma_shared<Element>(sinks, operand_at(left, 32 * step), operand_at(operand(sink_k, 0), 32 * step), step > 0);
+    }
 #pragma unroll
     for (int step = 0; step < 4; step++) wgmma_shared<Element>(first, operand_at(left, 32 * step), operand_at(right, 32 * step), step > 0);
 #pragma unroll
@@ -78,8 +98,18 @@ template <class Element> __device__ __forceinline__ void qk_product(float (&s)[7
     wgmma_commit();
 }
 
-// Sets scores of hidden keys to -inf. Without seen.edge, only the first 16 columns and those from 120 on may be hidden.
-__device__ __forceinline__ void mask(float (&s)[72], const Columns &seen, const Problem &p) {
+// Sets scores of hidden sink tokens to -inf.
+template <class C> __device__ __forceinline__ void mask_sinks(float (&s)[C::kScores], const Tile &tile, const Problem &p) {
+    const int column = fragment_column(), end[2] = {sink_end(tile, p, 0) - column, sink_end(tile, p, 1) - column};
+#pragma unroll
+    for (int i = 0; i < C::kSinkScores; i++)
+        if (element_column(i) >= end[element_row(i)]) s[i] = -INFINITY;
+}
+
+// Sets scores of hidden keys of the window to -inf. Without seen.edge, only the first 16 columns and those from 120 on may be hidden.
+template <class C> __device__ __forceinline__ void mask(float (&scores)[C::kScores], const Columns &seen, const Problem &p) {
+    constexpr int kGroups = C::kWindowScores / 4; // of 8 keys
+    float *s = scores + C::kSinkScores;
     const int column = fragment_column();
     const int begin[2] = {seen.begin[0] - column, seen.begin[1] - column}, end[2] = {seen.end[0] - column, seen.end[1] - column};
     const auto hide_first = [&](int n) {
@@ -94,7 +124,7 @@ __device__ __forceinline__ void mask(float (&s)[72], const Columns &seen, const 
     };
     if (seen.edge) {
 #pragma unroll
-        for (int n = 0; n < 18; n++) {
+        for (int n = 0; n < kGroups; n++) {
             hide_first(n);
             hide_last(n);
         }
@@ -104,15 +134,16 @@ __device__ __forceinline__ void mask(float (&s)[72], const Columns &seen, const 
     if (p.tile_tokens > 8) hide_first(1);
     if (p.last_key < 127) hide_last(15);
     hide_last(16);
-    hide_last(17);
+    if (kGroups > 17) hide_last(17);
 }
 
 // Weights exp2(s - pivot), rounded and packed as the left operand of PV; sums over this thread's columns.
-template <class Element> __device__ __forceinline__ Softmax softmax(uint32_t (&weights)[9][4], const float (&s)[72], const Problem &p) {
+template <class C>
+__device__ __forceinline__ Softmax softmax(uint32_t (&weights)[C::kSteps][4], const float (&s)[C::kScores], const Problem &p) {
     Softmax rows;
     float top[2] = {-INFINITY, -INFINITY}, from[2];
 #pragma unroll
-    for (int n = 0; n < 18; n++)
+    for (int n = 0; n < C::kScores / 4; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
 #pragma unroll
@@ -122,11 +153,16 @@ template <class Element> __device__ __forceinline__ Softmax softmax(uint32_t (&w
         rows.sum[i] = 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < 72; i += 2) {
-        const int r = element_row(i);
-        const float x = exp2_approx(fmaf(s[i], p.scale_log2, -from[r])), y = exp2_approx(fmaf(s[i + 1], p.scale_log2, -from[r]));
+    for (int i = 0; i < 8 * C::kSteps; i += 2) { // of whole steps: keys that have no scores weigh nothing
+        const int window = i - 8 * C::kSinkSteps, at = window < 0 ? i : C::kSinkScores + window, r = element_row(i);
+        uint32_t &weight = weights[i / 8][i / 2 % 4];
+        if (at >= (window < 0 ? C::kSinkScores : C::kScores)) {
+            weight = 0;
+            continue;
+        }
+        const float x = exp2_approx(fmaf(s[at], p.scale_log2, -from[r])), y = exp2_approx(fmaf(s[at + 1], p.scale_log2, -from[r]));
         rows.sum[r] += x + y;
-        weights[i / 8][i / 2 % 4] = pack_halves<Element>(x, y);
+        weight = pack_halves<typename C::Element>(x, y);
     }
     return rows;
 }
@@ -149,26 +185,37 @@ __device__ __forceinline__ void finish_softmax(float (&factor)[2], Softmax &rows
     if (args.lse_raw) static_cast<float *>(args.lse_raw)[at] = raw_lse(pivot, sum);
 }
 
-template <class Element> __device__ __forceinline__ void pv_product(float (&o)[32], const uint32_t (&weights)[9][4], uint32_t v) {
+// The sink tokens' step comes first.
+template <class C>
+__device__ __forceinline__ void pv_product(float (&o)[32], const uint32_t (&weights)[C::kSteps][4], uint32_t v, uint32_t sink_v) {
+    using Element = typename C::Element;
     const uint64_t right = operand(v, kKeyBytes);
     wgmma_fence();
+    if constexpr (C::kHasSinkTokens) wgmma_registers<Element>(o, weights[0], operand(sink_v, kSinkBytes), false);
 #pragma unroll
-    for (int step = 0; step < 9; step++) wgmma_registers<Element>(o, weights[step], operand_at(right, step * 16 * kRowBytes), step > 0);
+    for (int step = C::kSinkSteps; step < C::kSteps; step++)
+        wgmma_registers<Element>(o, weights[step], operand_at(right, (step - C::kSinkSteps) * 16 * kRowBytes), step > 0);
     wgmma_commit();
 }
 
 // Adds to O the values that the checker warp zeroed, in the rows that see them.
-template <class Element>
+template <class C>
 __device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const Tile &tile, const Problem &p) {
     const sa_sequence &sequence = tile.span.sequence;
+    const auto values = [&](sa_position_t key) {
+        return static_cast<const uint16_t *>(args.v.data) + sa_offset(&args.v, sequence.batch, sequence.k_begin + key, tile.span.kv_head);
+    };
     const sa_position_t first_key = tile.span.first_key + tile.first;
     const Columns seen(tile, p);
 #pragma unroll 1
     for (int j = min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]); j++)
-        add_nonfinite<Element>(o,
-                               static_cast<const uint16_t *>(args.v.data) +
-                                   sa_offset(&args.v, sequence.batch, sequence.k_begin + first_key + j, tile.span.kv_head),
-                               args.problem.head_dim, [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
+        add_nonfinite<typename C::Element>(o, values(first_key + j), args.problem.head_dim,
+                                           [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
+    if (!C::kHasSinkTokens) return;
+    const int end[2] = {sink_end(tile, p, 0), sink_end(tile, p, 1)};
+#pragma unroll 1
+    for (int j = 0; j < max(end[0], end[1]); j++)
+        add_nonfinite<typename C::Element>(o, values(j), args.problem.head_dim, [&](int i) { return j < end[i]; });
 }
 
 // Writes this sequence's rows by the threads, where a copy would overwrite rows of another.
@@ -203,8 +250,9 @@ __device__ __forceinline__ void write_tile(Smem &smem, Ring<kTileStages> tiles, 
     if (tiles.n) smem.q_empty[warpgroup].release({tiles.n - 1});
 }
 
-template <class Element>
-__device__ __forceinline__ void compute_tiles(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+template <class C>
+__device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+    using Element = typename C::Element;
     const int warpgroup = warp_uniform(threadIdx.x / 128);
     int n = warpgroup; // this warpgroup's next tile of the span; tiles go to the warpgroups in turn
     Ring<kTileStages> tiles;
@@ -214,24 +262,29 @@ __device__ __forceinline__ void compute_tiles(Smem &smem, const sinkattn_fwd_arg
         const Span &span = smem.spans[stage];
         if (!span.exists) break;
         // In flight at the top: no wgmma; the copy of the previous tile's out may still read its buffer.
-        for (; n < span.num_tiles; n += kWarpgroups, tiles.n++) {
+        for (; n < span.num_tiles; n += C::kWarpgroups, tiles.n++) {
             const Tile tile{span, smem.s_aux[stage], (span.first_tile + n) * p.tile_tokens, smem.tiles[warpgroup][tiles.stage()]};
             const uint32_t first_row = tile.first * kRowBytes;
-            float s[72], o[32], factor[2];
-            uint32_t weights[9][4];
+            float s[C::kScores], o[32], factor[2];
+            uint32_t weights[C::kSteps][4], sink_k = 0, sink_v = 0;
+            if constexpr (C::kHasSinkTokens) {
+                sink_k = shared_address(smem.sink_keys[stage]);
+                sink_v = shared_address(smem.sink_values[stage]);
+            }
             smem.q_full[warpgroup].wait(tiles);
-            qk_product<Element>(s, shared_address(tile.buffer), shared_address(smem.keys[stage]) + first_row);
+            qk_product<C>(s, shared_address(tile.buffer), shared_address(smem.keys[stage]) + first_row, sink_k);
             const Columns seen(tile, p);
             smem.kv_ready.wait(stages);
             wgmma_wait<0>();
             pin(s);
-            mask(s, seen, p);
-            Softmax rows = softmax<Element>(weights, s, p);
-            pv_product<Element>(o, weights, shared_address(smem.values[stage]) + first_row);
+            mask_sinks<C>(s, tile, p);
+            mask<C>(s, seen, p);
+            Softmax rows = softmax<C>(weights, s, p);
+            pv_product<C>(o, weights, shared_address(smem.values[stage]) + first_row, sink_v);
             finish_softmax(factor, rows, args, tile, p); // PV in flight
             wgmma_wait<0>();
             pin(o);
-            if (smem.nonfinite[stage]) add_hidden<Element>(o, args, tile, p);
+            if (smem.nonfinite[stage]) add_hidden<C>(o, args, tile, p);
             store_accumulator<Element, 0>(shared_address(tile.buffer) + swizzled(store_row(threadIdx.x), store_chunk(threadIdx.x)), o,
                                           [&](int i) { return factor[i]; });
             write_tile(smem, tiles, args, maps, tile, p, warpgroup);
@@ -243,22 +296,22 @@ __device__ __forceinline__ void compute_tiles(Smem &smem, const sinkattn_fwd_arg
     if (threadIdx.x % 128 == 0) store_wait();
 }
 
-template <class Element>
-__global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_constant__ sinkattn_fwd_args args,
-                                                             const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
-                                                             unsigned *error_word) {
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void window_kernel(const __grid_constant__ sinkattn_fwd_args args,
+                                                                const __grid_constant__ typename C::Maps maps,
+                                                                const __grid_constant__ Problem p, unsigned *error_word) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
-    Smem &smem = *reinterpret_cast<Smem *>(shared);
+    auto &smem = *reinterpret_cast<typename C::Smem *>(shared);
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&maps.q, &maps.k, &maps.v, &maps.out}) tensor_map_prefetch(map);
         for (int i = 0; i < kStages; i++) {
             smem.planned[i].init(1);
             smem.kv_full[i].init(1);
             smem.kv_ready[i].init(32);
-            smem.kv_empty[i].init(kMathThreads + 32);
+            smem.kv_empty[i].init(C::kMathThreads + 32);
         }
-        for (int g = 0; g < kWarpgroups; g++)
+        for (int g = 0; g < C::kWarpgroups; g++)
             for (int i = 0; i < kTileStages; i++) {
                 smem.q_full[g][i].init(1);
                 smem.q_empty[g][i].init(1);
@@ -268,21 +321,21 @@ __global__ __launch_bounds__(kThreads, 1) void window_kernel(const __grid_consta
     if (blockIdx.x == 0) check_lengths(args, error_word);
     __syncthreads();
     const int warp = warp_uniform(threadIdx.x / 32);
-    if (warp < kMathThreads / 32) {
-        registers_up<kMathRegisters>();
-        compute_tiles<Element>(smem, args, maps, p);
+    if (warp < C::kMathThreads / 32) {
+        registers_up<C::kMathRegisters>();
+        compute_tiles<C>(smem, args, maps, p);
         return;
     }
-    registers_down<kLoaderRegisters>();
-    if (warp == kMathThreads / 32) load_keys(smem, args, maps, p);
-    if (warp == kMathThreads / 32 + 1) load_queries(smem, maps, p);
-    if (warp == kMathThreads / 32 + 2) check_values<Element>(smem, args, p);
+    registers_down<C::kLoaderRegisters>();
+    if (warp == C::kMathThreads / 32) load_keys<C>(smem, args, maps, p);
+    if (warp == C::kMathThreads / 32 + 1) load_queries<C>(smem, maps, p);
+    if (warp == C::kMathThreads / 32 + 2) check_values<C>(smem, args, p);
 #else
     __trap();
 #endif
 }
 
-template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
     Problem p = {};
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
@@ -301,22 +354,35 @@ template <class Element> sinkattn_status launch(const sinkattn_fwd_args &args, c
     p.batch_spans = problem.packed ? 0 : static_cast<unsigned>(problem.q_len / p.span_tokens + 2);
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     unsigned *error_word;
-    Maps maps;
+    typename C::Maps maps;
     SA_TRY(sa_cuda_error_word(&error_word));
     SA_TRY(map_rows(&maps.q, problem, args.q, p.tile_tokens, p.group, "q"));
     SA_TRY(map_keys(&maps.k, problem, args.k, p.span_tokens + kKeys, "k"));
     SA_TRY(map_keys(&maps.v, problem, args.v, p.span_tokens + kKeys, "v"));
     SA_TRY(map_rows(&maps.out, problem, args.out, p.tile_tokens, p.group, "out"));
-    return launch_blocks<window_kernel<Element>>("sa_fwd_cuda_sm90_window", blocks, kThreads, sizeof(Smem), context.stream, args, maps, p,
-                                                 error_word);
+    if constexpr (C::kHasSinkTokens) {
+        SA_TRY(map_keys(&maps.sink_k, problem, args.k, kSinkKeys, "k"));
+        SA_TRY(map_keys(&maps.sink_v, problem, args.v, kSinkKeys, "v"));
+    }
+    return launch_blocks<window_kernel<C>>("sa_fwd_cuda_sm90_window", blocks, C::kThreads, sizeof(typename C::Smem), context.stream, args,
+                                           maps, p, error_word);
+}
+
+template <class Element>
+sinkattn_status launch_for(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.problem;
+    if (!problem.mask.num_sink_tokens) return launch<Config<Element, 0, kKeys>>(args, plan, context);
+    const int64_t reach = sa_window_keys(&problem.mask) - 1 + kTileRows / (problem.num_q_heads / problem.num_kv_heads);
+    if (problem.mask.num_sink_tokens <= 8 && reach <= 136) return launch<Config<Element, 8, 136>>(args, plan, context);
+    return launch<Config<Element, kSinkKeys, kKeys>>(args, plan, context);
 }
 
 } // namespace
 
 extern "C" sinkattn_status sa_fwd_cuda_sm90_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &fwd = *static_cast<const sinkattn_fwd_args *>(args);
-    if (fwd.problem.dtype == SINKATTN_BF16) return launch<Bf16>(fwd, *plan, *context);
-    return launch<Fp16>(fwd, *plan, *context);
+    if (fwd.problem.dtype == SINKATTN_BF16) return launch_for<Bf16>(fwd, *plan, *context);
+    return launch_for<Fp16>(fwd, *plan, *context);
 }
 
 } // namespace sa::fwd_window_sm90

@@ -6,6 +6,8 @@
 // counted from position 0. Item i of a launch is span i / num_kv_heads of kv head i % num_kv_heads; a block computes every gridDim.x-th.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/tile/finite.cuh"
 #include "cuda/tile/pipe.cuh"
@@ -14,21 +16,19 @@
 
 namespace sa::fwd_window_sm90 {
 
-constexpr int kWarpgroups = 4, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128; // kWarpgroups: math warpgroups
+constexpr int kWarpgroups = 4;                // math warpgroups, at most
 enum NamedBarrier : int { kMathBarrier = 1 }; // of the first math warpgroup, the next ones follow; 0 is __syncthreads
-constexpr int kMathRegisters = 104, kLoaderRegisters = 64;
 constexpr int kTileRows = sa_fwd_cuda_sm90_window_tile_q, kKeys = sa_fwd_cuda_sm90_window_tile_k;
 constexpr int kMaxSpan = 96, kSpanKeys = kMaxSpan + kKeys;
 constexpr int kSpanCost = 4; // measured: a span takes as long as its tokens and this many more
+constexpr int kSinkKeys = SA_WINDOW_SINK_TOKENS, kSinkBytes = kSinkKeys * kRowBytes; // one k16 step of the product with V
 constexpr int kStages = 2, kTileStages = 3, kTileBytes = kTileRows * kRowBytes, kKeyBytes = kSpanKeys * kRowBytes;
-static_assert(kWarpgroups * kMathRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
-              "setmaxnreg distributes the registers that the block begins with");
 
 struct Span {
     sa_sequence sequence;
     int64_t kv_head, lse;                 // lse: offset of the first token and head in lse
     sa_position_t first_token, first_key; // first_key: of the first token's window; both may lie outside the sequence
-    int key_begin, key_end;               // of the sequence, counted from first_key
+    int key_begin, key_end;               // of the sequence's keys after its sink tokens, counted from first_key
     int token_begin, token_end;           // of the sequence, counted from first_token
     int first_tile, num_tiles;            // the tiles that hold tokens of the sequence
     bool exists, has_sink;
@@ -44,8 +44,33 @@ struct Smem {
     bool nonfinite[kStages];         // V held values that are not finite, which are zeros now
 };
 
+// With positional sink tokens: K and V of the sequence's first keys, beside those of each span.
+struct SinkSmem : Smem {
+    alignas(1024) unsigned char sink_keys[kStages][kSinkBytes], sink_values[kStages][kSinkBytes];
+};
+
 struct Maps {
     CUtensorMap q, k, v, out;
+};
+
+struct SinkMaps : Maps {
+    CUtensorMap sink_k, sink_v;
+};
+
+// kSinkTokens: positional sink tokens that a row may see, in front of kWindowKeys keys of a tile's windows. S is as large with 8 and 136 as
+// without sink tokens; with 16 and 144 four math warpgroups do not fit the registers.
+template <class Element_, int kSinkTokens, int kWindowKeys> struct Config {
+    using Element = Element_;
+    static constexpr bool kHasSinkTokens = kSinkTokens > 0;
+    static constexpr int kSinkScores = kSinkTokens / 2, kWindowScores = kWindowKeys / 2, kScores = kSinkScores + kWindowScores; // a thread
+    static constexpr int kSinkSteps = kHasSinkTokens, kSteps = kSinkSteps + (kWindowKeys + 15) / 16; // of 16 keys, of the product with V
+    static constexpr int kWarpgroups = kScores <= 72 ? 4 : 3, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128;
+    static constexpr int kMathRegisters = kWarpgroups == 4 ? 104 : 144, kLoaderRegisters = 64;
+    static_assert(kWarpgroups * kMathRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
+                  "setmaxnreg distributes the registers that the block begins with");
+    static_assert(kSinkTokens <= kSinkKeys && kWindowKeys <= kKeys && kWarpgroups <= fwd_window_sm90::kWarpgroups, "");
+    using Smem = std::conditional_t<kHasSinkTokens, SinkSmem, fwd_window_sm90::Smem>;
+    using Maps = std::conditional_t<kHasSinkTokens, SinkMaps, fwd_window_sm90::Maps>;
 };
 
 struct Problem {
@@ -89,8 +114,13 @@ struct Walk {
 // A distance in tokens or keys as int; a span is far shorter than the limits.
 __device__ __forceinline__ int distance(int64_t tokens) { return static_cast<int>(sa_clamp(tokens, -(1 << 20), 1 << 20)); }
 
+// Of the sequence's keys, those below this one count as positional sink tokens alone.
+__device__ __forceinline__ sa_position_t num_sink_keys(const sa_sequence &sequence, const Problem &p) {
+    return static_cast<sa_position_t>(sa_min(sequence.k_len, p.window.num_sink));
+}
+
 // The block's next span that holds tokens. By a whole warp, whose lanes look for the sequence in a packed batch.
-__device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &args, const Problem &p) {
+template <class C> __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &args, const Problem &p) {
     const sinkattn_problem &problem = args.problem;
     const auto batch = static_cast<unsigned>(problem.batch), heads = static_cast<unsigned>(problem.num_kv_heads);
     // Leaves room for every span of the sequences before b, which may begin and end inside a span.
@@ -121,7 +151,8 @@ __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &a
         span.first_token = base - start + within * p.span_tokens;
         span.first_key = sa_window_begin(&p.window, base + within * p.span_tokens);
         span.exists = within >= 0 && span.first_token < span.sequence.q_len && span.sequence.q_len > 0;
-        span.key_begin = distance(-static_cast<int64_t>(span.first_key));
+        const sa_position_t sink_end = C::kHasSinkTokens ? num_sink_keys(span.sequence, p) : 0;
+        span.key_begin = distance(sink_end - static_cast<int64_t>(span.first_key));
         span.key_end = distance(span.sequence.k_len - span.first_key);
         span.token_begin = distance(-static_cast<int64_t>(span.first_token));
         span.token_end = distance(span.sequence.q_len - span.first_token);
@@ -139,12 +170,14 @@ __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &a
 }
 
 // By a warp. In flight at the top: K and V of at most two earlier spans.
-__device__ __forceinline__ void load_keys(Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+template <class C>
+__device__ __forceinline__ void load_keys(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Maps &maps,
+                                          const Problem &p) {
     const auto heads = static_cast<unsigned>(args.problem.num_kv_heads);
     Walk walk{blockIdx.x / heads, blockIdx.x % heads, 0};
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.stage();
-        const Span span = next_span(walk, args, p);
+        const Span span = next_span<C>(walk, args, p);
         smem.kv_empty.acquire(stages);
         if (threadIdx.x % 32 == 0) {
             smem.spans[stage] = span;
@@ -152,10 +185,15 @@ __device__ __forceinline__ void load_keys(Smem &smem, const sinkattn_fwd_args &a
             if (!span.exists) {
                 smem.kv_full[stage].arrive();
             } else {
-                smem.kv_full[stage].arrive_expect(2 * (p.span_tokens + kKeys) * kRowBytes);
+                smem.kv_full[stage].arrive_expect(2 * (p.span_tokens + kKeys + C::kSinkSteps * kSinkKeys) * kRowBytes);
                 const int key = static_cast<int>(span.sequence.k_begin + span.first_key), batch = static_cast<int>(span.sequence.batch);
                 tensor_load(smem.keys[stage], &maps.k, smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
                 tensor_load(smem.values[stage], &maps.v, smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
+                if constexpr (C::kHasSinkTokens) {
+                    const int head = static_cast<int>(span.kv_head), first = static_cast<int>(span.sequence.k_begin);
+                    tensor_load(smem.sink_keys[stage], &maps.sink_k, smem.kv_full[stage], 0, head, first, batch);
+                    tensor_load(smem.sink_values[stage], &maps.sink_v, smem.kv_full[stage], 0, head, first, batch);
+                }
             }
         }
         if (!span.exists) break;
@@ -163,7 +201,7 @@ __device__ __forceinline__ void load_keys(Smem &smem, const sinkattn_fwd_args &a
 }
 
 // By a warp: tiles to the math warpgroups in turn. In flight at the top: Q of the tiles before, at most kTileStages a warpgroup.
-__device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const Problem &p) {
+template <class C> __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const Problem &p) {
     int warpgroup = 0;
     Ring<kTileStages> tiles;
     for (Ring<kStages> stages;; stages.n++) {
@@ -181,7 +219,7 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
                 full.arrive_expect(kTileBytes);
                 tensor_load(smem.tiles[warpgroup][stage], &maps.q, full, 0, head, first + tile * p.tile_tokens, batch);
             }
-            if (++warpgroup == kWarpgroups) {
+            if (++warpgroup == C::kWarpgroups) {
                 warpgroup = 0;
                 tiles.n++;
             }
@@ -191,7 +229,8 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
 }
 
 // By a warp: loads s_aux of a span's heads, and zeroes values of V that are not finite.
-template <class Element> __device__ __forceinline__ void check_values(Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
+template <class C> __device__ __forceinline__ void check_values(typename C::Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
+    using Element = typename C::Element;
     const int lane = threadIdx.x % 32, bytes = (p.span_tokens + kKeys) * kRowBytes;
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.stage();
@@ -201,8 +240,10 @@ template <class Element> __device__ __forceinline__ void check_values(Smem &smem
         for (int i = lane; i < p.group; i += 32)
             smem.s_aux[stage][i] =
                 span.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i)) : -INFINITY;
-        const bool found = __any_sync(0xffffffffu, any_nonfinite<Element, 32>(smem.values[stage], bytes, lane));
+        bool found = __any_sync(0xffffffffu, any_nonfinite<Element, 32>(smem.values[stage], bytes, lane));
         if (found) zero_nonfinite<Element, 32>(smem.values[stage], bytes, lane);
+        if constexpr (C::kHasSinkTokens)
+            found |= __any_sync(0xffffffffu, zero_nonfinite<Element, 32>(smem.sink_values[stage], kSinkBytes, lane));
         if (lane == 0) smem.nonfinite[stage] = found;
         async_fence();
         smem.kv_ready.arrive(stages);

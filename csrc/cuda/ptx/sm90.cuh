@@ -168,14 +168,19 @@ template <int kLength> __device__ __forceinline__ void pin(float (&d)[kLength]) 
 }
 
 // Accumulators d[i] ... as operands of the assembler, and their numbers in its text.
+#define SA_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SA_D8(d, i)                                                                                                                        \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SA_D16(d, i) SA_D8(d, i), SA_D8(d, i + 8)
+#define SA_D28(d) SA_D16(d, 0), SA_D8(d, 16), SA_D4(d, 24)
 #define SA_D32(d, i) SA_D16(d, i), SA_D16(d, i + 16)
 #define SA_D40(d) SA_D32(d, 0), SA_D8(d, 32)
 #define SA_D64(d) SA_D32(d, 0), SA_D32(d, 32)
 #define SA_D72(d) SA_D64(d), SA_D8(d, 64)
+#define SA_N4 "%0, %1, %2, %3"
+#define SA_N8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SA_N16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SA_N28 SA_N16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27"
 #define SA_N32                                                                                                                             \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "   \
     "%28, %29, %30, %31"
@@ -215,7 +220,10 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint3
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));                             \
     }
 #define SA_WGMMA(Element, type)                                                                                                            \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 4, "8", SA_N4, "%4", "%5", "%6", SA_D4(d, 0))                                     \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 8, "16", SA_N8, "%8", "%9", "%10", SA_D8(d, 0))                                   \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                              \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 28, "56", SA_N28, "%28", "%29", "%30", SA_D28(d))                                 \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                              \
     SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                   \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d))                                 \
