@@ -14,6 +14,7 @@ from . import (
     crossover,
     decode_crossover,
     distributed,
+    generate,
     gpu,
     harness,
     launches,
@@ -49,7 +50,7 @@ PICTURES: dict[ModuleType, type[Any]] = {
     planner: planner.PlannerRow,
     traffic: traffic.TrafficRow,
 }
-TABLES: dict[ModuleType, type[Any]] = {paged: paged.PagedRow}
+TABLES: dict[ModuleType, type[Any]] = {paged: paged.PagedRow, generate: generate.GenerateRow}
 DOCS = harness.ROOT / "docs"
 PAGE = DOCS / "studies.md"
 # What needs no rows.
@@ -59,6 +60,7 @@ PAGES: dict[Path, tuple[ModuleType, ...]] = {
     PAGE: (shapes, packed, crossover, split_prefill, launches, scaling, accuracy),
     DOCS / "planner.md": (planner,),
     DOCS / "decoding.md": (traffic, paged),
+    DOCS / "huggingface.md": (generate,),
 }
 ON_PAGE = PAGES[PAGE]
 

@@ -16,6 +16,7 @@ import sinkattn
 from benchmarks import (
     accuracy,
     crossover,
+    generate,
     gpu,
     harness,
     launches,
@@ -273,6 +274,19 @@ def test_split_prefill_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) -
         ("16of1024-8:1", impl, "") for impl in ("sinkattn", "split-2", "split-4")
     ]
     assert all(row.ms for row in rows)
+
+
+def test_a_generated_token_is_timed_by_difference() -> None:
+    asked = list[int]()
+
+    def run(new: int) -> float:
+        asked.append(new)
+        return 1.0 + 0.002 * new
+
+    assert generate.token_ms(run) == 2.0
+    assert asked == [8] * 5 + [40] * 3
+    rows = [generate.GenerateRow("generate", 64, impl, 2.5, "abc", "2.13") for impl in generate.IMPLS]
+    assert "| 64 | 2.5 | 2.5 | 2.5 |" in generate.markdown({"gpu": "G", "cuda": "13.0"}, rows)[1]
 
 
 @pytest.mark.parametrize(("keys", "parts"), [(1024, 8), (1027, 8), (19, 1), (40, 4)])
