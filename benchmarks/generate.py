@@ -73,7 +73,7 @@ def full_cache(config: Any, keys: int, static: bool) -> Any:
 def seconds_of(model: Any, keys: int, static: bool) -> Callable[[int], float]:
     """How long so many tokens take."""
     ids = torch.randint(model.config.vocab_size, (1, keys + 1), device=studies.device())
-    synchronize = torch.cuda.synchronize if studies.device() == "cuda" else lambda: None
+    synchronize: Callable[[], None] = torch.cuda.synchronize if studies.device() == "cuda" else lambda: None
 
     def run(new: int) -> float:
         cache = full_cache(model.config, keys, static)
@@ -96,7 +96,9 @@ def token_ms(run: Callable[[int], float]) -> float:
 
 def markdown(machine: dict[str, object], rows: Sequence[GenerateRow]) -> list[str]:
     found = {(row.keys, row.impl): row.ms for row in rows}
-    lines = [[str(keys), *(f"{found[keys, impl]:.3g}" for impl in IMPLS)] for keys in dict.fromkeys(r.keys for r in rows)]
+    lines = [
+        [str(keys), *(f"{found[keys, impl]:.3g}" for impl in IMPLS)] for keys in dict.fromkeys(r.keys for r in rows)
+    ]
     return [studies.where(machine, rows), studies.table(["keys", *(f"{impl}, ms a token" for impl in IMPLS)], lines)]
 
 
