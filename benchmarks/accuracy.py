@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -157,20 +158,20 @@ def markdown(machine: dict[str, object], rows: Sequence[AccuracyRow]) -> list[st
 def plot(path: Path, machine: dict[str, object], rows: Sequence[AccuracyRow]) -> None:
     every = list(dict.fromkeys(row.case for row in rows))
     names = [_name(s) for s in STRENGTHS if s is not None]
-    with studies.picture(path, len(every), len(QUANTITIES), (17, 3.4 * len(every))) as (figure, axes):
-        for line, case in zip(axes, every, strict=True):
-            for panel, quantity in zip(line, QUANTITIES, strict=True):
-                for peer in WITH_SINK:
-                    found = {
-                        _name(row.s_aux): row.error
-                        for row in rows
-                        if (row.case, row.impl, row.quantity) == (case, peer.name, quantity) and row.error
-                    }
-                    x = [i for i, name in enumerate(names) if name in found]
-                    panel.plot(x, [found[names[i]] for i in x], marker=".", label=peer.name)
-                panel.set_xticks(range(len(names)), names, fontsize=7)
-                panel.set(title=f"{quantity}, {case.split('-')[0]}", yscale="log", xlabel="s_aux")
-                panel.grid(alpha=0.3)
+    with studies.picture(path, 2, len(QUANTITIES) // 2, (10, 7)) as (figure, axes):
+        for panel, quantity in zip(axes.flat, QUANTITIES, strict=True):
+            for (case, style), (i, peer) in product(zip(every, ("-", ":"), strict=True), enumerate(WITH_SINK)):
+                found = {
+                    _name(row.s_aux): row.error
+                    for row in rows
+                    if (row.case, row.impl, row.quantity) == (case, peer.name, quantity) and row.error
+                }
+                x = [n for n, name in enumerate(names) if name in found]
+                label = f"{peer.name}, {case.split('-')[0]}"
+                panel.plot(x, [found[names[n]] for n in x], style, color=f"C{i}", marker=".", label=label)
+            panel.set_xticks(range(len(names)), names)
+            panel.set(title=quantity, yscale="log", xlabel="s_aux")
+            panel.grid(alpha=0.3)
         axes[0][0].legend(fontsize=8)
         figure.suptitle(f"error against fp64, bf16, {machine.get('gpu') or machine['cpu']}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matplotlib's SVG in a tenth of its bytes, which looks the same: lines of one style are one path, and points one more.
+"""Matplotlib's SVG in a tenth of its bytes, which looks the same: lines of one style are one path, and points markers.
 
 Text stays text, coordinates have one decimal, those of a path are relative, each style is named once, and what no
 picture shows is left out.
@@ -13,10 +13,12 @@ from xml.etree import ElementTree as Tree
 from xml.sax.saxutils import escape
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+_G = f"{{{_SVG}}}g"
 _HREF = f"{{{_XLINK}}}href"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 _COMMAND = re.compile(r"([MLQCzh])([^MLQCzh]*)")
 _LEADING_ZERO = re.compile(r"(?<![\d.])0\.")
+_FONT = re.compile(r"font-family: 'DejaVu Sans'(, sans-serif)?(; )?")
 _MOVE = re.compile(r"translate\((\S+) (\S+)\)")
 _DOT = "fill: none; stroke: {}; stroke-width: {}; stroke-linecap: round"
 
@@ -67,21 +69,39 @@ def _joined(formula: Tree.Element) -> Tree.Element:
     return text
 
 
+def _mark(use: Tree.Element, marks: dict[str, Tree.Element], x: float, y: float) -> tuple[str, str]:
+    """What a <use> draws, at x, y, as a path and its style; a round mark is the cap of a line without length."""
+    mark = marks[use.attrib[_HREF][1:]]
+    path = mark.attrib["d"]
+    if "C" not in path:
+        return _moved(path, x, y), "fill: none; " + (use.attrib.get("style", "") or mark.attrib["style"])
+    radius = max(float(number) for number in _NUMBER.findall(path))
+    color = re.search(r"stroke: (#\w+)", f"{use.attrib['style']}; {mark.attrib['style']}")
+    return f"M{x:.1f} {y:.1f}h0", _DOT.format(color[1] if color else "#000000", f"{2 * radius + 1:g}")
+
+
 def _drawn(group: Tree.Element, marks: dict[str, Tree.Element]) -> tuple[str, str]:
-    """What a group's <use> draw, as one path and its style; a round mark becomes the cap of a line without length."""
-    found, style = [], ""
-    for use in group:
-        mark, x, y = marks[use.attrib[_HREF][1:]], float(use.attrib["x"]), float(use.attrib["y"])
-        path = mark.attrib["d"]
-        if "C" in path:
-            radius = max(float(number) for number in _NUMBER.findall(path))
-            color = re.search(r"stroke: (#\w+)", f"{use.attrib['style']}; {mark.attrib['style']}")
-            style = _DOT.format(color[1] if color else "#000000", f"{2 * radius + 1:g}")
-            found.append(f"M{x:.1f} {y:.1f}h0")
-        else:
-            style = "fill: none; " + (use.attrib.get("style", "") or mark.attrib["style"])
-            found.append(_moved(path, x, y))
-    return "".join(found), style
+    """What a group's <use> draw, as one path and its style."""
+    found = [_mark(use, marks, float(use.attrib["x"]), float(use.attrib["y"])) for use in group]
+    return "".join(path for path, _ in found), found[-1][1]
+
+
+def _is_points(element: Tree.Element) -> bool:
+    return element.tag == _G and len(element) > 0 and all(x.tag == f"{{{_SVG}}}use" for x in element)
+
+
+def _marked(root: Tree.Element, marks: dict[str, Tree.Element]) -> dict[tuple[str, str], str]:
+    """Takes out points that are those of the line in front of them; its style has a marker instead, by name."""
+    markers: dict[tuple[str, str], str] = {}
+    for group in root.iter(_G):
+        for line, points in itertools.pairwise([x for x in group if x.tag != f"{{{_SVG}}}defs"]):
+            if _is_points(points) and line.attrib.get("clip-path") == points.attrib.get("clip-path"):
+                at = "".join(f"L {use.attrib['x']} {use.attrib['y']}" for use in points).replace("L", "M", 1)
+                if _relative(line.attrib.get("d", "")) == _relative(at):
+                    group.remove(points)
+                    name = markers.setdefault(_mark(points[0], marks, 0, 0), f"m{len(markers)}")
+                    line.attrib["style"] += f"; marker: url(#{name})"
+    return markers
 
 
 def _flat(
@@ -89,13 +109,13 @@ def _flat(
 ) -> None:
     """Appends (tag, style and clip, element) in the order of drawing.
 
-    Lines of one style share a path, unless an area is drawn over the first of them.
+    Lines of one style share a path, unless an area is drawn over the first of them; so do areas one after the other.
     """
     for child in element:
         tag, of = child.tag.removeprefix(f"{{{_SVG}}}"), child.attrib.get("clip-path", clip)
         if tag == "defs":
             continue
-        if tag == "g" and len(child) and all(x.tag == f"{{{_SVG}}}use" for x in child):
+        if _is_points(child):
             path, style = _drawn(child, marks)
             child = Tree.Element(f"{{{_SVG}}}path", {"d": path, "style": style})
             tag = "path"
@@ -105,9 +125,10 @@ def _flat(
         if tag == "g" and [x.tag for x in child] == [f"{{{_SVG}}}text"] and "style" not in child.attrib:
             tag, child = "text", _joined(child)
         key = f"{child.attrib.get('style', '')}|{of or ''}"
-        if tag == "path" and "fill: none" in key:
+        if tag == "path":
             above = itertools.takewhile(lambda x: x[0] != "path" or "fill: none" in x[1], reversed(drawn))
-            alike = next((x for x in above if x[:2] == (tag, key)), None)
+            free = above if "fill: none" in key else drawn[-1:]
+            alike = next((x for x in free if x[:2] == (tag, key)), None)
             if alike:
                 alike[2].attrib["d"] += child.attrib["d"]
                 continue
@@ -121,7 +142,7 @@ def _written(element: Tree.Element, names: dict[str, str], classes: dict[str, st
     shown = []
     for name, value in element.attrib.items():
         if name == "style":
-            shown.append(("class", classes.setdefault(value, f"s{len(classes)}")))
+            shown.append(("class", classes.setdefault(_FONT.sub("", value), f"s{len(classes)}")))
         elif name == "clip-path":
             shown.append((name, names[value]))
         elif name == "d":
@@ -141,7 +162,8 @@ def compact(text: str) -> str:
     marks = {x.attrib["id"]: x for x in root.iter(f"{{{_SVG}}}path") if "id" in x.attrib}
     clips = {x.attrib["id"]: x[0] for x in root.iter(f"{{{_SVG}}}clipPath")}
     drawn: list[tuple[str, str, Tree.Element]] = []
-    for figure in root.findall(f"{{{_SVG}}}g"):
+    markers = _marked(root, marks)
+    for figure in root.findall(_G):
         _flat(figure, None, marks, drawn)
     classes: dict[str, str] = {}
     names = {f"url(#{name})": f"url(#c{i})" for i, name in enumerate(clips)}
@@ -152,7 +174,14 @@ def compact(text: str) -> str:
         + "/></clipPath>"
         for i, box in enumerate(clips.values())
     ]
+    points = [
+        f'<marker id="{name}" markerUnits="userSpaceOnUse" overflow="visible">'
+        + _written(Tree.Element(f"{{{_SVG}}}path", {"d": path, "style": style}), names, classes)
+        + "</marker>"
+        for (path, style), name in markers.items()
+    ]
     styles = "".join(f".{name}{{{style.replace(': ', ':').replace('; ', ';')}}}" for style, name in classes.items())
     size = " ".join(f'{name}="{root.attrib[name]}"' for name in ("width", "height", "viewBox"))
-    head = f'<svg xmlns="{_SVG}" {size}>\n<style>*{{stroke-linejoin:round;stroke-linecap:butt}}{styles}</style>'
-    return "\n".join([head, f"<defs>{''.join(boxes)}</defs>", *lines, "</svg>", ""])
+    every = "*{stroke-linejoin:round;stroke-linecap:butt}text{font-family:'DejaVu Sans',sans-serif}"
+    head = f'<svg xmlns="{_SVG}" {size}>\n<style>{every}{styles}</style>'
+    return "\n".join([head, f"<defs>{''.join(boxes + points)}</defs>", *lines, "</svg>", ""])

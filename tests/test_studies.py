@@ -340,7 +340,7 @@ def test_the_naive_kernel_is_right() -> None:
 
 
 def test_a_picture_is_small_and_whole(tmp_path: Path) -> None:
-    """Text is text, a line is one path, and so are its points."""
+    """Text is text, a line is one path, and its points are a marker's."""
     path = tmp_path / "picture.svg"
     with studies.picture(path, 1, 2, (8, 4)) as (figure, axes):
         for panel, marker in zip(axes[0], ("o", "x"), strict=True):
@@ -354,9 +354,12 @@ def test_a_picture_is_small_and_whole(tmp_path: Path) -> None:
     words = {"".join("".join(x.itertext()).split()) for x in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"a&b<c", "above", "tentothen", "102"} <= words  # the last is ten squared
     assert "<use" not in text
-    paths = [element.attrib["d"] for element in root.iter("{http://www.w3.org/2000/svg}path")]
-    assert sorted(d.count("h0") for d in paths if "h0" in d) == [1, 3]  # the legend's point and the line's
-    dots = next(d for d in paths if d.count("h0") == 3)
-    *_, one, two = [float(x) for x in re.findall(r"m(-?[\d.]+) ?-?[\d.]+h0", dots)]
-    assert one == pytest.approx(two, abs=0.2)
-    assert dots.replace("h0m", "l").removesuffix("h0") in paths, "the line goes through its points"
+    paths = list(root.iter("{http://www.w3.org/2000/svg}path"))
+    assert sum("h0" in path.attrib["d"] for path in paths) == 2  # the marker, and the point in the legend
+    for marker in re.findall(r"\.(\w+){[^}]*marker:url\(#m\d\)", text):
+        (line,) = (path.attrib["d"] for path in paths if path.attrib["class"] == marker)
+        step = r"l([\d.]+)-[\d.]+"
+        match = re.fullmatch(rf"m[\d.]+ [\d.]+{step}{step}", line)
+        assert match, line
+        assert float(match[1]) == pytest.approx(float(match[2]), abs=0.2)
+    assert text.count("marker:url") == text.count("<marker ") == 2
