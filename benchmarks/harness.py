@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -349,7 +349,9 @@ def results_path(suite: str, device: str) -> Path:
 
 
 def save(path: Path, rows: Sequence[Any], machine: dict[str, object]) -> None:
-    """A line a row, of the columns whose value is not the same in every row; "same" has the others."""
+    """A line a row, without what it shares with others: "same" has what is equal in all rows, and a line leaves out its
+    first values where they are those of the line before.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [{name: json.dumps(value, separators=(",", ":")) for name, value in asdict(row).items()} for row in rows]
     names = list(written[0]) if written else []
@@ -357,11 +359,18 @@ def save(path: Path, rows: Sequence[Any], machine: dict[str, object]) -> None:
     same = {name: getattr(rows[0], name) for name in names if name not in columns}
     head = {"machine": machine, "same": same, "columns": columns}
     facts = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in head.items())
-    lines = ",\n".join(f"[{','.join(row[name] for name in columns)}]" for row in written)
-    path.write_text(f'{{\n{facts}"rows": [\n{lines}\n]\n}}\n')
+    lines, before = [], [""] * len(columns)
+    for values in ([row[name] for name in columns] for row in written):
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(values, before, strict=True))))
+        lines.append(f"[{','.join(values[shared:])}]")
+        before = values
+    path.write_text(f'{{\n{facts}"rows": [\n' + ",\n".join(lines) + "\n]\n}\n")
 
 
 def load(path: Path, kind: Callable[..., AnyRow]) -> tuple[dict[str, object], list[AnyRow]]:
     kept = json.loads(path.read_text())
-    rows = [kind(**kept["same"], **dict(zip(kept["columns"], row, strict=True))) for row in kept["rows"]]
+    columns, rows, values = kept["columns"], list[AnyRow](), list[Any]()
+    for line in kept["rows"]:
+        values = values[: len(columns) - len(line)] + line
+        rows.append(kind(**kept["same"], **dict(zip(columns, values, strict=True))))
     return kept["machine"], rows

@@ -203,16 +203,24 @@ def test_rows_survive_the_file_and_are_shown(tmp_path: Path) -> None:
     assert drawn[-1] == "Not in the table: flex: not measured."
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_a_file_has_a_line_a_row(tmp_path: Path, count: int) -> None:
-    """What all rows have in common, such as the commit, is written once."""
-    rows = [replace(GPU_ROWS[0], note=f"row {i}, [null]") for i in range(count)]
+    """What all rows have in common, such as the commit, is written once; so is what begins row after row."""
+    rows = [replace(GPU_ROWS[0], case=f"case {i // 3}", note=f"row {i // 2}, [null]") for i in range(count)]
     path = tmp_path / "rows.json"
     harness.save(path, rows, H200)
     assert harness.load(path, gpu.Row) == (H200, rows)
-    lines = path.read_text().splitlines()
-    assert sum("none" in line for line in lines) == (count > 0)
-    assert sum(line.startswith('["row') for line in lines) == (count if count > 1 else 0)
+    text = path.read_text()
+    assert text.count('"none"') == (count > 0)
+    lines = text.partition('"rows": [\n')[2].splitlines()[:-2]
+    if count == 5:
+        assert [line.strip(",") for line in lines] == [
+            '["case 0","row 0, [null]"]',
+            "[]",
+            '["row 1, [null]"]',
+            '["case 1","row 1, [null]"]',
+            '["row 2, [null]"]',
+        ]
 
 
 def gpu_row(case: str, impl: str, ms: float | None, direction: str = "forward", note: str = "") -> gpu.Row:
