@@ -6,7 +6,7 @@
 #   make docs    the pages and the API reference, strictly, into build/docs
 #   make wheel   dist/*.whl, for every torch of TORCHES and any Python
 #   make install PREFIX=/usr/local DESTDIR=    header, static and shared library, sinkattn.pc
-#   make test-c | test-vllm | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
+#   make test-c | test-newest | test-vllm | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
 #
 # demo, docs, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
 # installed. NVCC= leaves the CUDA half out, V=1 shows commands. Builds that differ in flags go to BUILD folders of their own.
@@ -23,6 +23,8 @@ DESTDIR ?=
 # What runs the C programs of another architecture, such as qemu-aarch64 -L /usr/aarch64-linux-gnu.
 RUN ?=
 PYTHON ?=
+# Such as --numprocesses 2.
+PYTEST_FLAGS ?=
 ifeq ($(origin NVCC),undefined)
 NVCC := $(shell command -v nvcc)
 endif
@@ -78,7 +80,7 @@ $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install binding package wheel ext test test-c test-sanitize test-asan test-tsan test-py test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint format clean FORCE
+.PHONY: lib install binding package wheel ext ext-test ext-docs ext-demo test test-c test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -257,11 +259,14 @@ endif
 ext:
 	$(PY) setup.py --quiet build_ext --inplace
 
+# After an install, and once in a make: it replaces what tests that run side by side have loaded.
+ext-test ext-docs ext-demo: ext-%: $(call installed,%)
+	$(MAKE) ext
+
 test: test-c test-py
 
-test-py: $(call installed,test)
-	$(MAKE) ext
-	$(PY) -m pytest
+test-py: ext-test
+	$(PY) -m pytest $(PYTEST_FLAGS)
 
 # vLLM in an environment of its own: it pins packages that others need in other versions. Its torch is ours, so the extension that is built
 # in place loads there, and a .pth with the metadata is all there is to install; torchvision and its like come for another torch, and go.
@@ -278,15 +283,21 @@ build/vllm/installed: pyproject.toml
 
 vllm-env: build/vllm/installed
 
-test-vllm: $(call installed,test) build/vllm/installed
-	$(MAKE) ext
+test-vllm: ext-test build/vllm/installed
 	$(VLLM_PY) -m pytest tests/test_vllm*.py
+
+# TRL, beside which verl does not import, and a transformers that has the other models with sinks, which verl does not take.
+build/newest/installed: $(call installed,torch)
+	$(PY) -m pip install --quiet --no-deps --target build/newest transformers==5.23.0 tokenizers==0.23.3 trl==1.16.0
+	@touch $@
+
+test-newest: ext-test build/newest/installed
+	PYTHONPATH=build/newest $(PY) -m pytest $(patsubst %,tests/test_%.py,trainers models model_sweep hf* cache)
 
 gpu-tests = $(patsubst %,tests/test_gpu_%.py,$(1))
 
 # Where a CUDA device is; elsewhere these tests skip. Then the kernels for older devices, on this one.
-test-gpu: $(call installed,test)
-	$(MAKE) ext
+test-gpu: ext-test
 	$(PY) -m pytest tests/test_gpu*.py tests/test_cache.py tests/test_models.py tests/test_benchmarks.py tests/test_decode_studies.py tests/test_studies.py
 	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest $(call gpu-tests,fwd bwd hostile graphs training kernels promises)
 
@@ -295,8 +306,7 @@ test-gpu: $(call installed,test)
 COMPUTE_SANITIZER ?= compute-sanitizer
 SANITIZED := head_dim or edges or stay_where_they_belong or pages_outside or 200-90-0-64-5 or 299-0-140-128-7 or varlen-127-7 or dense-64-64
 
-test-gpu-sanitize: $(call installed,test)
-	$(MAKE) ext
+test-gpu-sanitize: ext-test
 	$(MAKE) -O -j4 gpu-memcheck gpu-racecheck gpu-initcheck gpu-synccheck
 
 gpu-%:
@@ -323,12 +333,10 @@ wheel: build/wheel-env/installed $(TORCH_INCLUDES)
 	SINKATTN_TORCH_INCLUDES='$(TORCH_INCLUDES)' $(WHEEL_PY) setup.py --quiet bdist_wheel --dist-dir build/wheel
 	PATH=build/wheel-env/bin:$$PATH $(WHEEL_PY) -m auditwheel repair --exclude libc10.so --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 
-demo: $(call installed,demo)
-	$(MAKE) ext
+demo: ext-demo
 	$(PY) examples/finetune_gpt_oss.py
 
-docs: $(call installed,docs)
-	$(MAKE) ext
+docs: ext-docs
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/docs
 
 # ---- style ----
@@ -336,14 +344,20 @@ docs: $(call installed,docs)
 C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/cuda/*.cu tests/cuda/*.cuh tests/fuzz/*.c benchmarks/*.cu examples/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
 
-lint: $(call installed,lint)
+lint: lint-python lint-c
+
+lint-python: $(call installed,lint)
 	$(TOOLS)ruff check .
 	$(TOOLS)ruff format --check .
 	$(TOOLS)mypy --strict sinkattn
 	$(PY) tools/check_snippets.py
-	$(TOOLS)clang-format --dry-run -Werror $(C_FILES)
-	$(TOOLS)clang-tidy --quiet $(filter csrc/core/%.c csrc/cpu/%.c,$(SOURCES)) -- -std=c11 -Icsrc -Icsrc/include $(AMX_BF16_FLAGS)
 	$(PY) tools/check_structure.py
+
+lint-c: $(patsubst %,tidy/%,$(filter csrc/core/%.c csrc/cpu/%.c,$(SOURCES))) $(call installed,lint)
+	$(TOOLS)clang-format --dry-run -Werror $(C_FILES)
+
+tidy/%: $(call installed,lint)
+	$(TOOLS)clang-tidy --quiet $* -- -std=c11 -Icsrc -Icsrc/include $(AMX_BF16_FLAGS)
 
 format: $(call installed,lint)
 	$(TOOLS)ruff format .
