@@ -107,19 +107,28 @@ def with_trainer(model: torch.nn.Module, folder: Path, unpacked: bool, **others:
     return Trainer(model, arguments, Unpacked(flatten) if unpacked else flatten, pieces())
 
 
-def with_trl(model: torch.nn.Module, folder: Path, unpacked: bool, **others: Any) -> Trainer:
-    trl = pytest.importorskip("trl", reason="trl is not installed: pip install --no-build-isolation '.[trl]'")
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
+NO_TRL = "trl is not installed: pip install --no-build-isolation '.[trl]'"
+
+
+def characters() -> Any:
+    """A tokenizer of single characters, as transformers has them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<pad>": 0, **{chr(31 + i): i for i in range(1, 97)}}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary)), pad_token="<pad>", eos_token="<pad>"
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, **{chr(31 + i): i for i in range(1, 97)}}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>", padding_side="left"
     )
+
+
+def with_trl(model: torch.nn.Module, folder: Path, unpacked: bool, **others: Any) -> Trainer:
+    trl = pytest.importorskip("trl", reason=NO_TRL)
+    from datasets import Dataset
+
     packing = {"packing": True, "max_length": 128, "per_device_train_batch_size": 2}
     config = trl.SFTConfig(**options(folder, **packing | others))
-    trainer = trl.SFTTrainer(model, config, train_dataset=Dataset.from_list(pieces()), processing_class=tokenizer)
+    trainer = trl.SFTTrainer(model, config, train_dataset=Dataset.from_list(pieces()), processing_class=characters())
     if unpacked:
         trainer.data_collator = Unpacked(trainer.data_collator)
     return trainer
@@ -192,3 +201,29 @@ def test_lora(setup: Setup, trained: bool, tmp_path: Path) -> None:
     assert torch.equal(sinks(merged), ours)
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(sinks(type(merged).from_pretrained(tmp_path / "merged")), ours)
+
+
+def test_grpo_follows_eager(tmp_path: Path) -> None:
+    """TRL's GRPOTrainer generates, scores and trains: from the same seed the same samples, and the sinks go alike."""
+    trl = pytest.importorskip("trl", reason=NO_TRL)
+    from datasets import Dataset
+
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 3}
+    models, rewards = [model_with("sinkattn"), model_with("eager")], []
+    before = sinks(models[0])
+    for model in models:
+        # An update by SGD is the gradient's; Adam's would be its sign.
+        config = trl.GRPOConfig(**options(tmp_path, **sizes, optim="sgd", learning_rate=1.0))
+        data = Dataset.from_dict({"prompt": ["a few words", "one"] * 8})
+        trainer = trl.GRPOTrainer(model, count_letters, config, data, processing_class=characters())
+        with Calls() as calls:
+            trainer.train()
+        assert bool(calls.named("flash_decode")) == bool(calls.named("flash_attn_bwd")) == (model is models[0])
+        rewards.append([x["reward"] for x in trainer.state.log_history if "reward" in x])
+    assert len(rewards[0]) == 3
+    assert rewards[0] == rewards[1]
+    assert_moved_alike(*map(sinks, models), before)
+
+
+def count_letters(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(sum(x.isalpha() for x in completion)) for completion in completions]
