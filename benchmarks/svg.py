@@ -167,7 +167,16 @@ def compact(text: str) -> str:
         _flat(figure, None, marks, drawn)
     classes: dict[str, str] = {}
     names = {f"url(#{name})": f"url(#c{i})" for i, name in enumerate(clips)}
-    lines = [_written(element, names, classes) for *_, element in drawn]
+    lines = []
+    for (tag, _), run in itertools.groupby(drawn, lambda x: x[:2]):
+        elements = [element for *_, element in run]
+        if tag == "text" and len(elements) > 1:  # a style's texts that follow each other, such as an axis's, in a group
+            group = Tree.Element(_G, {"style": elements[0].attrib["style"]})
+            for element in elements:
+                del element.attrib["style"]
+            group.extend(elements)
+            elements = [group]
+        lines += [_written(element, names, classes) for element in elements]
     boxes = [
         f'<clipPath id="c{i}"><rect'
         + "".join(f' {side}="{_rounded(box.attrib[side])}"' for side in ("x", "y", "width", "height"))
