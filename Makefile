@@ -80,7 +80,7 @@ $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install binding package wheel ext ext-test ext-docs ext-demo test test-c test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
+.PHONY: lib install binding package wheel show-torches ext ext-test ext-docs ext-demo test test-c test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -131,7 +131,8 @@ TORCH_INCLUDE ?=
 ifneq ($(TORCH_INCLUDE),)
 TORCH_RELEASE := $(shell sed -n 's/^.define TORCH_VERSION_M[AI][JN]OR //p' $(TORCH_INCLUDE)/torch/headeronly/version.h | paste -sd.)
 BINDING_BUILD := $(BUILD)/torch$(TORCH_RELEASE)
-BINDING_FLAGS := -std=c++20 -O2 -g0 -fPIC -fopenmp -fvisibility=hidden $(PREFIX_MAP) -Icsrc/include -isystem $(TORCH_INCLUDE) \
+BINDING_FLAGS := -std=c++20 -O2 -g0 -fPIC -fopenmp -fvisibility=hidden $(PREFIX_MAP) -ffile-prefix-map=$(TORCH_INCLUDE)=torch \
+    -Icsrc/include -isystem $(TORCH_INCLUDE) \
     -isystem $(TORCH_INCLUDE)/torch/csrc/api/include $(CXXFLAGS)
 BINDING_OBJECTS := $(patsubst csrc/torch/%,$(BINDING_BUILD)/%.o,$(sort $(wildcard csrc/torch/*.cpp)))
 TORCH_LIBRARIES := $(BINDING_BUILD)/named/libc10.so $(BINDING_BUILD)/named/libtorch_cpu.so
@@ -319,6 +320,7 @@ gpu-%:
 
 TORCHES ?= 2.10 2.11 2.12 2.13 2.14 2.15
 WHEEL_PY := build/wheel-env/bin/python
+export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null)
 TORCH_INCLUDES := $(TORCHES:%=build/torch/%/include)
 
 build/wheel-env/installed:
@@ -333,6 +335,10 @@ wheel: build/wheel-env/installed $(TORCH_INCLUDES)
 	rm -rf build/wheel build/lib dist
 	SINKATTN_TORCH_INCLUDES='$(TORCH_INCLUDES)' $(WHEEL_PY) setup.py --quiet bdist_wheel --dist-dir build/wheel
 	PATH=build/wheel-env/bin:$$PATH $(WHEEL_PY) -m auditwheel repair --exclude libc10.so --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
+	$(WHEEL_PY) tools/check_wheel.py dist/*.whl
+
+show-torches:
+	@echo $(TORCHES)
 
 demo: ext-demo
 	$(PY) examples/finetune_gpt_oss.py

@@ -43,8 +43,12 @@ def find(pattern: str, header: Path) -> str:
     return found[1]
 
 
+def version_header(include: Path) -> Path:
+    return include / "torch" / "headeronly" / "version.h"
+
+
 def torch_release(include: Path) -> tuple[int, int]:
-    header = include / "torch" / "headeronly" / "version.h"
+    header = version_header(include)
     return int(find(r"TORCH_VERSION_MAJOR (\d+)", header)), int(find(r"TORCH_VERSION_MINOR (\d+)", header))
 
 
@@ -83,6 +87,13 @@ class WheelForAnyPython(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
+
+    def write_wheelfile(self, wheelfile_base: str, *arguments: str) -> None:
+        super().write_wheelfile(wheelfile_base, *arguments)
+        out = Path(wheelfile_base) / "sboms" / "sinkattn.cdx.json"
+        torches = [find(r'TORCH_VERSION \\\n +"(.+)"', version_header(include)) for include in INCLUDES]
+        libraries = Path(self.bdist_dir) / "sinkattn" / "_lib"
+        subprocess.run([sys.executable, "tools/sbom.py", libraries, out, *torches], check=True)
 
 
 first, last = min(map(torch_release, INCLUDES)), max(map(torch_release, INCLUDES))

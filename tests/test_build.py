@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ import sinkattn
 from sinkattn import _C
 from sinkattn.__main__ import main
 from sinkattn.check import CPU_LEVELS
+from tools import check_wheel
 from tools.mutations import MUTATIONS
 
 ROOT = Path(__file__).parent.parent
@@ -305,7 +307,8 @@ def test_spills_of_no_tuned_kernel_are_no_success(tmp_path: Path) -> None:
 def package(folder: Path, *commands: str | Path) -> None:
     """setup.py's own files go to the folder; what is compiled already is taken from the build folder."""
     (folder / "egg").mkdir()
-    done = run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder / "egg", *commands)
+    egg = ("egg_info", "--egg-base", folder / "egg")
+    done = run(sys.executable, "setup.py", "-q", *egg, *commands, SOURCE_DATE_EPOCH="1700000000")
     assert done.returncode == 0, done.stderr
 
 
@@ -322,11 +325,41 @@ def test_the_sdist_is_the_repository(tmp_path: Path) -> None:
     assert held - {"PKG-INFO", "setup.cfg"} == tracked
 
 
-def test_the_wheel_runs_away_from_its_sources(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stale in (ROOT / "build").glob("lib*"):
         shutil.rmtree(stale)
+    folder = tmp_path_factory.mktemp("wheel")
+    package(folder, "bdist_wheel", "--bdist-dir", folder / "bdist", "-d", folder)
+    return next(folder.glob("*.whl"))
+
+
+def test_a_wheel_is_as_promised_and_faults_are_found(wheel: Path, tmp_path: Path) -> None:
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not on PATH")
     package(tmp_path, "bdist_wheel", "--bdist-dir", tmp_path / "bdist", "-d", tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
+    (again,) = tmp_path.glob("*.whl")
+    assert [fault for fault in check_wheel.faults(wheel, again) if "manylinux" not in fault] == []
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".cdx.json"))
+        bom = json.loads(archive.read(name))
+        members = {member: archive.read(member) for member in archive.namelist()}
+    assert bom["metadata"]["component"]["purl"] == f"pkg:pypi/sinkattn@{_C.version}"
+    assert bom["metadata"]["timestamp"] == "2023-11-14T22:13:20Z"
+    assert {"type": "framework", "version": torch.__version__.split("+")[0]}.items() <= bom["components"][-1].items()
+
+    binding = _C.binding_for(torch.__version__).name
+    members["sinkattn/_lib/libsinkattn.so.9"] = members[f"sinkattn/_lib/{binding}"] + str(ROOT).encode()
+    wrong = tmp_path / "sinkattn-0-py3-none-manylinux_2_34_x86_64.whl"
+    with zipfile.ZipFile(wrong, "w") as archive:
+        for member, data in members.items():
+            archive.writestr(member, data)
+    found = "\n".join(check_wheel.faults(wrong, wheel))
+    for fault in ("differ", "the SBOM's files are not the wheel's", "so.9 names a folder", "so.9 has the symbol _ZN"):
+        assert fault in found, found
+
+
+def test_the_wheel_runs_away_from_its_sources(wheel: Path, tmp_path: Path) -> None:
     said = re.search(r"A wheel has ([\d.]+) MB without CUDA and\s([\d.]+) MB with", (ROOT / "README.md").read_text())
     assert said
     with_cuda = any(variant["backend"] == "cuda" for variant in sinkattn.variants())
