@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with learned sinks, in flash-attention's argument order."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-3:] == ["-m", "sinkattn", "doctor"]:
+    from .doctor import stop_where_the_import_would_fail as _stop
+
+    _stop()
+
 import torch
 
 from . import _C

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m sinkattn: what is installed here. python -m sinkattn plan: which kernel serves given sizes, and why."""
+"""python -m sinkattn: what is installed here, and whether it computes what it should.
+
+python -m sinkattn plan: which kernel serves given sizes, and why.
+python -m sinkattn doctor: why an import or a plan fails.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import argparse
 import sys
 from typing import Any
 
-from . import _C
+from . import _C, doctor
 from .check import check, plan
 
 _PLAN = "Which kernel serves given sizes, and why; on this CPU, or by --cuda or --arch on a GPU. Heads are gpt-oss's."
@@ -24,9 +28,13 @@ docs/planner.md defines B*, P and P*."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m sinkattn", description="Without a command: version, backends, devices.")
+    parser = argparse.ArgumentParser(
+        "python -m sinkattn", description="Without a command: version, backends, devices, self-test."
+    )
     parser.add_argument("--version", action="version", version=f"sinkattn {_C.version}")
-    command = parser.add_subparsers(dest="command").add_parser(
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("doctor", help="why an import or a plan fails, or that nothing does")
+    command = commands.add_parser(
         "plan",
         help="which kernel serves given sizes, and why",
         description=_PLAN,
@@ -77,8 +85,12 @@ def _device(cuda: int | None, arch: int | None, sms: int | None) -> dict[str, An
 def main(arguments: list[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     try:
-        if options.pop("command") is None:
+        wanted = options.pop("command")
+        if wanted == "doctor":
+            return doctor.main()
+        if wanted is None:
             print(check())
+            print("\n".join(doctor.self_tests()))
             return 0
         device = _device(options.pop("cuda"), options.pop("arch"), options.pop("sms"))
         op = options.pop("op")

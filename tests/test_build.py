@@ -64,7 +64,9 @@ def test_check_names_every_fact() -> None:
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert capsys.readouterr().out.strip() == sinkattn.check()
+    facts, _, tests = capsys.readouterr().out.partition("\nself-test ")
+    assert facts == sinkattn.check()
+    assert re.match(r"cpu: forward, backward and decode agree with the formula in fp64 \(\d\.\d s\)", tests)
     assert main(["plan", "decode", "--k-len", "4096", "--num-splits", "2"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"variant +sa_decode_cpu_", out)
@@ -78,6 +80,15 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     assert "--num-sink-tokens" in capsys.readouterr().out
+
+
+def test_a_self_test_that_fails_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.ops.sinkattn.flash_decode.default
+    monkeypatch.setattr("sinkattn.ops._decode", lambda *a, **k: tuple(x * 1.001 for x in right(*a, **k)))
+    assert main([]) == 1
+    assert re.search(r"decode on cpu is wrong: its largest error is 1\.0e-03", capsys.readouterr().err)
+    assert main(["doctor"]) == 1
+    assert re.search(r"\[ok\]  plans .*\n\[no\]  self-tests  decode on cpu is wrong", capsys.readouterr().out)
 
 
 def test_command_line_for_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,6 +468,37 @@ def test_libraries_that_do_not_load_are_explained(tmp_path: Path) -> None:
     assert re.match(r"ImportError: sinkattn's operators do not load under torch \S+ \(.*", import_error(tmp_path))
     (package / "_lib" / library.name).write_bytes(b"")
     assert import_error(tmp_path).startswith("ImportError: sinkattn's library does not load on this machine (")
+
+
+def told(folder: Path) -> str:
+    done = run(sys.executable, "-m", "sinkattn", "doctor", PYTHONPATH=str(folder), PYTHONSAFEPATH="1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_doctor_says_why_an_import_fails(tmp_path: Path) -> None:
+    package = copied(tmp_path)
+    shutil.copy(ROOT / "sinkattn" / "doctor.py", package)
+    assert re.match(r"\[no\]  library     \S+ has the sources and no library", told(tmp_path))
+    (library,) = _C.FOLDER.glob("libsinkattn.so.*")
+    shutil.copy(library, package / "_lib")
+    (tmp_path / "torch.py").write_text("raise ImportError('hidden by the test')")
+    hidden = told(tmp_path)
+    assert re.search(r"\[ok\]  library .*\n\[no\]  torch       torch does not import \(hidden by the test\)", hidden)
+    (tmp_path / "torch.py").unlink()
+    (package / "_lib" / "torch9.9.so").touch()
+    assert re.search(r"\[no\]  operators   sinkattn has operators for torch 9\.9, this is torch 2", told(tmp_path))
+    (package / "_lib" / _C.binding_for(torch.__version__).name).touch()
+    assert re.search(r"\[no\]  operators   torch\S+ does not load under torch \S+ \(", told(tmp_path))
+
+
+def test_the_doctor_finds_nothing_wrong_here() -> None:
+    done = run(sys.executable, "-m", "sinkattn", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("[ok]")] == [
+        *("library", "torch", "operators", "sinkattn", "cpu", "cuda", "plans", "self-tests")
+    ]
+    assert done.stdout.endswith("\nNothing is wrong here.\n")
 
 
 @pytest.mark.parametrize(
