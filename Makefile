@@ -159,7 +159,7 @@ endif
 # What the Python package has of all this, in its folder LIBRARIES.
 LIBRARIES ?= sinkattn/_lib
 
-package: $(SHARED) $(if $(TORCH_INCLUDE),binding)
+package: lib $(SHARED) $(if $(TORCH_INCLUDE),binding)
 	@install -d $(LIBRARIES)
 	@install -m 755 $(SHARED) $(LIBRARIES)/$(SONAME)
 	$(if $(TORCH_INCLUDE),@install -m 755 $(BUILD)/torch$(TORCH_RELEASE).so $(LIBRARIES))

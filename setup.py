@@ -59,7 +59,6 @@ class BuildWithMake(build_ext):
         if shutil.which("make") is None:
             sys.exit("sinkattn needs `make` and a C compiler to build, and there is no `make` on PATH.")
         folder = ROOT / "sinkattn" / "_lib" if self.inplace else Path(self.build_lib) / "sinkattn" / "_lib"
-        shutil.rmtree(folder, ignore_errors=True)
         if self.inplace:  # an extension module of an older build would be found before _C.py
             for stale in (ROOT / "sinkattn").glob("_C.*.so"):
                 stale.unlink()
@@ -71,6 +70,10 @@ class BuildWithMake(build_ext):
                 ],
                 check=True,
             )
+        served = {f"torch{major}.{minor}.so" for major, minor in map(torch_release, INCLUDES)}
+        for stale in folder.glob("torch*.so"):
+            if stale.name not in served:
+                stale.unlink()
 
     def get_outputs(self) -> list[str]:
         return [str(path) for path in (Path(self.build_lib) / "sinkattn" / "_lib").glob("*.so*")]
