@@ -349,18 +349,21 @@ def results_path(suite: str, device: str) -> Path:
 
 
 def save(path: Path, rows: Sequence[Any], machine: dict[str, object]) -> None:
-    """A line a row, without what it shares with others: "same" has what is equal in all rows, and a line leaves out its
-    first values where they are those of the line before.
+    """A line a row, without what it shares with others: "same" has what is equal in all rows, "notes" the texts whose
+    numbers stand in the column note, and a line leaves out its first values where they are those of the line before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = [{name: json.dumps(value, separators=(",", ":")) for name, value in asdict(row).items()} for row in rows]
-    names = list(written[0]) if written else []
-    columns = [name for name in names if len({row[name] for row in written}) > 1]
-    same = {name: getattr(rows[0], name) for name in names if name not in columns}
-    head = {"machine": machine, "same": same, "columns": columns}
+    kept = [asdict(row) for row in rows]
+    notes = list(dict.fromkeys(row["note"] for row in kept if "note" in row))
+    texts = [{name: json.dumps(value, separators=(",", ":")) for name, value in row.items()} for row in kept]
+    names = list(kept[0]) if kept else []
+    columns = [name for name in names if len({row[name] for row in texts}) > 1]
+    same = {name: kept[0][name] for name in names if name not in columns}
+    head = {"machine": machine, "same": same, "columns": columns} | ({"notes": notes} if "note" in columns else {})
     facts = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in head.items())
     lines, before = [], [""] * len(columns)
-    for values in ([row[name] for name in columns] for row in written):
+    for row, text in zip(kept, texts, strict=True):
+        values = [str(notes.index(row[name])) if name == "note" else text[name] for name in columns]
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(values, before, strict=True))))
         lines.append(f"[{','.join(values[shared:])}]")
         before = values
@@ -372,5 +375,8 @@ def load(path: Path, kind: Callable[..., AnyRow]) -> tuple[dict[str, object], li
     columns, rows, values = kept["columns"], list[AnyRow](), list[Any]()
     for line in kept["rows"]:
         values = values[: len(columns) - len(line)] + line
-        rows.append(kind(**kept["same"], **dict(zip(columns, values, strict=True))))
+        row = kept["same"] | dict(zip(columns, values, strict=True))
+        if "notes" in kept:
+            row["note"] = kept["notes"][row["note"]]
+        rows.append(kind(**row))
     return kept["machine"], rows
