@@ -104,10 +104,25 @@ def _marked(root: Tree.Element, marks: dict[str, Tree.Element]) -> dict[tuple[st
     return markers
 
 
+def _unclip(root: Tree.Element, clips: dict[str, Tree.Element]) -> None:
+    """Forgets the clips of paths and points that lie in them anyway."""
+    for element in root.iter():
+        box = clips.get(element.attrib.get("clip-path", ""))
+        if box is not None:
+            uses = (f"{use.attrib['x']} {use.attrib['y']}" for use in element if _is_points(element))
+            numbers = [float(x) for x in _NUMBER.findall(element.attrib.get("d", "") or " ".join(uses))]
+            for values, start, size in ((numbers[::2], "x", "width"), (numbers[1::2], "y", "height")):
+                beyond = [value - float(box.attrib[start]) for value in values]
+                if not beyond or min(beyond) < -0.05 or max(beyond) > float(box.attrib[size]) + 0.05:
+                    break
+            else:
+                del element.attrib["clip-path"]
+
+
 def _flat(
     element: Tree.Element, clip: str | None, marks: dict[str, Tree.Element], drawn: list[tuple[str, str, Tree.Element]]
 ) -> None:
-    """Appends (tag, style and clip, element) in the order of drawing.
+    """Appends (tag, style and clip, element) in the order of drawing; on a white figure panels need no white of theirs.
 
     Lines of one style share a path, unless an area is drawn over the first of them; so do areas one after the other.
     """
@@ -126,6 +141,8 @@ def _flat(
             tag, child = "text", _joined(child)
         key = f"{child.attrib.get('style', '')}|{of or ''}"
         if tag == "path":
+            if key == "fill: #ffffff|" and drawn:
+                continue
             above = itertools.takewhile(lambda x: x[0] != "path" or "fill: none" in x[1], reversed(drawn))
             free = above if "fill: none" in key else drawn[-1:]
             alike = next((x for x in free if x[:2] == (tag, key)), None)
@@ -160,13 +177,15 @@ def compact(text: str) -> str:
     """The picture that matplotlib wrote with svg.fonttype "none", smaller."""
     root = Tree.fromstring(text)
     marks = {x.attrib["id"]: x for x in root.iter(f"{{{_SVG}}}path") if "id" in x.attrib}
-    clips = {x.attrib["id"]: x[0] for x in root.iter(f"{{{_SVG}}}clipPath")}
+    clips = {f"url(#{x.attrib['id']})": x[0] for x in root.iter(f"{{{_SVG}}}clipPath")}
     drawn: list[tuple[str, str, Tree.Element]] = []
+    _unclip(root, clips)
     markers = _marked(root, marks)
     for figure in root.findall(_G):
         _flat(figure, None, marks, drawn)
     classes: dict[str, str] = {}
-    names = {f"url(#{name})": f"url(#c{i})" for i, name in enumerate(clips)}
+    used = {element.attrib.get("clip-path") for *_, element in drawn}
+    names = {name: f"url(#c{i})" for i, name in enumerate(name for name in clips if name in used)}
     lines = []
     for (tag, _), run in itertools.groupby(drawn, lambda x: x[:2]):
         elements = [element for *_, element in run]
@@ -178,10 +197,10 @@ def compact(text: str) -> str:
             elements = [group]
         lines += [_written(element, names, classes) for element in elements]
     boxes = [
-        f'<clipPath id="c{i}"><rect'
-        + "".join(f' {side}="{_rounded(box.attrib[side])}"' for side in ("x", "y", "width", "height"))
+        f'<clipPath id="{short[5:-1]}"><rect'
+        + "".join(f' {side}="{_rounded(clips[name].attrib[side])}"' for side in ("x", "y", "width", "height"))
         + "/></clipPath>"
-        for i, box in enumerate(clips.values())
+        for name, short in names.items()
     ]
     points = [
         f'<marker id="{name}" markerUnits="userSpaceOnUse" overflow="visible">'
