@@ -78,9 +78,12 @@ $(BUILD)/csrc/cpu/cpu_avx512.c.o: ROW_FLAGS := $(AVX512_FLAGS)
 $(BUILD)/csrc/cpu/cpu_avx512_bf16.c.o: ROW_FLAGS := $(AVX512_BF16_FLAGS)
 $(BUILD)/csrc/cpu/cpu_amx_bf16.c.o: ROW_FLAGS := $(AMX_BF16_FLAGS)
 endif
+ifneq ($(findstring aarch64,$(shell $(CC) -dumpmachine)),)
+$(BUILD)/csrc/cpu/cpu_neon_bf16.c.o: ROW_FLAGS := -march=armv8.2-a+bf16
+endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install binding package wheel show-torches ext ext-test ext-docs ext-demo test test-c test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
+.PHONY: lib install binding package wheel show-torches ext ext-test ext-docs ext-demo test test-c test-aarch64 test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -201,6 +204,10 @@ test-asan:
 	$(MAKE) test-c BUILD=build/asan NVCC= OPTIMIZE=-O1 SANITIZE=address,undefined
 test-tsan:
 	$(MAKE) test-c BUILD=build/tsan NVCC= OPTIMIZE=-O1 SANITIZE=thread
+
+# Under qemu, two minutes of one core; Debian has both in gcc-aarch64-linux-gnu and qemu-user.
+test-aarch64:
+	$(MAKE) test-c BUILD=build/aarch64 NVCC= CC=aarch64-linux-gnu-gcc RUN='qemu-aarch64 -L /usr/aarch64-linux-gnu'
 
 # ---- what ptxas says of each kernel; compiled apart, so that the build stays quiet ----
 

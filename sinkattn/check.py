@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import torch
@@ -10,8 +11,12 @@ import torch
 from . import _C
 from .ops import _window
 
-CPU_LEVELS = ("oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
-"""sinkattn_cpu_level by number; the environment variable SINKATTN_CPU_LEVEL names the highest that is to be used."""
+_OF_THIS_CPU = {"aarch64": ("neon", "neon_bf16")}.get(platform.machine(), ("avx2", "avx512", "avx512_bf16", "amx_bf16"))
+CPU_LEVELS = ("oracle", "scalar", *_OF_THIS_CPU)
+"""sinkattn_cpu_level by number, of this kind of CPU.
+
+The environment variable SINKATTN_CPU_LEVEL names the highest that is to be used.
+"""
 
 
 def variants() -> list[dict[str, Any]]:

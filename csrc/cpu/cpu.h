@@ -113,6 +113,8 @@ static inline void sa_leave(const sa_cpu_ops *ops) {
 extern const sa_cpu_ops sa_ops_scalar;
 #if defined(__x86_64__)
 extern const sa_cpu_ops sa_ops_avx2, sa_ops_avx512, sa_ops_avx512_bf16, sa_ops_amx_bf16;
+#elif defined(__aarch64__)
+extern const sa_cpu_ops sa_ops_neon, sa_ops_neon_bf16;
 #endif
 
 /* A decode's out in NVFP4, where that is asked for: what follows when out is written. */
@@ -128,6 +130,8 @@ void sa_pack_nvfp4(const sinkattn_decode_args *args, const sinkattn_plan *plan, 
 #define SA_CPU_LAUNCHERS(op)                                                                                                               \
     SA_CPU_LAUNCHER(op, scalar)                                                                                                            \
     SA_CPU_LAUNCHER(op, avx2) SA_CPU_LAUNCHER(op, avx512) SA_CPU_LAUNCHER(op, avx512_bf16) SA_CPU_LAUNCHER(op, amx_bf16)
+#elif defined(__aarch64__)
+#define SA_CPU_LAUNCHERS(op) SA_CPU_LAUNCHER(op, scalar) SA_CPU_LAUNCHER(op, neon) SA_CPU_LAUNCHER(op, neon_bf16)
 #else
 #define SA_CPU_LAUNCHERS(op) SA_CPU_LAUNCHER(op, scalar)
 #endif

@@ -15,9 +15,19 @@
 long syscall(long number, ...); /* which unistd.h hides from C11 */
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include "cpu/cpu.h"
 
+#if defined(__aarch64__)
+#define SA_LEVELS "oracle, scalar, neon or neon_bf16"
+static const char *const level_names[] = {"oracle", "scalar", "neon", "neon_bf16"};
+#else
+#define SA_LEVELS "oracle, scalar, avx2, avx512, avx512_bf16 or amx_bf16"
 static const char *const level_names[] = {"oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
+#endif
 enum { NUM_LEVELS = sizeof level_names / sizeof *level_names };
 
 #if defined(__x86_64__)
@@ -51,6 +61,14 @@ static void read_name(char *name) {
     }
     memcpy(name, words, sizeof words);
 }
+#elif defined(__aarch64__) && defined(__linux__)
+/* BFDOT, BFMMLA and the conversions are one feature. */
+static int32_t read_level(void) {
+    const unsigned long has_bf16 = 1ul << 14; /* HWCAP2_BF16, which older headers lack */
+    return getauxval(AT_HWCAP2) & has_bf16 ? SINKATTN_CPU_NEON_BF16 : SINKATTN_CPU_NEON;
+}
+
+static void read_name(char *name) { memcpy(name, "aarch64", 8); }
 #else
 static int32_t read_level(void) { return SINKATTN_CPU_SCALAR; }
 
@@ -95,9 +113,7 @@ sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device) {
     if (wanted && *wanted) {
         int32_t named = 0;
         while (named < NUM_LEVELS && strcmp(wanted, level_names[named]) != 0) named++;
-        if (named == NUM_LEVELS)
-            return sa_status(SINKATTN_INVALID,
-                             "SINKATTN_CPU_LEVEL is %.100s; it must be oracle, scalar, avx2, avx512, avx512_bf16 or amx_bf16", wanted);
+        if (named == NUM_LEVELS) return sa_status(SINKATTN_INVALID, "SINKATTN_CPU_LEVEL is %.100s; it must be " SA_LEVELS, wanted);
         if (named > level)
             return sa_status(SINKATTN_UNSUPPORTED, "SINKATTN_CPU_LEVEL is %s; it must be at most %s on this CPU", wanted,
                              level_names[level]);

@@ -4,7 +4,7 @@
  *     SA_OPS          the name of its sa_cpu_ops
  *     SA_VL           floats a vector
  *     SA_PANEL        vectors of lanes that a block of the product holds; with SA_ROWS rows its sums fill the registers
- *     SA_BF16_CELLS   optional, where AVX-512 has bf16 dot products: cells are two bf16; without it they are fp32
+ *     SA_BF16_CELLS   optional, where AVX-512 or NEON has bf16 dot products: cells are two bf16; without it they are fp32
  *     SA_PRODUCT      optional: a product of its own; with SA_ENTER, SA_LEAVE, SA_ROWS_TO_COLUMNS, SA_KEY_STEP, which see in sa_cpu_ops
  * and includes this. The compiler maps the vectors to the machine, so the same text serves all of them.
  */
@@ -26,8 +26,13 @@ enum { SA_ROWS = 6 };
 
 #ifdef SA_BF16_CELLS
 #define SA_PACK 2
+#if defined(__aarch64__)
+#define SA_CELL_MADD(sum, a, b) ((sa_vf)vbfdotq_f32((float32x4_t)(sum), (bfloat16x8_t)(a), (bfloat16x8_t)(b)))
+#define SA_NARROW_BF16(x) ((sa_vh)vcvt_bf16_f32((float32x4_t)(x)))
+#else
 #define SA_CELL_MADD(sum, a, b) ((sa_vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b)))
 #define SA_NARROW_BF16(x) ((sa_vh)_mm512_cvtneps_pbh((__m512)(x)))
+#endif
 #else
 #define SA_PACK 1
 #define SA_CELL_MADD(sum, a, b) ((sum) + (sa_vf)(a) * (sa_vf)(b))
@@ -202,10 +207,14 @@ SA_INLINE sa_vi sa_seen(const sa_lane_mask *mask, int64_t lane, int32_t key) {
 
 #if SA_PACK == 2
 SA_INLINE sa_vu sa_pair(sa_vf first, sa_vf second) {
+#if SA_VL == 16
     static const uint16_t interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     return (sa_vu)_mm512_permutexvar_epi16(_mm512_loadu_si512(interleaved), halves);
+#else
+    return __builtin_convertvector(SA_NARROW_BF16(first), sa_vu) | (__builtin_convertvector(SA_NARROW_BF16(second), sa_vu) << 16);
+#endif
 }
 #endif
 

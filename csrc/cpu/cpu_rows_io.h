@@ -143,7 +143,7 @@ SA_INLINE void sa_store_values(const float *values, float factor, void *row, sin
     for (; x + SA_VL <= head_dim; x += SA_VL) {
         const sa_vf y = sa_load_vf(values + x) * factor;
         if (dtype == SINKATTN_FP32) sa_store_vf((float *)row + x, y);
-#if SA_PACK == 2
+#if SA_PACK == 2 && SA_VL == 16
         else if (stream)
             _mm256_stream_si256((__m256i *)((uint16_t *)row + x), (__m256i)SA_NARROW_BF16(y));
 #endif
@@ -160,7 +160,7 @@ static void sa_store_row_run(const float *values, float factor, void *row, sinka
 /* Many rows of whole lines are written past the caches, which saves reading those lines; few, as in decode, are soon read again. */
 static bool sa_worth_streaming(void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim) {
     enum { LINE = 64, MANY = 64 };
-    if (SA_PACK != 2 || n < MANY || head_dim * sa_dtype_bytes(dtype) % LINE) return false;
+    if (SA_PACK != 2 || SA_VL != 16 || n < MANY || head_dim * sa_dtype_bytes(dtype) % LINE) return false;
     uintptr_t ends = 0;
     for (int64_t i = 0; i < n; i++) ends |= (uintptr_t)rows[i];
     return ends % LINE == 0;

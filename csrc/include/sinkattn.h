@@ -90,7 +90,9 @@ typedef enum sinkattn_cpu_level {
     SINKATTN_CPU_AVX2 = 2,
     SINKATTN_CPU_AVX512 = 3,
     SINKATTN_CPU_AVX512_BF16 = 4,
-    SINKATTN_CPU_AMX_BF16 = 5
+    SINKATTN_CPU_AMX_BF16 = 5,
+    SINKATTN_CPU_NEON = 2, /* aarch64 has levels of its own from 2 on */
+    SINKATTN_CPU_NEON_BF16 = 3
 } sinkattn_cpu_level;
 
 typedef struct sinkattn_device {
@@ -100,8 +102,9 @@ typedef struct sinkattn_device {
     char name[64];
 } sinkattn_device;
 
-/* What this machine's CPU can do. SINKATTN_CPU_LEVEL = oracle | scalar | avx2 | avx512 | avx512_bf16 | amx_bf16 in the environment
- * lowers the level; a name that is unknown, or above what the CPU has, is an error. */
+/* What this machine's CPU can do. SINKATTN_CPU_LEVEL = oracle | scalar | avx2 | avx512 | avx512_bf16 | amx_bf16, on aarch64
+ * oracle | scalar | neon | neon_bf16, in the environment lowers the level; a name that is unknown, or above what the CPU has, is an error.
+ */
 SINKATTN_API sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device);
 
 /* A CUDA device by ordinal; SINKATTN_UNSUPPORTED when built without nvcc, SINKATTN_DEVICE when no driver or device answers.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import multiprocessing as mp
 import os
+import platform
 import random
 import time
 from collections import Counter
@@ -22,7 +23,8 @@ from .cases import DTYPES, Case, random_case
 from .evaluation import Finding, Inputs, compare_all, evaluate, make_inputs
 
 LEVEL_VARIABLE = "SINKATTN_CPU_LEVEL"
-LEVELS = ("oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+X86_LEVELS = ("avx2", "avx512", "avx512_bf16", "amx_bf16")
+LEVELS = ("oracle", "scalar", *(("neon", "neon_bf16") if platform.machine() == "aarch64" else X86_LEVELS))
 
 
 def run_ops(case: Case, t: Inputs, ops: ModuleType, backward: bool = True) -> dict[str, Tensor]:

@@ -407,7 +407,11 @@ static sinkattn_status query_as(const char *level, sinkattn_device *device) {
 }
 
 static void test_the_cpu_level_by_name(void) {
+#if defined(__aarch64__)
+    static const char *const names[] = {"oracle", "scalar", "neon", "neon_bf16"};
+#else
     static const char *const names[] = {"oracle", "scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
+#endif
     sinkattn_device device;
     for (int32_t level = 0; level < (int32_t)(sizeof names / sizeof *names); level++) {
         const sinkattn_status status = query_as(names[level], &device);
