@@ -119,10 +119,15 @@ def keep(path: Path | None, rows: Sequence[Any]) -> None:
 def picture(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
     """A figure and its panels [rows, columns], written in the end as SVG: the same bytes for the same rows."""
     from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
 
     with pyplot.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}):
         figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         yield figure, axes
+        for panel in axes.flat:
+            for axis, (least, most) in ((panel.xaxis, panel.get_xlim()), (panel.yaxis, panel.get_ylim())):
+                if axis.get_scale() == "log" and most > 100 * least:  # decades are enough
+                    axis.set_minor_locator(NullLocator())
         written = io.StringIO()
         figure.savefig(written, format="svg", metadata={"Date": None})
         path.write_text(svg.compact(written.getvalue()))
