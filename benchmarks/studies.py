@@ -126,7 +126,7 @@ def picture(path: Path, rows: int, columns: int, size: tuple[float, float]) -> I
         yield figure, axes
         for panel in axes.flat:
             for axis, (least, most) in ((panel.xaxis, panel.get_xlim()), (panel.yaxis, panel.get_ylim())):
-                if axis.get_scale() == "log" and most > 100 * least:  # decades are enough
+                if axis.get_scale() == "log" and most > 1000 * least:  # decades are enough
                     axis.set_minor_locator(NullLocator())
         written = io.StringIO()
         figure.savefig(written, format="svg", metadata={"Date": None})

@@ -203,13 +203,13 @@ def compact(text: str) -> str:
         for name, short in names.items()
     ]
     points = [
-        f'<marker id="{name}" markerUnits="userSpaceOnUse" overflow="visible">'
+        f'<marker id="{name}" markerUnits="userSpaceOnUse">'
         + _written(Tree.Element(f"{{{_SVG}}}path", {"d": path, "style": style}), names, classes)
         + "</marker>"
         for (path, style), name in markers.items()
     ]
     styles = "".join(f".{name}{{{style.replace(': ', ':').replace('; ', ';')}}}" for style, name in classes.items())
     size = " ".join(f'{name}="{root.attrib[name]}"' for name in ("width", "height", "viewBox"))
-    every = "*{stroke-linejoin:round;stroke-linecap:butt}text{font-family:'DejaVu Sans',sans-serif}"
+    every = "*{stroke-linejoin:round}marker{overflow:visible}text{font-family:'DejaVu Sans',sans-serif}"
     head = f'<svg xmlns="{_SVG}" {size}>\n<style>{every}{styles}</style>'
     return "\n".join([head, f"<defs>{''.join(boxes + points)}</defs>", *lines, "</svg>", ""])
