@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from rl_parity import FixedRows
 from tiny_gpt_oss import tiny_gpt_oss
-from transformers import GraniteSWAConfig, GraniteSWAForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GraniteSWAConfig, GraniteSWAForCausalLM, PreTrainedModel
 from vllm.platforms import current_platform
 
 import sinkattn.hf
@@ -89,6 +89,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "fixed_rows": True,
             "options": options | {"dtype": "bfloat16", "model_impl": "transformers"},
         },
+        "experts": {
+            "model": folder / "gpt_oss",
+            "prompts": prompts[:8],
+            "sampling": [greedy | {"temperature": i % 2} for i in range(8)],
+            "fixed_rows": True,
+            "options": options | {"dtype": "bfloat16", "model_impl": "transformers"},
+        },
         "drafts": {
             "model": folder / "gpt_oss",
             "prompts": repetitive,
@@ -153,14 +160,18 @@ def test_steps_were_mixed(engine: dict[str, Any]) -> None:
     assert any(rows == 4 < keys for step in engine["drafts"]["steps"] for rows, keys in step)
 
 
-@pytest.mark.parametrize(("when", "weights"), [("outputs", "model"), ("synced", "sync")])
-def test_log_probs_are_the_trainers(engine: dict[str, Any], when: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "when", "weights"),
+    [("granite", "outputs", "model"), ("granite", "synced", "sync"), ("experts", "outputs", "model")],
+)
+def test_log_probs_are_the_trainers(engine: dict[str, Any], name: str, when: str, weights: str) -> None:
     """bf16, bit for bit, of greedy and of sampled tokens, before and after a weight sync; eager attention is not it.
 
-    Matmuls are in blocks of rows on both sides: theirs, not attention's, change with the number of rows.
+    Of a dense model, and of a gpt-oss whose code is transformers' in vLLM too. Matmuls are in blocks of rows on both
+    sides: theirs, not attention's, change with the number of rows.
     """
-    job = engine["granite"]
-    model = GraniteSWAForCausalLM.from_pretrained(job[weights], dtype=torch.bfloat16)
+    job = engine[name]
+    model = AutoModelForCausalLM.from_pretrained(job[weights], dtype=torch.bfloat16)
     gaps: dict[str, list[Tensor]] = {"sinkattn": [], "eager": []}
     for attention, found in gaps.items():
         model.set_attn_implementation(attention)
