@@ -109,8 +109,9 @@ def _unclip(root: Tree.Element, clips: dict[str, Tree.Element]) -> None:
     for element in root.iter():
         box = clips.get(element.attrib.get("clip-path", ""))
         if box is not None:
-            uses = (f"{use.attrib['x']} {use.attrib['y']}" for use in element if _is_points(element))
-            numbers = [float(x) for x in _NUMBER.findall(element.attrib.get("d", "") or " ".join(uses))]
+            uses = element if _is_points(element) else ()
+            places = element.attrib.get("d", "") or " ".join(f"{use.attrib['x']} {use.attrib['y']}" for use in uses)
+            numbers = [float(x) for x in _NUMBER.findall(places)]
             for values, start, size in ((numbers[::2], "x", "width"), (numbers[1::2], "y", "height")):
                 beyond = [value - float(box.attrib[start]) for value in values]
                 if not beyond or min(beyond) < -0.05 or max(beyond) > float(box.attrib[size]) + 0.05:
