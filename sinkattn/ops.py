@@ -284,9 +284,9 @@ def flash_attn_varlen_func(
     With seqused_k in place of cu_seqlens_k, packed rows read a cache, as serving engines call it for chunks of a
     prefill and decode rows at once: k and v are pages [num_pages, page_size, num_kv_heads, head_dim] with block_table
     int32 [batch, max_pages], or [batch, capacity, num_kv_heads, head_dim] without. Sequence b has seqused_k[b] (int32
-    [batch]) keys, its rows stand at their end, and have the bits of flash_attn_func on that sequence; head_dim may be
-    up to 512, and beyond 256, which flash_attn_func does not take, the bits are those of flash_attn_with_kvcache with
-    invariant=True. On the CPU alone: CUDA tensors raise NotImplementedError, and so do tensors that ask for a gradient.
+    [batch]) keys, its rows stand at their end, and have the bits of flash_attn_func on that sequence. On the CPU
+    head_dim may be up to 512; beyond 256, which flash_attn_func does not take, the bits are those of
+    flash_attn_with_kvcache with invariant=True. Tensors that ask for a gradient raise NotImplementedError.
     """
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     cached = seqused_k is not None or block_table is not None

@@ -80,8 +80,8 @@ class SinkAttentionBackend(AttentionBackend):  # type: ignore[misc]
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """What is not served, as sentences; vLLM calls this where the user names the backend."""
         reasons = [WAYS_OUT.get(x, x) for x in super().validate_configuration(*args, **kwargs)]
-        if current_platform.is_cuda_alike():
-            reasons.append("packed rows over a paged cache have no CUDA kernel yet")
+        if current_platform.is_cuda_alike() and kwargs.get("dtype") == torch.float32:
+            reasons.append("the model's dtype is float32, which has no CUDA kernel")
         dtype, cached = kwargs.get("dtype"), kwargs.get("kv_cache_dtype")
         if cached in ("bfloat16", "float16") and dtype != getattr(torch, cached):
             reasons.append(f'kv_cache_dtype is {cached} and the model {dtype}; kv_cache_dtype="auto" makes them one')

@@ -47,6 +47,12 @@ DECODES = {"sm80_d64": range(8, 65, 8), "sm80_d128": range(72, 129, 8), "sm80_d2
            "sm80_d512": range(264, 513, 8), "sm80_prefill": range(8, 257, 8)}  # fmt: skip
 
 
+PACKED = {
+    "sm80_packed_d64": (64, -1, 200), "sm80_packed_d128": (128, -1, 200), "sm80_packed_d256": (256, -1, 8),
+    "sm90_packed_d64": (64, -1, 8), "sm90_packed_d128": (128, -1, 8), "sm90_packed_window": (64, 127, 8),
+}  # fmt: skip
+
+
 def planned(op: str, head_dim: int, device: dict[str, Any], **sizes: Any) -> dict[str, Any]:
     sizes = {"num_kv_heads": 1, "q_len": 40, "k_len": 60, "window_size_right": 0} | sizes
     return sinkattn.plan(op, device, dtype="bf16", batch=1, head_dim=head_dim, **sizes)
@@ -66,6 +72,10 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
         found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
         assert found == {f"sa_decode_cuda_{name}"}
         met |= found
+    for name, (head_dim, left, ratio) in PACKED.items():
+        sizes = {"num_q_heads": ratio, "window_size_left": left, "packed": True, "page_size": 16, "num_pages": 9}
+        assert planned("decode", head_dim, hopper, **sizes)["variant"] == f"sa_decode_cuda_{name}"
+        met.add(f"sa_decode_cuda_{name}")
     assert met == {row["name"] for row in _C.variants() if row["backend"] == "cuda"}
 
 

@@ -22,6 +22,7 @@ from benchmarks import (
     launches,
     naive,
     packed,
+    packed_cache,
     peers,
     plot,
     report,
@@ -120,6 +121,21 @@ def test_packed_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) -> None:
     # At least two copies of the scores of 2 sequences, 32 heads of 60 x 60; all keys and values, once for each head.
     (eager,) = (row for row in rows if (row.case, row.impl) == ("2x60-full-bf16", "standard"))
     assert eager.extra_mib > (2 * 60 + 128) * 2 * 32 * 60 * 2 / 2**20
+
+
+def test_a_packed_cache_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "packed-cache.json"
+    assert main(["packed-cache", "--quick", "--json", str(path), "--commit", "none"]) == 0
+    machine, rows = harness.load(path, packed_cache.PackedCacheRow)
+    names = [batch.name for batch in packed_cache.QUICK]
+    assert [(row.case, row.page_size) for row in rows] == [
+        *((name, size) for name in names for size in packed_cache.PAGE_SIZES),
+        (packed_cache.QUICK_MIXED.name, 16),
+    ]
+    assert all(row.ms > 0 and row.packed_ms > 0 for row in rows)
+    assert f"{rows[0].ms / rows[0].packed_ms:.3f}" in packed_cache.markdown(machine, rows)[1]
+    long = next(batch for batch in packed_cache.batches() if batch.window)
+    assert sum(long.q_lens) == sum(long.k_lens) == 65536
 
 
 def test_packed_sequences_are_those_of_the_standard_formula(on_cpu: None) -> None:

@@ -70,10 +70,11 @@ def test_models_and_options_that_are_not_served(changes: dict[str, Any], said: s
         assert "CPUAttentionBackend" in choose(None, **changes), "vLLM's own attention is not disturbed"
 
 
-def test_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_takes_halves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
-    with pytest.raises(ValueError, match=f"packed rows over a paged cache have no CUDA kernel yet: {OWN}"):
-        choose("CUSTOM")
+    assert choose("CUSTOM") == plugin.BACKEND
+    with pytest.raises(ValueError, match=f"the model's dtype is float32, which has no CUDA kernel: {OWN}"):
+        choose("CUSTOM", dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,9 @@ const char *sa_refusal_local_window(const sinkattn_problem *problem, const sinka
 const char *sa_refusal_whole_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_packed_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_packed_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 
 /* Whether a row has code for the device. */
 bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device);

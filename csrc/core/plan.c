@@ -27,8 +27,15 @@ const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_inf
     return NULL;
 }
 
+/* Packed rows over a cache: no decode of a few rows, but the forward's, whose keys are never split. */
+static bool has_packed_rows(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && p->packed; }
+static bool may_split(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && !p->packed; }
+
 /* A TMA descriptor cannot describe an empty tensor. */
-static bool has_elements(const sinkattn_problem *p) { return p->q_len && p->k_len && (p->packed || p->batch); }
+static bool has_elements(const sinkattn_problem *p) {
+    const bool has_keys = !has_packed_rows(p) || (p->page_size ? p->num_pages : p->batch);
+    return p->q_len && p->k_len && has_keys && (p->packed || p->batch);
+}
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine; scores may be scaled after their maximum. */
 const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
@@ -65,19 +72,34 @@ const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_vari
     return has_elements(p) ? NULL : "there are no rows or no keys";
 }
 
+/* Rows of a decode: a few of each sequence, as many of each. */
+static const char *const packed_rows = "packed rows over a cache";
+
 const char *sa_refusal_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
+    if (p->packed) return packed_rows;
     return p->invariant ? NULL : "it is the forward, for invariant alone";
 }
 
 const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
+    if (p->packed) return packed_rows;
     return p->invariant ? "its parts depend on the batch" : NULL;
 }
 
-/* Packed rows over a cache: no decode of a few rows, but the forward's, whose keys are never split. */
-static bool has_packed_rows(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && p->packed; }
-static bool may_split(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && !p->packed; }
+/* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits. */
+const char *sa_refusal_packed_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)info;
+    return p->packed ? NULL : "it is for packed rows";
+}
+
+const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return p->packed ? sa_refusal_whole_tokens(p, info) : "it is for packed rows";
+}
+
+const char *sa_refusal_packed_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return p->packed ? sa_refusal_one_key_tile(p, info) : "it is for packed rows";
+}
 
 /* Why the row cannot take the problem, NULL when it can. */
 static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
@@ -87,7 +109,6 @@ static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
     if (p->head_dim > info->max_head_dim) return "head_dim is above its largest";
     if (info->backend == SINKATTN_CUDA && (p->q_len >= SA_SHORT_LEN || p->k_len >= SA_SHORT_LEN || p->num_q_heads > INT32_MAX))
         return "2^29 rows or keys, or 2^31 heads, and more";
-    if (info->backend == SINKATTN_CUDA && has_packed_rows(p)) return "packed rows over a cache";
     if (info->backend == SINKATTN_CUDA && p->q_len > INT32_MAX / (p->num_q_heads / p->num_kv_heads)) return "2^31 rows of a group and more";
     return row->refusal(p, info);
 }
@@ -121,10 +142,11 @@ static arch_name name_arch(sinkattn_backend backend, int32_t arch) {
 }
 
 static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *device) {
-    if (device->backend == SINKATTN_CUDA && has_packed_rows(p))
+    if (device->backend == SINKATTN_CUDA && has_packed_rows(p) && p->head_dim > 256)
         return sa_status(SINKATTN_UNSUPPORTED,
-                         "packed rows over a cache are served on the CPU alone; on CUDA decode sequences of one q_len "
-                         "with flash_attn_with_kvcache, or gather their keys and pass cu_seqlens_k");
+                         "packed rows over a cache have head_dim %" PRId64 "; on CUDA it must be at most 256, or sequences of one q_len be "
+                         "decoded with flash_attn_with_kvcache",
+                         p->head_dim);
     char compiled[400] = "";
     size_t used = 0;
     const sa_variant *row;

@@ -180,7 +180,7 @@ typedef struct sinkattn_tier {
 } sinkattn_tier;
 
 /* The rows of a sequence stand at the end of its keys in use. Packed, each sequence may have any number of rows, chunks of a prefill beside
- * single ones: on the CPU alone, with the bits of a forward of that sequence. */
+ * single ones, with the bits of a forward of that sequence; on CUDA without a second tier. */
 typedef struct sinkattn_decode_args {
     sinkattn_fwd_args fwd;        /* k, v are the cache: [batch, k_len, ..] or, with block_table, [num_pages, page_size, ..] */
     const int32_t *cache_seqlens; /* [batch] keys in use; NULL: k_len each */

@@ -14,6 +14,7 @@
 #include "cuda/tile/mma.cuh"
 #include "cuda/tile/sink.cuh"
 #include "cuda/work/items.cuh"
+#include "cuda/work/keys.cuh"
 #include "cuda/work/tile_walk.cuh"
 
 namespace sa::fwd_sm80 {
@@ -23,8 +24,9 @@ namespace {
 constexpr float kLazy = 8.0f;
 
 // A warp owns kRowBlocks x 16 rows; registers are limited so that an SM holds kMinBlocks blocks of threads.
-template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kRowBlocks_, int kMinBlocks_> struct Config {
+template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, int kRowBlocks_, int kMinBlocks_> struct Config {
     using Element = Element_;
+    using Keys = Keys_;
     static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kRowBlocks = kRowBlocks_, kMinBlocks = kMinBlocks_;
     static constexpr int kWarpRows = 16 * kRowBlocks, kThreads = 32 * kTileQ / kWarpRows;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = kHeadDim * 2;
@@ -33,7 +35,7 @@ template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kRowBlock
     static_assert(kHeadDim % 64 == 0 && kTileK % 16 == 0, "a warp reads whole swizzled rows, and 16 keys a product");
     static_assert(kTileQ % kWarpRows == 0 && kThreads % kChunks == 0 && kTileK % (kThreads / kChunks) == 0,
                   "threads share the work evenly");
-    static_assert(kTileQ <= kThreads, "each row is described by a thread of its own");
+    static_assert(kTileQ <= kThreads && kTileK <= kThreads, "each row, and each key's page, is found by a thread of its own");
 };
 
 // Row r of a kv head: its token in the sequence, and its head in the GQA group.
@@ -51,18 +53,22 @@ struct TokenHead {
 // The block's work, found by one thread. In shared memory: the loop needs the registers.
 struct Block {
     Work work;
-    const uint16_t *q, *k, *v; // at row 0, or key 0
+    const uint16_t *q, *k, *v; // at row 0, or key 0; of a cache, at the kv head
     uint16_t *out;
     bool has_work;
 };
 
-template <class C> __device__ __forceinline__ void find_block(Block &block, const sinkattn_fwd_args &args, int64_t num_tiles) {
+template <class C>
+__device__ __forceinline__ void find_block(Block &block, const sinkattn_fwd_args &args, const typename C::Keys &keys, int64_t num_tiles) {
     Work &work = block.work;
-    block.has_work = find_work(args, C::kTileQ, C::kTileK, num_tiles, blockIdx.x, work);
+    block.has_work = find_work(args, C::kTileQ, C::kTileK, num_tiles, blockIdx.x, work, keys);
     if (!block.has_work) return;
     block.q = static_cast<const uint16_t *>(args.q.data) + query_offset(work, args.q, 0);
-    block.k = static_cast<const uint16_t *>(args.k.data) + key_offset(work, args.k, 0);
-    block.v = static_cast<const uint16_t *>(args.v.data) + key_offset(work, args.v, 0);
+    const auto first_key = [&](const sinkattn_tensor &tensor) {
+        return C::Keys::kCached ? work.kv_head * tensor.head_stride : key_offset(work, tensor, 0);
+    };
+    block.k = static_cast<const uint16_t *>(args.k.data) + first_key(args.k);
+    block.v = static_cast<const uint16_t *>(args.v.data) + first_key(args.v);
     block.out = static_cast<uint16_t *>(args.out.data) + query_offset(work, args.out, 0);
 }
 
@@ -150,6 +156,42 @@ template <class C> struct Loader {
             cp_async_16(to + offset(i), from, at + i * kRowStep < count);
             from += kRowStep * row_stride;
         }
+    }
+
+    // K and V of a cache. pages: of the tile's keys. False if a key that some row sees has no page; it becomes zeros.
+    __device__ __forceinline__ bool load_cached(uint32_t to, const Block &block, const sinkattn_fwd_args &args, const CacheKeys &cache,
+                                                const int32_t *pages, int32_t first) const {
+        const sa_key_tiles &tiles = block.work.tiles;
+        bool complete = true;
+#pragma unroll
+        for (int i = 0; i < C::kTileK / kRowStep; i++) {
+            const int32_t at = row + i * kRowStep, key = first + at, page = pages[at];
+            const bool seen = sees_some(tiles, key, key + 1), exists = seen && cache.has_page(page);
+            complete &= exists || !seen;
+            const auto load = [&](uint32_t tile, const uint16_t *base, const sinkattn_tensor &tensor) {
+                cp_async_16(tile + offset(i), base + (exists ? cache.offset(tensor, page, key) : 0) + chunk * 8, exists && valid);
+            };
+            load(to, block.k, args.k);
+            load(to + C::kKeyBytes, block.v, args.v);
+        }
+        return complete;
+    }
+};
+
+// The pages of a cache's key tiles, in shared memory: of the tile that is loaded next, and of the one after it.
+template <class C> struct PageTable {
+    int32_t pages[2][C::Keys::kCached ? C::kTileK : 1];
+
+    // Copies those of tile t by cp.async; of keys that no row sees, nothing is read.
+    __device__ __forceinline__ void fetch(int stage, const CacheKeys &cache, const Work &work, int32_t t) {
+        if (threadIdx.x >= C::kTileK) return;
+        const auto key = static_cast<int32_t>(t * C::kTileK + threadIdx.x);
+        const CacheRow row = cache.row(work.sequence);
+        int32_t &to = pages[stage][threadIdx.x];
+        if (row.pages)
+            cp_async_4(shared_address(&to), row.pages + cache.page_index(key), sees_some(work.tiles, key, key + 1));
+        else
+            to = row.number;
     }
 };
 
@@ -325,12 +367,14 @@ __device__ __forceinline__ void attend(Rows<C> &rows, unsigned char *shared, con
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const __grid_constant__ sinkattn_fwd_args args, int64_t num_tiles,
-                                                                         sa_divisor by_group, float scale_log2, unsigned *error_word) {
+                                                                         sa_divisor by_group, float scale_log2, unsigned *error_word,
+                                                                         const __grid_constant__ typename C::Keys keys) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ Block block;
     __shared__ RowTable<C> table;
-    if (blockIdx.x == 0) check_lengths(args, error_word);
-    if (threadIdx.x == 0) find_block<C>(block, args, num_tiles);
+    __shared__ PageTable<C> page_table;
+    if (blockIdx.x == 0) check_lengths(args, keys, error_word);
+    if (threadIdx.x == 0) find_block<C>(block, args, keys, num_tiles);
     __syncthreads();
     if (!block.has_work) return;
 
@@ -340,15 +384,30 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
     const uint16_t *k_data = block.k, *v_data = block.v;
     const auto load = [&](int t, int stage) {
         const uint32_t to = stages + stage * C::kStageBytes;
-        const sa_range keys = sa_key_tile(&block.work.tiles, t);
-        loader.load_keys(to, k_data, args.k.row_stride, t * C::kTileK, keys);
-        loader.load_keys(to + C::kKeyBytes, v_data, args.v.row_stride, t * C::kTileK, keys);
+        if constexpr (C::Keys::kCached) {
+            if (!loader.load_cached(to, block, args, keys, page_table.pages[stage], t * C::kTileK)) atomicOr(error_word, kBadBlockTable);
+            const KeyTileWalk next(block.work.tiles, t + 1);
+            if (next.exists()) page_table.fetch(stage ^ 1, keys, block.work, next.t);
+        } else {
+            const sa_range seen = sa_key_tile(&block.work.tiles, t);
+            loader.load_keys(to, k_data, args.k.row_stride, t * C::kTileK, seen);
+            loader.load_keys(to + C::kKeyBytes, v_data, args.v.row_stride, t * C::kTileK, seen);
+        }
         cp_async_commit();
     };
     const KeyTileWalk first(tiles);
+    const auto load_first = [&] {
+        if constexpr (C::Keys::kCached) {
+            page_table.fetch(0, keys, block.work, first.t);
+            cp_async_commit();
+            cp_async_wait<0>();
+            __syncthreads();
+        }
+        load(first.t, 0);
+    };
     if (first.exists()) { // else nothing would wait for a copy to Q's place, through which out leaves
         loader.load_queries(q, block, args.q, by_group);
-        load(first.t, 0);
+        load_first();
     }
     describe_rows<C>(table, args, block.work, by_group);
     if (scale_log2 < 0.0f) {
@@ -364,12 +423,12 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
         attend<C>(rows, shared, table, tiles, scale_log2, hide, load);
         // A value that is not finite meets 0 in masked tiles and leaves NaN everywhere: if so, compute again with such values hidden.
         if (!__syncthreads_or(!hide && !is_finite(rows.o))) break;
-        load(first.t, 0);
+        load_first();
     }
     write_out<C>(shared, rows, table, args, block, by_group);
 }
 
-template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_context &context) {
+template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const typename C::Keys &keys, const sinkattn_context &context) {
     const int64_t num_tiles = num_row_tiles(args.problem, C::kTileQ), num_blocks = num_tiles * args.problem.num_kv_heads;
     if (num_blocks == 0) return sa_ok();
     if (num_blocks > INT32_MAX)
@@ -379,36 +438,42 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     const sa_divisor by_group = sa_divisor_of(static_cast<uint32_t>(args.problem.num_q_heads / args.problem.num_kv_heads));
     const float scale_log2 = static_cast<float>(sa_softmax_scale(&args.problem)) * kLog2e;
     return launch_blocks<fwd_kernel<C>>("sa_fwd_cuda_sm80", static_cast<unsigned>(num_blocks), C::kThreads, C::kSharedBytes, context.stream,
-                                        args, num_tiles, by_group, scale_log2, error_word);
+                                        args, num_tiles, by_group, scale_log2, error_word, keys);
 }
 
-template <int kHeadDim, int kTileQ, int kTileK, int kRowBlocks, int kMinBlocks = 1>
-sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const sinkattn_context &context) {
-    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK, kRowBlocks, kMinBlocks>>(args, context);
-    return launch<Config<Fp16, kHeadDim, kTileQ, kTileK, kRowBlocks, kMinBlocks>>(args, context);
+template <int kHeadDim, int kTileQ, int kTileK, int kRowBlocks, int kMinBlocks = 1, class Keys>
+sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, const sinkattn_context &context) {
+    if (args.problem.dtype == SINKATTN_BF16)
+        return launch<Config<Bf16, Keys, kHeadDim, kTileQ, kTileK, kRowBlocks, kMinBlocks>>(args, keys, context);
+    return launch<Config<Fp16, Keys, kHeadDim, kTileQ, kTileK, kRowBlocks, kMinBlocks>>(args, keys, context);
 }
 
 // Two row blocks a warp halve the reads of K and V; at head_dim 256, O alone would fill the registers. Narrow windows take small tiles, of
 // which fewer keys are masked, and 24 warps an SM, which hide the start and the end of a tile of rows.
-template <int kHeadDim, int kTileQ, int kTileK> sinkattn_status launch_mask(const void *arguments, const sinkattn_context *context) {
-    const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
+template <int kHeadDim, int kTileQ, int kTileK, class Keys>
+sinkattn_status launch_mask(const sinkattn_fwd_args &args, const Keys &keys, const sinkattn_context &context) {
     if constexpr (kHeadDim == 64)
-        if (sa_window_keys(&args.problem.mask) <= 256) return launch_dtype<kHeadDim, 64, 32, 1, 6>(args, *context);
-    return launch_dtype<kHeadDim, kTileQ, kTileK, kHeadDim <= 128 ? 2 : 1>(args, *context);
+        if (sa_window_keys(&args.problem.mask) <= 256) return launch_dtype<kHeadDim, 64, 32, 1, 6>(args, keys, context);
+    return launch_dtype<kHeadDim, kTileQ, kTileK, kHeadDim <= 128 ? 2 : 1>(args, keys, context);
 }
 
 } // namespace
 
-extern "C" sinkattn_status sa_fwd_cuda_sm80_d64(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
-    return launch_mask<64, sa_fwd_cuda_sm80_d64_tile_q, sa_fwd_cuda_sm80_d64_tile_k>(args, context);
-}
-
-extern "C" sinkattn_status sa_fwd_cuda_sm80_d128(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
-    return launch_mask<128, sa_fwd_cuda_sm80_d128_tile_q, sa_fwd_cuda_sm80_d128_tile_k>(args, context);
-}
-
-extern "C" sinkattn_status sa_fwd_cuda_sm80_d256(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
-    return launch_mask<256, sa_fwd_cuda_sm80_d256_tile_q, sa_fwd_cuda_sm80_d256_tile_k>(args, context);
-}
+// The forward of tensors, and that of packed rows over a cache, a decode.
+#define SA_LAUNCHERS(head_dim)                                                                                                             \
+    extern "C" sinkattn_status sa_fwd_cuda_sm80_d##head_dim(const void *args, const sinkattn_plan *, const sinkattn_context *context) {    \
+        constexpr int kTileQ = sa_fwd_cuda_sm80_d##head_dim##_tile_q, kTileK = sa_fwd_cuda_sm80_d##head_dim##_tile_k;                      \
+        return launch_mask<head_dim, kTileQ, kTileK>(*static_cast<const sinkattn_fwd_args *>(args), TensorKeys{}, *context);               \
+    }                                                                                                                                      \
+    extern "C" sinkattn_status sa_decode_cuda_sm80_packed_d##head_dim(const void *arguments, const sinkattn_plan *,                        \
+                                                                      const sinkattn_context *context) {                                   \
+        constexpr int kTileQ = sa_decode_cuda_sm80_packed_d##head_dim##_tile_q, kTileK = sa_decode_cuda_sm80_packed_d##head_dim##_tile_k;  \
+        const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);                                                          \
+        SA_TRY(check_no_host_pages(args));                                                                                                 \
+        return launch_mask<head_dim, kTileQ, kTileK>(args.fwd, CacheKeys(args, kTileK), *context);                                         \
+    }
+SA_LAUNCHERS(64)
+SA_LAUNCHERS(128)
+SA_LAUNCHERS(256)
 
 } // namespace sa::fwd_sm80

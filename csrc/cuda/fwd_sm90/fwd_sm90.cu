@@ -15,6 +15,7 @@
 //
 // Registers: S, P and O take 128 of 160 at head_dim 64, 124 at 128. Shared memory: two tiles of Q, kStages of K and V, 176 and 216 KiB.
 
+#include "cuda/fwd_sm90/cached.cuh"
 #include "cuda/fwd_sm90/rows.cuh"
 #include "cuda/fwd_sm90/softmax.cuh"
 #include "cuda/host/launch.cuh"
@@ -47,7 +48,8 @@ __device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned rou
     return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag, p.num_items);
 }
 
-template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
+template <class C>
+__device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
     const bool leader = threadIdx.x % 32 == 0;
     if (leader && p.counter) open_counter(p.counter, __ldcg(p.counter), p.tag);
     unsigned item = blockIdx.x, round = 0;
@@ -59,7 +61,7 @@ template <class C> __device__ __forceinline__ void schedule(Smem<C> &smem, const
             const unsigned tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
             if (leader) {
                 const unsigned next = item_of_round(p, ++round); // the counter's answer arrives while this item is described
-                exists = describe_tile<C>(args, p, item % p.num_kv_heads, b, tile, rows.work);
+                exists = describe_tile<C>(args, keys, p, item % p.num_kv_heads, b, tile, rows.work);
                 item = next;
             }
             item = __shfl_sync(0xffffffffu, item, 0);
@@ -85,17 +87,12 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
         const Ring<2> queries{tiles.n};
         smem.rows[tiles.stage()].full.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
-        Barrier &q_full = smem.q_full[queries.stage()];
         smem.q_empty.acquire(queries);
         const Work &work = smem.rows[tiles.stage()].work;
         // Read before Q is sent: once Q lands, the math may finish a tile without keys, and its slot be described anew.
         const int end = work.tiles.end;
         KeyTileWalk tile(work.tiles);
-        q_full.arrive_expect(C::kHalves * p.tokens * p.group * kRowBytes);
-        for (int half = 0; half < C::kHalves; half++)
-            tensor_load(smem.queries[queries.stage()] + half * C::kQueryHalf, &maps.q, q_full, 64 * half,
-                        static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
-                        static_cast<int>(work.sequence.batch));
+        load_queries<C>(smem, maps, p, queries, work);
         for (; tile.t < end; tile.advance(), ring.n++) {
             // In flight: K and V of at most kStages earlier key tiles; Q of up to two row tiles, as a short item does not block the loader.
             smem.k_empty.acquire(ring);
@@ -107,24 +104,14 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
 }
 
 template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
-    const int checker = threadIdx.x / 32 - 2;
     Ring<C::kStages> ring;
     for (Ring<C::kSlots> tiles;; tiles.n++) {
         smem.rows[tiles.stage()].full.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
         const Work &work = smem.rows[tiles.stage()].work;
         for (KeyTileWalk tile(work.tiles); tile.exists(); tile.advance(), ring.n++) {
-            bool found = false;
             smem.v_full.wait(ring);
-            if (!tile.is_full()) {
-                constexpr int kBytes = C::kHalves * C::kKeyHalf, kThreads = 32 * C::kCheckers, kFirst = 64;
-                found = any_nonfinite<typename C::Element, kThreads>(smem.values[ring.stage()], kBytes, threadIdx.x - kFirst);
-                if (found) zero_nonfinite<typename C::Element, kThreads>(smem.values[ring.stage()], kBytes, threadIdx.x - kFirst);
-                async_fence();
-            }
-            found = __any_sync(0xffffffffu, found);
-            if (threadIdx.x % 32 == 0) smem.nonfinite[ring.stage()][checker] = found;
-            smem.v_ready[ring.stage()].arrive();
+            check_values<C>(smem, ring, !tile.is_full(), static_cast<int>(threadIdx.x) - 64);
         }
         smem.rows[tiles.stage()].empty.arrive();
     }
@@ -139,6 +126,7 @@ template <class C> struct Math {
 
     Smem<C> &smem;
     const sinkattn_fwd_args &args;
+    const typename C::Keys &keys;
     const Maps &maps;
     const Problem &p;
     const int math_group;
@@ -165,10 +153,13 @@ template <class C> struct Math {
         const int token[2] = {own.row(0).token, own.row(1).token};
         const Rows<C> &rows = own.rows;
 #pragma unroll 1
-        for (int j = t * C::kTileK; j < (t + 1) * C::kTileK && j < rows.work.sequence.k_len; j++)
-            add_nonfinite<Element>(o, data + key_offset(rows.work, args.v, j), args.problem.head_dim, [&](int i) {
+        for (int j = t * C::kTileK; j < (t + 1) * C::kTileK && j < rows.work.sequence.k_len; j++) {
+            const int64_t offset = offset_of(keys, rows.work.sequence, args.v, j, rows.work.kv_head);
+            if (C::Keys::kCached && offset < 0) continue;
+            add_nonfinite<Element>(o, data + offset, args.problem.head_dim, [&](int i) {
                 return (j >= rows.begin[token[i]] && j < rows.end[token[i]]) || j < rows.sink_end[token[i]];
             });
+        }
     }
 
     // Waits for the product of tile t's values, then goes to the next stage.
@@ -341,7 +332,7 @@ template <class C> struct Math {
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_constant__ sinkattn_fwd_args args,
                                                              const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
-                                                             unsigned *error_word) {
+                                                             unsigned *error_word, const __grid_constant__ typename C::Keys keys) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
@@ -363,23 +354,28 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         }
         barrier_init_fence();
     }
-    if (blockIdx.x == 0) check_lengths(args, error_word);
+    if (blockIdx.x == 0) check_lengths(args, keys, error_word);
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<C::kLoaderRegisters>();
-        if (threadIdx.x < 32) schedule<C>(smem, args, p);
-        if (threadIdx.x == 32) load_tiles<C>(smem, maps, p);
+        if (threadIdx.x < 32) schedule<C>(smem, args, keys, p);
+        if constexpr (C::Keys::kCached) {
+            if (threadIdx.x >= 32 && threadIdx.x < 64) load_cached_keys<C>(smem, maps, p, keys, error_word);
+        } else {
+            if (threadIdx.x == 32) load_tiles<C>(smem, maps, p);
+        }
         if (threadIdx.x >= 64) check_tiles<C>(smem);
     } else {
         registers_up<C::kMathRegisters>();
-        Math<C>{smem, args, maps, p, warp_uniform(threadIdx.x / 128) - 1, threadIdx.x % 128 == 0, {}}.run();
+        Math<C>{smem, args, keys, maps, p, warp_uniform(threadIdx.x / 128) - 1, threadIdx.x % 128 == 0, {}}.run();
     }
 #else
     __trap();
 #endif
 }
 
-template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+template <class C>
+sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
     Problem p;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
@@ -403,29 +399,39 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     Maps maps;
     SA_TRY(sa_cuda_error_word(&error_word));
     SA_TRY(map_rows(&maps.q, problem, args.q, p.tokens, p.group, "q"));
-    SA_TRY(map_keys(&maps.k, problem, args.k, C::kTileK, "k"));
-    SA_TRY(map_keys(&maps.v, problem, args.v, C::kTileK, "v"));
+    SA_TRY(map_keys(&maps.k, problem, args.k, keys, C::kTileK, "k"));
+    SA_TRY(map_keys(&maps.v, problem, args.v, keys, C::kTileK, "v"));
     if (p.copied_tokens) SA_TRY(map_rows(&maps.out, problem, args.out, p.copied_tokens, p.group, "out"));
     const unsigned blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));
-    return launch_blocks<fwd_kernel<C>>("sa_fwd_cuda_sm90", blocks, C::kThreads, sizeof(Smem<C>), context.stream, args, maps, p,
-                                        error_word);
+    return launch_blocks<fwd_kernel<C>>("sa_fwd_cuda_sm90", blocks, C::kThreads, sizeof(Smem<C>), context.stream, args, maps, p, error_word,
+                                        keys);
 }
 
-template <int kHeadDim, int kTileQ, int kTileK, int kStages, int kSlots>
-sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
-    const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
-    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, *plan, *context);
-    return launch<Config<Fp16, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, *plan, *context);
+template <int kHeadDim, int kTileQ, int kTileK, int kStages, int kSlots, class Keys>
+sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, const sinkattn_plan *plan, const sinkattn_context *context) {
+    if (args.problem.dtype == SINKATTN_BF16)
+        return launch<Config<Bf16, Keys, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, keys, *plan, *context);
+    return launch<Config<Fp16, Keys, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, keys, *plan, *context);
 }
 
 } // namespace
 
-extern "C" sinkattn_status sa_fwd_cuda_sm90_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
-    return launch_dtype<64, sa_fwd_cuda_sm90_d64_tile_q, sa_fwd_cuda_sm90_d64_tile_k, 4, 4>(args, plan, context);
-}
-
-extern "C" sinkattn_status sa_fwd_cuda_sm90_d128(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
-    return launch_dtype<128, sa_fwd_cuda_sm90_d128_tile_q, sa_fwd_cuda_sm90_d128_tile_k, 3, 2>(args, plan, context);
-}
+// The forward of tensors, and that of packed rows over a cache, a decode.
+#define SA_LAUNCHERS(head_dim, stages, slots)                                                                                              \
+    extern "C" sinkattn_status sa_fwd_cuda_sm90_d##head_dim(const void *arguments, const sinkattn_plan *plan,                              \
+                                                            const sinkattn_context *context) {                                             \
+        constexpr int kTileQ = sa_fwd_cuda_sm90_d##head_dim##_tile_q, kTileK = sa_fwd_cuda_sm90_d##head_dim##_tile_k;                      \
+        const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);                                                             \
+        return launch_dtype<head_dim, kTileQ, kTileK, stages, slots>(args, TensorKeys{}, plan, context);                                   \
+    }                                                                                                                                      \
+    extern "C" sinkattn_status sa_decode_cuda_sm90_packed_d##head_dim(const void *arguments, const sinkattn_plan *plan,                    \
+                                                                      const sinkattn_context *context) {                                   \
+        constexpr int kTileQ = sa_decode_cuda_sm90_packed_d##head_dim##_tile_q, kTileK = sa_decode_cuda_sm90_packed_d##head_dim##_tile_k;  \
+        const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);                                                          \
+        SA_TRY(check_no_host_pages(args));                                                                                                 \
+        return launch_dtype<head_dim, kTileQ, kTileK, stages, slots>(args.fwd, CacheKeys(args, kTileK), plan, context);                    \
+    }
+SA_LAUNCHERS(64, 4, 4)
+SA_LAUNCHERS(128, 3, 2)
 
 } // namespace sa::fwd_sm90

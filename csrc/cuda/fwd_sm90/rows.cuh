@@ -13,8 +13,9 @@ namespace sa::fwd_sm90 {
 
 enum NamedBarrier : int { kMathBarrier = 1 }; // one a math warpgroup, from this one on; 0 is __syncthreads
 
-template <class Element_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kSlots_> struct Config {
+template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kSlots_> struct Config {
     using Element = Element_;
+    using Keys = Keys_;
     static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kSlots = kSlots_;
     static constexpr int kGroups = kTileQ / 64, kThreads = 128 * (kGroups + 1), kCheckers = 2;
     static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
@@ -63,14 +64,14 @@ __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &ar
 
 // find_work for tiles of whole tokens. False if the tile has none.
 template <class C>
-__device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned kv_head, unsigned b, unsigned n,
-                                              Work &work) {
+__device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p,
+                                              unsigned kv_head, unsigned b, unsigned n, Work &work) {
     const int first = args.problem.packed ? static_cast<int>(rows_before(args, b)) / p.tokens + static_cast<int>(b) : 0;
     const int within = static_cast<int>(args.problem.packed ? n : n / static_cast<unsigned>(args.problem.batch)) - first;
     work.group = p.group;
     work.kv_head = kv_head;
     work.has_sink = args.s_aux && b < args.problem.batch;
-    work.sequence = sequence_or_tail(args, b);
+    work.sequence = sequence_or_tail(args, b, keys);
     work.band = sa_band_of(&args.problem.mask, work.sequence.q_len, work.sequence.k_len);
     if (within < 0 || static_cast<int64_t>(within) * p.tokens >= work.sequence.q_len) return false;
     work.tokens.begin = within * p.tokens;

@@ -200,22 +200,22 @@ __device__ __forceinline__ void pv_product(float (&o)[32], const uint32_t (&weig
 
 // Adds to O the values that the checker warp zeroed, in the rows that see them.
 template <class C>
-__device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const Tile &tile, const Problem &p) {
-    const sa_sequence &sequence = tile.span.sequence;
-    const auto values = [&](sa_position_t key) {
-        return static_cast<const uint16_t *>(args.v.data) + sa_offset(&args.v, sequence.batch, sequence.k_begin + key, tile.span.kv_head);
+__device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const typename C::Keys &keys, const Tile &tile,
+                                           const Problem &p) {
+    const auto add = [&](sa_position_t key, const auto &sees) {
+        const int64_t offset = offset_of(keys, tile.span.sequence, args.v, key, tile.span.kv_head);
+        if (C::Keys::kCached && offset < 0) return;
+        add_nonfinite<typename C::Element>(o, static_cast<const uint16_t *>(args.v.data) + offset, args.problem.head_dim, sees);
     };
     const sa_position_t first_key = tile.span.first_key + tile.first;
     const Columns seen(tile, p);
 #pragma unroll 1
     for (int j = min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]); j++)
-        add_nonfinite<typename C::Element>(o, values(first_key + j), args.problem.head_dim,
-                                           [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
+        add(first_key + j, [&](int i) { return j >= seen.begin[i] && j < seen.end[i]; });
     if (!C::kHasSinkTokens) return;
     const int end[2] = {sink_end(tile, p, 0), sink_end(tile, p, 1)};
 #pragma unroll 1
-    for (int j = 0; j < max(end[0], end[1]); j++)
-        add_nonfinite<typename C::Element>(o, values(j), args.problem.head_dim, [&](int i) { return j < end[i]; });
+    for (int j = 0; j < max(end[0], end[1]); j++) add(j, [&](int i) { return j < end[i]; });
 }
 
 // Writes this sequence's rows by the threads, where a copy would overwrite rows of another.
@@ -251,7 +251,8 @@ __device__ __forceinline__ void write_tile(Smem &smem, Ring<kTileStages> tiles, 
 }
 
 template <class C>
-__device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+__device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys,
+                                              const Maps &maps, const Problem &p) {
     using Element = typename C::Element;
     const int warpgroup = warp_uniform(threadIdx.x / 128);
     int n = warpgroup; // this warpgroup's next tile of the span; tiles go to the warpgroups in turn
@@ -264,7 +265,7 @@ __device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sink
         // In flight at the top: no wgmma; the copy of the previous tile's out may still read its buffer.
         for (; n < span.num_tiles; n += C::kWarpgroups, tiles.n++) {
             const Tile tile{span, smem.s_aux[stage], (span.first_tile + n) * p.tile_tokens, smem.tiles[warpgroup][tiles.stage()]};
-            const uint32_t first_row = tile.first * kRowBytes;
+            const uint32_t first_row = (rows_before_span(keys, span) + tile.first) * kRowBytes;
             float s[C::kScores], o[32], factor[2];
             uint32_t weights[C::kSteps][4], sink_k = 0, sink_v = 0;
             if constexpr (C::kHasSinkTokens) {
@@ -284,7 +285,7 @@ __device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sink
             finish_softmax(factor, rows, args, tile, p); // PV in flight
             wgmma_wait<0>();
             pin(o);
-            if (smem.nonfinite[stage]) add_hidden<C>(o, args, tile, p);
+            if (smem.nonfinite[stage]) add_hidden<C>(o, args, keys, tile, p);
             store_accumulator<Element, 0>(shared_address(tile.buffer) + swizzled(store_row(threadIdx.x), store_chunk(threadIdx.x)), o,
                                           [&](int i) { return factor[i]; });
             write_tile(smem, tiles, args, maps, tile, p, warpgroup);
@@ -299,7 +300,8 @@ __device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sink
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void window_kernel(const __grid_constant__ sinkattn_fwd_args args,
                                                                 const __grid_constant__ typename C::Maps maps,
-                                                                const __grid_constant__ Problem p, unsigned *error_word) {
+                                                                const __grid_constant__ Problem p, unsigned *error_word,
+                                                                const __grid_constant__ typename C::Keys keys) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<typename C::Smem *>(shared);
@@ -318,24 +320,30 @@ __global__ __launch_bounds__(C::kThreads, 1) void window_kernel(const __grid_con
             }
         barrier_init_fence();
     }
-    if (blockIdx.x == 0) check_lengths(args, error_word);
+    if (blockIdx.x == 0) check_lengths(args, keys, error_word);
     __syncthreads();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp < C::kMathThreads / 32) {
         registers_up<C::kMathRegisters>();
-        compute_tiles<C>(smem, args, maps, p);
+        compute_tiles<C>(smem, args, keys, maps, p);
         return;
     }
     registers_down<C::kLoaderRegisters>();
-    if (warp == C::kMathThreads / 32) load_keys<C>(smem, args, maps, p);
+    if (warp == C::kMathThreads / 32) load_keys<C>(smem, args, keys, maps, p, error_word);
     if (warp == C::kMathThreads / 32 + 1) load_queries<C>(smem, maps, p);
-    if (warp == C::kMathThreads / 32 + 2) check_values<C>(smem, args, p);
+    if (warp == C::kMathThreads / 32 + 2) check_values<C>(smem, args, keys, p);
 #else
     __trap();
 #endif
 }
 
-template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+// The most tokens of a span whose keys, boxes of a cache at both ends, fit a stage.
+int most_tokens(const TensorKeys &) { return kMaxSpan; }
+int most_tokens(const CacheKeys &cache) { return kMaxSpan - (cache.box - 1); }
+
+template <class C>
+sinkattn_status launch(const sinkattn_fwd_args &args, const typename C::Keys &keys, const sinkattn_plan &plan,
+                       const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
     Problem p = {};
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
@@ -343,7 +351,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     while (1 << p.group_log2 < p.group) p.group_log2++;
     p.window = sa_band_of(&problem.mask, kKeys, kKeys);
     p.last_key = static_cast<int>(sa_window_size(&p.window)) - 1;
-    p.span_tokens = choose_span(problem, p.tile_tokens, plan.workers);
+    p.span_tokens = choose_span(problem, p.tile_tokens, most_tokens(keys), plan.workers);
     const int64_t spans = num_spans(problem, p.span_tokens);
     if (spans > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld spans of rows; a launch holds at most 2^31", static_cast<long long>(spans));
@@ -357,32 +365,43 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     typename C::Maps maps;
     SA_TRY(sa_cuda_error_word(&error_word));
     SA_TRY(map_rows(&maps.q, problem, args.q, p.tile_tokens, p.group, "q"));
-    SA_TRY(map_keys(&maps.k, problem, args.k, p.span_tokens + kKeys, "k"));
-    SA_TRY(map_keys(&maps.v, problem, args.v, p.span_tokens + kKeys, "v"));
+    SA_TRY(map_keys(&maps.k, problem, args.k, keys, p.span_tokens + kKeys, "k"));
+    SA_TRY(map_keys(&maps.v, problem, args.v, keys, p.span_tokens + kKeys, "v"));
     SA_TRY(map_rows(&maps.out, problem, args.out, p.tile_tokens, p.group, "out"));
-    if constexpr (C::kHasSinkTokens) {
+    if constexpr (C::kHasSinkTokens && !C::Keys::kCached) {
         SA_TRY(map_keys(&maps.sink_k, problem, args.k, kSinkKeys, "k"));
         SA_TRY(map_keys(&maps.sink_v, problem, args.v, kSinkKeys, "v"));
     }
     return launch_blocks<window_kernel<C>>("sa_fwd_cuda_sm90_window", blocks, C::kThreads, sizeof(typename C::Smem), context.stream, args,
-                                           maps, p, error_word);
+                                           maps, p, error_word, keys);
 }
 
-template <class Element>
-sinkattn_status launch_for(const sinkattn_fwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+template <class Element, class Keys>
+sinkattn_status launch_for(const sinkattn_fwd_args &args, const Keys &keys, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
-    if (!problem.mask.num_sink_tokens) return launch<Config<Element, 0, kKeys>>(args, plan, context);
+    if (!problem.mask.num_sink_tokens) return launch<Config<Element, Keys, 0, kKeys>>(args, keys, plan, context);
     const int64_t reach = sa_window_keys(&problem.mask) - 1 + kTileRows / (problem.num_q_heads / problem.num_kv_heads);
-    if (problem.mask.num_sink_tokens <= 8 && reach <= 136) return launch<Config<Element, 8, 136>>(args, plan, context);
-    return launch<Config<Element, kSinkKeys, kKeys>>(args, plan, context);
+    if (problem.mask.num_sink_tokens <= 8 && reach <= 136) return launch<Config<Element, Keys, 8, 136>>(args, keys, plan, context);
+    return launch<Config<Element, Keys, kSinkKeys, kKeys>>(args, keys, plan, context);
+}
+
+template <class Keys>
+sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, const sinkattn_plan *plan, const sinkattn_context *context) {
+    if (args.problem.dtype == SINKATTN_BF16) return launch_for<Bf16>(args, keys, *plan, *context);
+    return launch_for<Fp16>(args, keys, *plan, *context);
 }
 
 } // namespace
 
 extern "C" sinkattn_status sa_fwd_cuda_sm90_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
-    const auto &fwd = *static_cast<const sinkattn_fwd_args *>(args);
-    if (fwd.problem.dtype == SINKATTN_BF16) return launch_for<Bf16>(fwd, *plan, *context);
-    return launch_for<Fp16>(fwd, *plan, *context);
+    return launch_dtype(*static_cast<const sinkattn_fwd_args *>(args), TensorKeys{}, plan, context);
+}
+
+extern "C" sinkattn_status sa_decode_cuda_sm90_packed_window(const void *arguments, const sinkattn_plan *plan,
+                                                             const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
+    SA_TRY(check_no_host_pages(args));
+    return launch_dtype(args.fwd, CacheKeys(args, kSinkKeys), plan, context);
 }
 
 } // namespace sa::fwd_window_sm90

@@ -59,8 +59,9 @@ struct SinkMaps : Maps {
 
 // kSinkTokens: positional sink tokens that a row may see, in front of kWindowKeys keys of a tile's windows. S is as large with 8 and 136 as
 // without sink tokens; with 16 and 144 four math warpgroups do not fit the registers.
-template <class Element_, int kSinkTokens, int kWindowKeys> struct Config {
+template <class Element_, class Keys_, int kSinkTokens, int kWindowKeys> struct Config {
     using Element = Element_;
+    using Keys = Keys_;
     static constexpr bool kHasSinkTokens = kSinkTokens > 0;
     static constexpr int kSinkScores = kSinkTokens / 2, kWindowScores = kWindowKeys / 2, kScores = kSinkScores + kWindowScores; // a thread
     static constexpr int kSinkSteps = kHasSinkTokens, kSteps = kSinkSteps + (kWindowKeys + 15) / 16; // of 16 keys, of the product with V
@@ -91,12 +92,12 @@ static inline int64_t num_spans(const sinkattn_problem &problem, int span_tokens
 
 // Tokens of a span with which the blocks should end soonest. Dense: rounds of spans times a span's cost; packed, where each sequence may
 // end in a short span: a block's average work and one span.
-static inline int choose_span(const sinkattn_problem &problem, int tile_tokens, int workers) {
+static inline int choose_span(const sinkattn_problem &problem, int tile_tokens, int most, int workers) {
     const int least = tile_tokens < 8 ? 8 : tile_tokens;
     const int64_t heads = problem.num_kv_heads;
     int best = least;
     int64_t best_cost = INT64_MAX;
-    for (int span = least; span <= kMaxSpan; span += least) {
+    for (int span = least; span <= most; span += least) {
         const int64_t spans = problem.packed ? problem.q_len / span + problem.batch : num_spans(problem, span);
         const int64_t cost = problem.packed ? (problem.q_len + spans * kSpanCost) * heads / workers + span
                                             : sa_ceil_div(spans * heads, workers) * (span + kSpanCost);
@@ -120,7 +121,8 @@ __device__ __forceinline__ sa_position_t num_sink_keys(const sa_sequence &sequen
 }
 
 // The block's next span that holds tokens. By a whole warp, whose lanes look for the sequence in a packed batch.
-template <class C> __device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &args, const Problem &p) {
+template <class C>
+__device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
     const sinkattn_problem &problem = args.problem;
     const auto batch = static_cast<unsigned>(problem.batch), heads = static_cast<unsigned>(problem.num_kv_heads);
     // Leaves room for every span of the sequences before b, which may begin and end inside a span.
@@ -144,7 +146,7 @@ template <class C> __device__ __forceinline__ Span next_span(Walk &walk, const s
         }
         span.has_sink = args.s_aux && walk.sequence < batch;
         span.kv_head = walk.kv_head;
-        span.sequence = sequence_or_tail(args, walk.sequence);
+        span.sequence = sequence_or_tail(args, walk.sequence, keys);
         const sa_band band = sa_band_of(&problem.mask, span.sequence.q_len, span.sequence.k_len);
         const sa_position_t start = sa_position(&band, 0),
                             base = (start >= 0 ? start : start - p.span_tokens + 1) / p.span_tokens * p.span_tokens; // rounded down
@@ -169,22 +171,62 @@ template <class C> __device__ __forceinline__ Span next_span(Walk &walk, const s
     return span;
 }
 
+// A span's keys begin in shared memory so many rows after those of a cache, which are copied in boxes at multiples of a box.
+__device__ __forceinline__ int rows_before_span(const TensorKeys &, const Span &) { return 0; }
+__device__ __forceinline__ int rows_before_span(const CacheKeys &cache, const Span &span) { return span.first_key & (cache.box - 1); }
+
+// Keys that rows of the span see: [0, sink_end) and [begin, end).
+struct SeenKeys {
+    int sink_end, begin, end;
+
+    template <class C> __device__ __forceinline__ static SeenKeys of(const Span &span, const Problem &p) {
+        const int begin = span.first_key + max(span.token_begin, 0),
+                  end = min(span.first_key + min(span.token_end, p.span_tokens) + p.last_key, static_cast<int>(span.sequence.k_len));
+        return {C::kHasSinkTokens ? min(num_sink_keys(span.sequence, p), end) : 0, begin, end};
+    }
+};
+
+// By a warp: a lane copies every 32nd box. What no row of the span sees becomes zeros, and so does a page that does not exist:
+// coordinates outside the map are not read.
+template <class C>
+__device__ __forceinline__ void copy_boxes(typename C::Smem &smem, uint32_t stage, const Span &span, const typename C::Maps &maps,
+                                           const Problem &p, const CacheKeys &cache, unsigned *error_word) {
+    const int lane = threadIdx.x % 32, box = cache.box, before = rows_before_span(cache, span), head = static_cast<int>(span.kv_head);
+    const int boxes = (before + p.span_tokens + kKeys + box - 1) / box;
+    const SeenKeys seen = SeenKeys::of<C>(span, p);
+    Barrier &full = smem.kv_full[stage];
+    const auto copy = [&](unsigned char *keys_to, unsigned char *values_to, int i, int key, int begin, int end) {
+        const bool sees = key >= 0 && key + box > begin && key < end;
+        const int page = sees ? cache.page_of(cache.row(span.sequence), key) : -1, slot = sees ? cache.slot(key) : 0;
+        if (sees && !cache.has_page(page)) atomicOr(error_word, kBadBlockTable);
+        tensor_load(keys_to + i * box * kRowBytes, &maps.k, full, 0, head, slot, page);
+        tensor_load(values_to + i * box * kRowBytes, &maps.v, full, 0, head, slot, page);
+    };
+    if (lane == 0) full.arrive_expect(2 * (boxes * box + C::kSinkSteps * kSinkKeys) * kRowBytes);
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < boxes; i += 32)
+        copy(smem.keys[stage], smem.values[stage], i, span.first_key - before + i * box, seen.begin, seen.end);
+    if constexpr (C::kHasSinkTokens)
+        for (int i = lane; i * box < kSinkKeys; i += 32) copy(smem.sink_keys[stage], smem.sink_values[stage], i, i * box, 0, seen.sink_end);
+}
+
 // By a warp. In flight at the top: K and V of at most two earlier spans.
 template <class C>
-__device__ __forceinline__ void load_keys(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Maps &maps,
-                                          const Problem &p) {
+__device__ __forceinline__ void load_keys(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys,
+                                          const typename C::Maps &maps, const Problem &p, unsigned *error_word) {
     const auto heads = static_cast<unsigned>(args.problem.num_kv_heads);
     Walk walk{blockIdx.x / heads, blockIdx.x % heads, 0};
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.stage();
-        const Span span = next_span<C>(walk, args, p);
+        const Span span = next_span<C>(walk, args, keys, p);
         smem.kv_empty.acquire(stages);
         if (threadIdx.x % 32 == 0) {
             smem.spans[stage] = span;
             smem.planned[stage].arrive();
             if (!span.exists) {
                 smem.kv_full[stage].arrive();
-            } else {
+            } else if constexpr (!C::Keys::kCached) {
                 smem.kv_full[stage].arrive_expect(2 * (p.span_tokens + kKeys + C::kSinkSteps * kSinkKeys) * kRowBytes);
                 const int key = static_cast<int>(span.sequence.k_begin + span.first_key), batch = static_cast<int>(span.sequence.batch);
                 tensor_load(smem.keys[stage], &maps.k, smem.kv_full[stage], 0, static_cast<int>(span.kv_head), key, batch);
@@ -197,6 +239,7 @@ __device__ __forceinline__ void load_keys(typename C::Smem &smem, const sinkattn
             }
         }
         if (!span.exists) break;
+        if constexpr (C::Keys::kCached) copy_boxes<C>(smem, stage, span, maps, p, keys, error_word);
     }
 }
 
@@ -229,14 +272,17 @@ template <class C> __device__ __forceinline__ void load_queries(Smem &smem, cons
 }
 
 // By a warp: loads s_aux of a span's heads, and zeroes values of V that are not finite.
-template <class C> __device__ __forceinline__ void check_values(typename C::Smem &smem, const sinkattn_fwd_args &args, const Problem &p) {
+template <class C>
+__device__ __forceinline__ void check_values(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys,
+                                             const Problem &p) {
     using Element = typename C::Element;
-    const int lane = threadIdx.x % 32, bytes = (p.span_tokens + kKeys) * kRowBytes;
+    const int lane = threadIdx.x % 32;
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.stage();
         smem.kv_full.wait(stages);
         const Span &span = smem.spans[stage];
         if (!span.exists) break;
+        const int bytes = (rows_before_span(keys, span) + p.span_tokens + kKeys) * kRowBytes;
         for (int i = lane; i < p.group; i += 32)
             smem.s_aux[stage][i] =
                 span.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i)) : -INFINITY;

@@ -78,4 +78,12 @@ sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads
     return launch_clusters<kKernel>(what, grid, 1, threads, shared_bytes, stream, arguments...);
 }
 
+// What a forward cannot read of a decode's arguments.
+static inline sinkattn_status check_no_host_pages(const sinkattn_decode_args &args) {
+    if (!args.host.num_pages) return sa_ok();
+    return sa_status(SINKATTN_UNSUPPORTED,
+                     "host.num_pages is %lld with packed rows; on CUDA it must be 0: decode from host pages with rows of one q_len",
+                     static_cast<long long>(args.host.num_pages));
+}
+
 } // namespace sa

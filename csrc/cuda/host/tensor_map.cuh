@@ -6,6 +6,7 @@
 #include <cuda.h>
 
 #include "cuda/host/backend.h"
+#include "cuda/work/keys.cuh"
 
 namespace sa {
 
@@ -29,10 +30,10 @@ static inline sinkattn_status find_encode(Encode *encode) {
 }
 
 // The map of a tensor [batch, rows, heads, head_dim], in boxes of box_rows rows x box_heads heads x 64.
-static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t rows,
-                                         int64_t heads, int box_rows, int box_heads, const char *name) {
+static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t batch,
+                                         int64_t rows, int64_t heads, int box_rows, int box_heads, const char *name) {
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
-                                static_cast<cuuint64_t>(p.packed ? 1 : p.batch)};
+                                static_cast<cuuint64_t>(batch)};
     const int64_t step[] = {tensor.head_stride, tensor.row_stride, tensor.batch_stride};
     cuuint64_t strides[3];
     for (int i = 0; i < 3; i++) // a dimension of size 1 may have any stride, which the driver would refuse
@@ -52,13 +53,24 @@ static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_proble
 // The map of a tensor like q: tiles of `tokens` tokens x `heads` heads.
 static inline sinkattn_status map_rows(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int tokens, int heads,
                                        const char *name) {
-    return encode_map(map, p, tensor, p.q_len, p.num_q_heads, tokens, heads, name);
+    return encode_map(map, p, tensor, p.packed ? 1 : p.batch, p.q_len, p.num_q_heads, tokens, heads, name);
 }
 
 // The map of a tensor like k: tiles of `keys` keys of one head.
 static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int keys,
                                        const char *name) {
-    return encode_map(map, p, tensor, p.k_len, p.num_kv_heads, keys, 1, name);
+    return encode_map(map, p, tensor, p.packed ? 1 : p.batch, p.k_len, p.num_kv_heads, keys, 1, name);
+}
+
+static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, const TensorKeys &,
+                                       int keys, const char *name) {
+    return map_keys(map, p, tensor, keys, name);
+}
+
+// The same of a cache: its pages, in boxes of keys of one page.
+static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, const CacheKeys &cache,
+                                       int, const char *name) {
+    return encode_map(map, p, tensor, cache.num_pages, cache.page_size, p.num_kv_heads, cache.box, 1, name);
 }
 
 } // namespace sa

@@ -43,8 +43,16 @@ __device__ __forceinline__ int64_t rows_before(const sinkattn_fwd_args &args, in
     return sa_packed_begin(args.cu_seqlens_q, b, args.problem.q_len);
 }
 
-__device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args &args, int64_t b) {
-    if (b < args.problem.batch) return sa_sequence_at(&args, b);
+// A forward finds its keys in its tensors k and v. work/keys.cuh has those of a cache.
+struct TensorKeys {
+    static constexpr bool kCached = false;
+
+    __device__ __forceinline__ sa_sequence sequence(const sinkattn_fwd_args &args, int64_t b) const { return sa_sequence_at(&args, b); }
+};
+
+template <class Keys = TensorKeys>
+__device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args &args, int64_t b, const Keys &keys = {}) {
+    if (b < args.problem.batch) return keys.sequence(args, b);
     const int64_t begin = rows_before(args, b);
     return {0, begin, args.problem.q_len - begin, 0, 0};
 }
@@ -60,8 +68,9 @@ static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t til
 }
 
 // False when the tile has no rows. Later tiles of a causal sequence see more keys, so they come first.
+template <class Keys = TensorKeys>
 __device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t tile_rows, int64_t tile_k, int64_t num_tiles, int64_t item,
-                                          Work &work) {
+                                          Work &work, const Keys &keys = {}) {
     const sinkattn_problem &problem = args.problem;
     const auto heads = static_cast<uint32_t>(problem.num_kv_heads), n = static_cast<uint32_t>(item); // 64-bit divisions are slow
     work.group = static_cast<sa_position_t>(static_cast<uint32_t>(problem.num_q_heads) / heads);
@@ -81,7 +90,7 @@ __device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t
         within = static_cast<int32_t>(tile / batch);
     }
     work.has_sink = args.s_aux && b < problem.batch;
-    work.sequence = sequence_or_tail(args, b);
+    work.sequence = sequence_or_tail(args, b, keys);
     work.band = sa_band_of(&problem.mask, work.sequence.q_len, work.sequence.k_len);
     const auto rows = static_cast<int32_t>(tile_rows), all = static_cast<int32_t>(work.sequence.q_len) * work.group;
     work.rows.begin = within * rows;

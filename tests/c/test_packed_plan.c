@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Plans for packed rows over a cache on CUDA devices that need not be there.
+ */
+#include <inttypes.h>
+
+#include "sample.h"
+
+#ifdef SA_WITH_CUDA
+static const char *chosen(const sinkattn_problem *problem, int32_t arch) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = arch, .workers = 132};
+    sinkattn_plan plan;
+    const sinkattn_status status = sinkattn_make_plan(problem, &device, &plan);
+    if (!CHECK(status.code == SINKATTN_OK && plan.num_splits == 1, "%s", status.message)) return "none";
+    CHECK(sa_validate_plan(problem, &plan).code == SINKATTN_OK, "%s", plan.reason);
+    return sinkattn_variant(plan.variant)->name;
+}
+
+static sinkattn_problem packed_problem(int64_t num_q_heads, int64_t head_dim, int64_t left) {
+    return (sinkattn_problem){.op = SINKATTN_FWD,
+                              .dtype = SINKATTN_BF16,
+                              .packed = true,
+                              .batch = 3,
+                              .num_q_heads = num_q_heads,
+                              .num_kv_heads = 2,
+                              .head_dim = head_dim,
+                              .q_len = 1000,
+                              .k_len = 2000,
+                              .mask = {.has_left = left >= 0, .left = left < 0 ? 0 : left, .has_right = true}};
+}
+
+/* The same kernel gives the same bits. */
+static void check_forwards_kernel(sinkattn_problem problem, int32_t arch) {
+    const size_t prefix = strlen("sa_fwd_cuda_smXX_");
+    const char *forward = chosen(&problem, arch);
+    problem.op = SINKATTN_DECODE;
+    for (int paged = 0; paged < 2; paged++) {
+        problem.page_size = paged ? 16 : 0;
+        problem.num_pages = paged ? 7 : 0;
+        const char *name = chosen(&problem, arch), *found = strstr(name, "_packed_");
+        CHECK(found && strlen(forward) > prefix && strcmp(found + strlen("_packed_"), forward + prefix) == 0, "%s beside %s", name,
+              forward);
+        problem.invariant = true;
+        CHECK(chosen(&problem, arch) == name, "invariant changes nothing");
+        problem.invariant = false;
+    }
+}
+
+static void test_packed_rows_have_the_forwards_kernel(void) {
+    static const int32_t archs[] = {80, 90, 100};
+    static const int64_t head_dims[] = {8, 64, 72, 128, 136, 256}, lefts[] = {-1, 127, 136, 137, 300}, heads[] = {2, 6, 16, 128, 386};
+    for (int i = 0; i < 3 * 6 * 5 * 5; i++) {
+        sinkattn_problem problem = packed_problem(heads[i / 90], head_dims[i / 3 % 6], lefts[i / 18 % 5]);
+        check_forwards_kernel(problem, archs[i % 3]);
+        problem.mask.num_sink_tokens = 4;
+        check_forwards_kernel(problem, archs[i % 3]);
+        problem.softmax_scale = -1.0;
+        check_forwards_kernel(problem, archs[i % 3]);
+    }
+}
+
+/* A TMA descriptor cannot describe an empty tensor. */
+static void test_a_cache_without_pages(void) {
+    sinkattn_problem problem = packed_problem(16, 64, 127);
+    problem.op = SINKATTN_DECODE;
+    problem.page_size = 16;
+    CHECK(strcmp(chosen(&problem, 90), "sa_decode_cuda_sm80_packed_d64") == 0, "%s", chosen(&problem, 90));
+    problem.num_pages = 1;
+    CHECK(strcmp(chosen(&problem, 90), "sa_decode_cuda_sm90_packed_window") == 0, "%s", chosen(&problem, 90));
+}
+
+static void test_the_largest_head_dim(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    sinkattn_problem problem = packed_problem(16, 264, -1);
+    problem.op = SINKATTN_DECODE;
+    sinkattn_plan plan;
+    const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim 264; on CUDA it must be at most 256"), "%s",
+          status.message);
+}
+#endif
+
+const test packed_plan_tests[] = {
+#ifdef SA_WITH_CUDA
+    {"packed rows over a cache have the forward's kernel", test_packed_rows_have_the_forwards_kernel},
+    {"a cache without pages", test_a_cache_without_pages},
+    {"the largest head_dim of packed rows", test_the_largest_head_dim},
+#endif
+    {0}};
