@@ -18,6 +18,8 @@
 #include "split.h"
 
 #define SA_MAX_WORKERS 65536
+#define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
+_Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
@@ -47,7 +49,7 @@ const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_va
 /* A window whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys beside few sink tokens. */
 const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const int64_t group = p->num_q_heads / p->num_kv_heads;
-    if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return "more than 16 positional sink tokens";
+    if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return SA_TOO_MANY_SINK_TOKENS;
     if (group < 2 || info->tile_q % group) return "query heads a kv head must be 2 or more and divide its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
     if (p->softmax_scale < 0.0) return "softmax_scale is negative";
@@ -57,9 +59,9 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
 }
 
-/* A causal window of which a key tile's rows see that tile and the two before it. */
+/* A causal window of which a key tile's rows see that tile and the two before it, beside few sink tokens. */
 const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (p->mask.num_sink_tokens) return "it has no positional sink tokens";
+    if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return SA_TOO_MANY_SINK_TOKENS;
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
     if (!sa_is_causal(&p->mask)) return "rows see keys after their own";

@@ -185,7 +185,7 @@ static void test_cuda_decode_plans(void) {
     CHECK(!strstr(chosen(&p, &device), "prefill"), "for invariant alone: %s", chosen(&p, &device));
 }
 
-/* A causal window of up to 128 keys before a row; its workspace holds a flag a block, and 12 sums a block and head with a sink. */
+/* A causal window of up to 128 keys. The workspace: a flag a block; 12 sums a block and head; sink tokens: 16, and sums of each tile. */
 static void test_the_backward_of_a_window_is_planned(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, ""};
     sinkattn_problem base = windowed(SINKATTN_BWD, 2000, 128);
@@ -202,7 +202,10 @@ static void test_the_backward_of_a_window_is_planned(void) {
     wide.mask.left = 129;
     unbounded.mask = (sinkattn_mask){.has_right = true};
     two_sided.mask.right = 1;
-    sinks.mask.num_sink_tokens = 1;
+    sinks.mask.num_sink_tokens = 16; /* 33 tiles of rows leave 16 x 2 x 128 sums */
+    CHECK(sinkattn_make_plan(&sinks, &device, &plan).code == SINKATTN_OK && plan.workspace_bytes == 4 * (135168 + 132 * 257 + 1) + 15,
+          "%" PRId64 " bytes with sink tokens: %s", plan.workspace_bytes, plan.reason);
+    sinks.mask.num_sink_tokens = 17;
     many.num_q_heads = 130;
     empty.k_len = 0;
     no_batch.batch = 0;
@@ -218,7 +221,7 @@ static void test_the_backward_of_a_window_is_planned(void) {
                  {&wide, &device, " (64 x 64): left > 2 of its tile_k"},
                  {&unbounded, &device, " (64 x 64): left > 2 of its tile_k"},
                  {&two_sided, &device, " (64 x 64): rows see keys after their own"},
-                 {&sinks, &device, " (64 x 64): it has no positional sink tokens"},
+                 {&sinks, &device, " (64 x 64): more than 16 positional sink tokens"},
                  {&many, &device, " (64 x 64): more query heads a kv head than its tile_q"},
                  {&empty, &device, " (64 x 64): there are no rows or no keys"},
                  {&no_batch, &device, " (64 x 64): there are no rows or no keys"},

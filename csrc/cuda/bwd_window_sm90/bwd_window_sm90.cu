@@ -25,6 +25,8 @@
 // Registers: dK and dV 64 of 144; S, dP, P and dS of 32 rows at a time, 48, since those of all 64 rows do not fit beside them.
 
 #include "cuda/bwd_window_sm90/rows.cuh"
+#include "cuda/bwd_window_sm90/sink_tokens.cuh"
+#include "cuda/bwd_window_sm90/smem.cuh"
 #include "cuda/bwd_window_sm90/walk.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.cuh"
@@ -74,10 +76,12 @@ __device__ __forceinline__ void add_gradients(float (&dk)[32], float (&dv)[32], 
 
 enum Mask { kNone, kByToken, kByColumn }; // all pairs are seen; a thread's two columns are of one token; or of two
 
-// P and dS of 32 rows from `first` on, as left operands. before: how far the thread's first key lies before the step's tile of positions.
+// P and dS of 32 rows from `first` on, as left operands. before: how far the thread's first key lies before the step's tile of positions;
+// num_hidden: so many keys from that one on are sink tokens, whose pairs the row warpgroup computes.
 template <class C, Mask kMask>
 __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_t (&gradients)[2][4], const MathWarpgroup &m,
-                                              const float (&s)[16], const float (&dp)[16], int stage, int first, int before) {
+                                              const float (&s)[16], const float (&dp)[16], int stage, int first, int before,
+                                              int num_hidden) {
     const Smem &smem = m.smem;
     const Problem &p = m.p;
     const int column = first + fragment_column(), key = warpgroup_row(0);
@@ -93,7 +97,8 @@ __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             const int distance = (x & 1 ? token.y : token.x) + before - 8 * (x / 2);
-            const bool sees = kMask == kNone || p.sees(distance);
+            const bool hidden = C::kSinkTokens && 8 * (x / 2) < num_hidden;
+            const bool sees = kMask == kNone || (p.sees(distance) && !hidden);
             weight[x] = exp2_approx(fmaf(s[4 * n + x], p.scale_log2, -(x & 1 ? lse.y : lse.x)));
             if (!sees) weight[x] = 0.0f;
             term[x] = weight[x] * (sees ? dp[4 * n + x] : 0.0f);
@@ -171,12 +176,13 @@ __device__ __forceinline__ void close_heads(float *warp_sums, float (&sums)[2], 
 }
 
 // Writes math warp `warp`'s part of ds_aux; the first kRowWarps parts include a row warp's sum.
+template <class C>
 __device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_sums, const sinkattn_bwd_args &args, const Problem &p,
                                            const Step &step, int warp) {
     __syncwarp();
     for (int h = threadIdx.x % 32; h < p.group; h += 32) {
         const float rows = args.dlse && warp < kRowWarps ? smem.terms[step.kv_head % 4][warp][h] : 0.0f;
-        p.sums[(static_cast<int64_t>(step.kv_head * p.group + h) * gridDim.x + blockIdx.x) * kWarps + warp] = rows + warp_sums[h];
+        p.sums[(static_cast<int64_t>(step.kv_head * p.group + h) * gridDim.x + blockIdx.x) * C::kParts + warp] = rows + warp_sums[h];
     }
 }
 
@@ -192,6 +198,11 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
     const uint32_t q = warp_uniform_register(shared_address(smem.q[stage])), dout = q + sizeof(smem.q),
                    k = warp_uniform_register(shared_address(smem.k[m.key_stage])), v = k + sizeof(smem.k);
     uint32_t weights[2][4], gradients[2][4];
+    int num_sinks = 0; // of the sink tokens, from the warp's first key on
+    if constexpr (C::kSinkTokens > 0)
+        if (const int key = warp_uniform(smem.sink_steps[stage].position) - m.age * kKeys + 16 * warp; key >= 0)
+            num_sinks = p.num_sink_tokens - key;
+    const int num_hidden = num_sinks - m.lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float s[16], dp[16];
@@ -205,7 +216,7 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
         // The smallest and the largest distance of a row from one of the warp's keys.
         const int nearest = m.age * kKeys + first - 16 * warp - 15, farthest = m.age * kKeys + last - 16 * warp;
         const bool any_seen = farthest >= 0 && nearest <= p.max_distance,
-                   all_seen = !C::kHide && nearest >= 0 && farthest <= p.max_distance && !(flags & kEdge);
+                   all_seen = !C::kHide && nearest >= 0 && farthest <= p.max_distance && !(flags & kEdge) && num_sinks <= 0;
         wgmma_wait<0>();
         pin(s);
         pin(dp);
@@ -213,11 +224,11 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
         pin(m.dk);
         if (!half && !begins) smem.step_empty.release({n - 1});
         if (all_seen) {
-            differentiate<C, kNone>(weights, gradients, m, s, dp, stage, half * kHalfRows, before);
+            differentiate<C, kNone>(weights, gradients, m, s, dp, stage, half * kHalfRows, before, num_hidden);
         } else if (any_seen && !C::kHide && p.head_shift > 0) {
-            differentiate<C, kByToken>(weights, gradients, m, s, dp, stage, half * kHalfRows, before);
+            differentiate<C, kByToken>(weights, gradients, m, s, dp, stage, half * kHalfRows, before, num_hidden);
         } else if (any_seen) {
-            differentiate<C, kByColumn>(weights, gradients, m, s, dp, stage, half * kHalfRows, before);
+            differentiate<C, kByColumn>(weights, gradients, m, s, dp, stage, half * kHalfRows, before, num_hidden);
         } else {
 #pragma unroll
             for (int i = 0; i < 8; i++) weights[i / 4][i % 4] = gradients[i / 4][i % 4] = 0;
@@ -299,7 +310,7 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
                        bad_dv = write_keys<typename C::Element>(dv, 1.0f, args.dv, step, age, args.fwd.problem.head_dim);
             if ((bad_dk || bad_dv) && !C::kHide) smem.nonfinite = 1;
         }
-        if (C::kSums && flags & kSegmentEnd) write_sums(smem, warp_sums, args, p, step, math_warp);
+        if (C::kSums && flags & kSegmentEnd) write_sums<C>(smem, warp_sums, args, p, step, math_warp);
         __syncwarp();
         smem.step_empty.release({n});
         n++;
@@ -316,12 +327,14 @@ __device__ __forceinline__ void compute_share(Smem &smem, const sinkattn_bwd_arg
             smem.step_empty[i].init(32 * kWarps);
         }
         for (int i = 0; i < 2; i++) smem.ds_full[i].init(32 * kWarps);
+        if constexpr (C::kSinkTokens > 0) smem.staged.init(128);
         barrier_init_fence();
         smem.nonfinite = 0;
+        if (C::kSinkTokens) smem.any_bad_sinks = 0;
     }
     if (C::kSums)
         for (int64_t h = threadIdx.x / 16; h < args.fwd.problem.num_q_heads; h += kThreads / 16)
-            if (threadIdx.x % 16 < kWarps) p.sums[(h * gridDim.x + blockIdx.x) * kWarps + threadIdx.x % 16] = 0.0f;
+            if (threadIdx.x % 16 < C::kParts) p.sums[(h * gridDim.x + blockIdx.x) * C::kParts + threadIdx.x % 16] = 0.0f;
     if (blockIdx.x == 0 && !C::kHide) check_lengths(args.fwd, error_word);
     start_walk<kThreads>(smem.walk, smem.scan, args.fwd, p);
     __syncthreads();
@@ -335,10 +348,10 @@ __device__ __forceinline__ void compute_share(Smem &smem, const sinkattn_bwd_arg
     __syncthreads();
 }
 
-// ds_aux from the warps' parts, by the second launch: each block adds some heads, or, where a share is computed again, the last block to
-// finish adds all.
-__device__ __forceinline__ void add_sink_parts(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
-    int64_t first = blockIdx.x, step = gridDim.x;
+// What the blocks left in parts, added by the second launch: ds_aux by heads, dK and dV of sink tokens by tasks. Each block adds some, or,
+// where a share is computed again, the last block to finish adds all.
+template <class C> __device__ __forceinline__ void add_parts(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
+    int64_t first = C::kSinkTokens ? pinned(blockIdx.x) : blockIdx.x, step = gridDim.x; // pinned: else it takes registers all the time
     bool any_redo = false;
     for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) any_redo |= p.redo[i] != 0;
     if (__syncthreads_or(any_redo)) {
@@ -348,10 +361,14 @@ __device__ __forceinline__ void add_sink_parts(Smem &smem, const sinkattn_bwd_ar
         first = 0;
         step = 1;
     }
-    for (int64_t head = first; head < args.fwd.problem.num_q_heads; head += step) {
-        add_sink_terms_of<kThreads>(args, p.sums, 1, static_cast<int64_t>(gridDim.x) * kWarps, head, smem.sink_sums);
-        __syncthreads();
-    }
+    if constexpr (C::kSums)
+        for (int64_t head = first; head < args.fwd.problem.num_q_heads; head += step) {
+            add_sink_terms_of<kThreads>(args, p.sums, 1, static_cast<int64_t>(gridDim.x) * C::kParts, head, smem.sink_sums);
+            __syncthreads();
+        }
+    if constexpr (C::kSinkTokens > 0)
+        for (auto task = static_cast<unsigned>(first); task < p.num_sink_tasks; task += static_cast<unsigned>(step))
+            add_sink_partials<typename C::Element>(args, p, task);
 }
 
 template <class C>
@@ -360,10 +377,10 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
                                                                  unsigned *error_word) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
-    Smem &smem = *reinterpret_cast<Smem *>(shared);
+    Smem &smem = *reinterpret_cast<SmemOf<C> *>(shared);
     if (C::kHide) {
         if (p.redo[blockIdx.x]) compute_share<C>(smem, args, maps, p, error_word);
-        if (C::kSums) add_sink_parts(smem, args, p);
+        if (C::kSums || C::kSinkTokens) add_parts<C>(smem, args, p);
     } else {
         compute_share<C>(smem, args, maps, p, error_word);
         if (threadIdx.x == 0) p.redo[blockIdx.x] = smem.nonfinite;
@@ -375,12 +392,18 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
 }
 
 static inline int64_t num_sums(const sinkattn_problem &problem, const sinkattn_plan &plan) {
-    return problem.s_aux_dtype ? problem.num_q_heads * plan.workers * kWarps : 0;
+    const int parts = problem.mask.num_sink_tokens ? Config<Bf16, true, false, kSinkKeys>::kParts : Config<Bf16, true, false, 0>::kParts;
+    return problem.s_aux_dtype ? problem.num_q_heads * plan.workers * parts : 0;
 }
 
-template <class Element, bool kSums>
+static inline int64_t workspace_alignment(const sinkattn_problem &problem) { return problem.mask.num_sink_tokens ? 16 : 4; }
+
+template <class Element, bool kSums, int kSinkTokens>
 sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    static_assert(sizeof(Smem) <= 227 * 1024, "what a block of compute capability 9.0 may use");
+    using First = Config<Element, kSums, false, kSinkTokens>;
+    using Second = Config<Element, kSums, true, kSinkTokens>;
+    constexpr int kSmemBytes = sizeof(SmemOf<First>);
+    static_assert(kSmemBytes <= 227 * 1024, "what a block of compute capability 9.0 may use");
     const sinkattn_problem &problem = args.fwd.problem;
     Problem p;
     p.max_distance = static_cast<int>(sa_window_keys(&problem.mask)) - 1;
@@ -390,9 +413,17 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     while (p.head_shift < 3 && p.group % (2 << p.head_shift) == 0) p.head_shift++;
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
-    const uintptr_t workspace = (reinterpret_cast<uintptr_t>(context.workspace) + 3) / 4 * 4;
-    p.sums = reinterpret_cast<float *>(workspace);
-    p.redo = reinterpret_cast<unsigned *>(workspace) + num_sums(problem, plan);
+    const uintptr_t align = workspace_alignment(problem),
+                    workspace = (reinterpret_cast<uintptr_t>(context.workspace) + align - 1) / align * align;
+    p.num_sink_tokens = static_cast<int>(problem.mask.num_sink_tokens);
+    p.row_tiles = num_row_tiles(problem);
+    const int64_t tasks = num_sink_tasks(problem);
+    if (tasks > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld sums of sink tokens; a launch holds at most 2^31", static_cast<long long>(tasks));
+    p.num_sink_tasks = static_cast<unsigned>(tasks);
+    p.partials = reinterpret_cast<float *>(workspace);
+    p.sums = p.partials + num_partials(problem);
+    p.redo = reinterpret_cast<unsigned *>(p.sums) + num_sums(problem, plan);
     const int heads = 1 << p.head_shift, tokens = kRows / heads;
     unsigned *error_word;
     Maps maps;
@@ -405,23 +436,32 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     SA_TRY(map_keys(&maps.v, problem, args.fwd.v, kKeys, "v"));
     const char *name = "sa_bwd_cuda_sm90_window";
     const auto blocks = static_cast<unsigned>(plan.workers);
-    SA_TRY(launch_blocks<bwd_window_kernel<Config<Element, kSums, false>>>(name, blocks, kThreads, sizeof(Smem), context.stream, args, maps,
-                                                                           p, error_word));
-    return launch_blocks<bwd_window_kernel<Config<Element, kSums, true>>>(name, blocks, kThreads, sizeof(Smem), context.stream, args, maps,
-                                                                          p, error_word);
+    SA_TRY(launch_blocks<bwd_window_kernel<First>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word));
+    return launch_blocks<bwd_window_kernel<Second>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word);
+}
+
+template <class Element, int kSinkTokens>
+sinkattn_status launch_for(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    return args.ds_aux ? launch<Element, true, kSinkTokens>(args, plan, context) : launch<Element, false, kSinkTokens>(args, plan, context);
+}
+
+template <class Element>
+sinkattn_status launch_for(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const int64_t num_sink_tokens = args.fwd.problem.mask.num_sink_tokens;
+    if (!num_sink_tokens) return launch_for<Element, 0>(args, plan, context);
+    return num_sink_tokens <= 8 ? launch_for<Element, 8>(args, plan, context) : launch_for<Element, kSinkKeys>(args, plan, context);
 }
 
 } // namespace
 
 extern "C" int64_t sa_cuda_bwd_sm90_window_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    return 4 * (num_sums(*problem, *plan) + plan->workers + 1) + 3;
+    return 4 * (num_partials(*problem) + num_sums(*problem, *plan) + plan->workers + 1) + workspace_alignment(*problem) - 1;
 }
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_window(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
-    if (args.fwd.problem.dtype == SINKATTN_BF16)
-        return args.ds_aux ? launch<Bf16, true>(args, *plan, *context) : launch<Bf16, false>(args, *plan, *context);
-    return args.ds_aux ? launch<Fp16, true>(args, *plan, *context) : launch<Fp16, false>(args, *plan, *context);
+    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch_for<Bf16>(args, *plan, *context);
+    return launch_for<Fp16>(args, *plan, *context);
 }
 
 } // namespace sa::bwd_window_sm90

@@ -1,68 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The row warpgroup of the windowed backward on sm_90, and the kernel's shared memory. Warp 0, the producer, finds and loads steps; warps 1
+// The row warpgroup of the windowed backward on sm_90. Warp 0, the producer, finds and loads steps; warps 1
 // and 2 prepare rows, and with warp 3 check keys; all four sum dQ.
 #pragma once
 
+#include "cuda/bwd_window_sm90/sink_tokens.cuh"
+#include "cuda/bwd_window_sm90/smem.cuh"
 #include "cuda/bwd_window_sm90/walk.cuh"
 #include "cuda/tile/finite.cuh"
 #include "cuda/tile/mma.cuh"
-#include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 
 namespace sa::bwd_window_sm90 {
 
-constexpr int kWarpgroups = kSeenTiles, kWarps = 4 * kWarpgroups; // math warpgroups, one for each key tile that a row may see
-constexpr int kThreads = 128 * (kWarpgroups + 1);
-constexpr int kPreparers = 96, kRowWarps = 2; // threads of warps 1 to 3; warps that prepare rows, a row a thread
-constexpr int kStages = 4, kKeyStages = 4, kTileBytes = 64 * kRowBytes, kBlockBytes = 16 * kRowBytes; // a block: 16 keys of a tile
-enum NamedBarrier : int { kRowBarrier = 1 }; // of the row warpgroup; 0 is __syncthreads
-constexpr int kHeads = 64;                   // at most, in a GQA group
-constexpr int kNoToken = INT32_MAX / 2;      // so far after every key that it sees none
-
-template <class Element_, bool kSums_, bool kHide_> struct Config {
-    using Element = Element_;
-    static constexpr bool kSums = kSums_; // ds_aux is wanted
-    static constexpr bool kHide = kHide_; // the second launch: values that are not finite are zeroed, and NaN put where a row sees them
-};
-
-struct Smem {
-    alignas(1024) unsigned char q[kStages][kTileBytes], dout[kStages][kTileBytes], out[kStages][kTileBytes]; // out, then dQ
-    unsigned char k[kKeyStages][kTileBytes], v[kKeyStages][kTileBytes]; // key tile n in stage n % kKeyStages; v lies behind k
-    unsigned char ds[2][kSeenTiles][kTileBytes];                        // of even and odd steps, the oldest key tile first
-    float lse[kStages][kRows], g[kStages][kRows];                       // lse: natural as loaded, then in log2 units; g: dlse
-    alignas(16) float2 bias[kStages][kRows];                            // g - delta, p_sink
-    int token[kStages][kRows];                                          // position in the tile, kNoToken for a row that does not exist
-    uint32_t bad_rows[kStages][kRows], bad_dout[kStages][kRows][2];     // not finite: bit 0 for q, bit 1 for dO; by columns of dO
-    uint32_t bad_keys[kKeyStages][kKeys];                               // not finite: bit 0 for K, bit 1 for V
-    // By head: the math warps' - sum of p_sink P dP, and the row warps' sum of p_sink g for each of the last four kv heads.
-    float sums[kWarps][kHeads], terms[4][kRowWarps][kHeads];
-    Step steps[kStages];
-    Walk walk;
-    Barriers<kStages> step_full, step_ready, step_empty; // ready: rows and keys are prepared
-    Barriers<2> ds_full;
-    union {
-        int64_t scan[kThreads / 32];
-        double sink_sums[kThreads / 32];
-    };
-    int nonfinite;
-};
-
-struct Maps {
-    CUtensorMap q, dout, out, k, v, dq;
-};
-
-struct Problem : WalkShape {
-    float scale, scale_log2;
-    unsigned *redo; // [blocks]: whether the share must be computed again; then how many blocks of the second launch are done
-    float *sums;    // [num_q_heads][blocks * kWarps]
-};
+// threadIdx.x. With sink tokens read again at each use, since no register is free to keep what follows from it.
+template <class C> __device__ __forceinline__ int row_thread() {
+    if (C::kSinkTokens) return pinned(threadIdx.x);
+    return threadIdx.x;
+}
 
 // Loads steps up to `limit`, by one warp. Key tile m takes the stage of tile m - 4 once dQ of every step of tile m - 2 is done: finished is
 // the newest tile of which that is true. False once there are no more steps.
+template <class C>
 __device__ __forceinline__ bool load_steps(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, uint32_t &loaded,
                                            uint32_t limit, int finished) {
-    const int lane = threadIdx.x % 32;
+    const int lane = row_thread<C>() % 32;
     while (loaded <= limit) {
         const Ring<kStages> use{loaded};
         const int stage = use.stage();
@@ -72,12 +34,14 @@ __device__ __forceinline__ bool load_steps(Smem &smem, const sinkattn_bwd_args &
         if (loaded > 0 && next_tokens(step, smem.steps[(loaded - 1) % kStages], p)) {
             smem.step_empty.acquire(use);
             if (lane == 0) smem.steps[stage] = step;
+            if (C::kSinkTokens && lane == 0) copy_sink_step(smem, loaded);
             __syncwarp();
         } else {
             if (next_newest(smem.walk) > finished + 2) return true;
             smem.step_empty.acquire(use);
             __syncwarp();
             if (lane == 0) next_heads(smem.steps[stage], smem.walk, args.fwd, p);
+            if (C::kSinkTokens && lane == 0) describe_sink_step(smem, stage, args.fwd, p);
             __syncwarp();
             step = smem.steps[stage];
         }
@@ -119,7 +83,7 @@ __device__ __forceinline__ bool load_steps(Smem &smem, const sinkattn_bwd_args &
 // A thread checks half a key at a time and zeroes keys past the sequence: a masked pair's dS = 0 times K must be zero.
 template <class C> __device__ __forceinline__ void check_keys(Smem &smem, int key_stage, int num_keys) {
 #pragma unroll 1
-    for (int i = threadIdx.x - 32; i < 2 * kKeys; i += kPreparers) {
+    for (int i = row_thread<C>() - 32; i < 2 * kKeys; i += kPreparers) {
         const int key = i / 2, half = i % 2;
         bool found = false;
         uint32_t bad_k = 0, bad_v = 0;
@@ -183,7 +147,7 @@ __device__ __forceinline__ bool prepare_step(Smem &smem, const sinkattn_bwd_args
                                              float &terms) {
     using Element = typename C::Element;
     const Ring<kStages> use{n};
-    const int stage = use.stage(), lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 - 1;
+    const int stage = use.stage(), thread = row_thread<C>(), lane = thread % 32, row_warp = thread / 32 - 1;
     smem.step_full.wait(use);
     const Step &step = smem.steps[stage];
     const int flags = step.flags;
@@ -193,7 +157,7 @@ __device__ __forceinline__ bool prepare_step(Smem &smem, const sinkattn_bwd_args
             for (int age = 0; age < kSeenTiles; age++)
                 if (step.loaded() >> age & 1) check_keys<C>(smem, (step.newest - age) % kKeyStages, step.num_keys + age * kKeys);
         if (row_warp < kRowWarps) {
-            const int row = threadIdx.x - 32, token = step.token + (row >> p.head_shift);
+            const int row = thread - 32, token = step.token + (row >> p.head_shift);
             const bool real = token >= step.begin && token < step.end;
             if (C::kHide || flags & kEdge) {
                 clean_row<C>(smem, stage, row, real);
@@ -237,27 +201,36 @@ __device__ __forceinline__ bool prepare_step(Smem &smem, const sinkattn_bwd_args
     return flags & kExists;
 }
 
-// dQ over kBlocks blocks of 16 keys, the oldest first; `first`: the first one, counted from the oldest key tile's.
-template <class Element, int kBlocks>
-__device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, uint32_t newest, uint32_t first) {
+// dQ over kBlocks blocks of 16 keys, the oldest first; `first`: the first one, counted from the oldest key tile's. Sink tokens come before
+// them, with `sinks` as their dS. between(i): after the first and the second third of the products, and after the last.
+template <class C, int kBlocks, class Between>
+__device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, uint32_t newest, uint32_t first,
+                                           const uint32_t (&sinks)[4], const Between &between) {
     const uint32_t base = warp_uniform_register(shared_address(&smem)), k_block = 4 * (newest - 2) + first;
-    const uint64_t ds = operand(base + offsetof(Smem, ds) + n % 2 * sizeof(smem.ds[0]) + first * kBlockBytes, kTileBytes),
-                   k = operand(base + offsetof(Smem, k), kTileBytes);
+    uint32_t ds_at = base + offsetof(Smem, ds) + n % 2 * sizeof(smem.ds[0]) + first * kBlockBytes;
+    if (C::kSinkTokens > 0) ds_at = warp_uniform_register(ds_at); // else ptxas keeps it in ordinary registers, of which none is free
+    const uint64_t ds = operand(ds_at, kTileBytes), k = operand(base + offsetof(Smem, k), kTileBytes);
     wgmma_fence();
+    if constexpr (C::kSinkTokens > 0) wgmma_registers<typename C::Element>(dq, sinks, operand(base + sizeof(Smem), kTileBytes), false);
 #pragma unroll
-    for (int i = 0; i < kBlocks; i++)
-        wgmma_shared_transposed<Element>(dq, operand_at(ds, i * kBlockBytes),
-                                         operand_at(k, (k_block + i) * kBlockBytes & (kKeyStages * kTileBytes - 1)), i > 0);
+    for (int i = 0; i < kBlocks; i++) {
+        wgmma_shared_transposed<typename C::Element>(dq, operand_at(ds, i * kBlockBytes),
+                                                     operand_at(k, (k_block + i) * kBlockBytes & (kKeyStages * kTileBytes - 1)),
+                                                     C::kSinkTokens > 0 || i > 0);
+        if (i == kBlocks / 3 - 1) between(std::integral_constant<int, 0>());
+        if (i == 2 * kBlocks / 3 - 1) between(std::integral_constant<int, 1>());
+    }
     wgmma_commit();
+    between(std::integral_constant<int, 2>());
     wgmma_wait<0>();
     pin(dq);
 }
 
 // Writes dQ of step n over its out, already read for delta.
-template <class Element> __device__ __forceinline__ void stage_dq(const float (&dq)[32], Smem &smem, uint32_t n, const Problem &p) {
-    const uint32_t to =
-        shared_address(smem.out[n % kStages]) + swizzled(threadIdx.x / 32 * 16 + left_row(threadIdx.x), store_chunk(threadIdx.x));
-    store_accumulator<Element, 0>(to, dq, [&](int) { return p.scale; });
+template <class C> __device__ __forceinline__ void stage_dq(const float (&dq)[32], Smem &smem, uint32_t n, const Problem &p) {
+    const int thread = row_thread<C>();
+    const uint32_t to = shared_address(smem.out[n % kStages]) + swizzled(thread / 32 * 16 + left_row(thread), store_chunk(thread));
+    store_accumulator<typename C::Element, 0>(to, dq, [&](int) { return p.scale; });
     async_fence();
 }
 
@@ -274,10 +247,10 @@ __device__ __forceinline__ void send_dq(const Smem &smem, const Maps &maps, uint
 
 // Writes dQ by the threads, where some of the step's rows do not exist. Two lanes exchange halves of a 16-byte chunk, so that a row's four
 // lanes write two whole chunks.
-template <class Element>
+template <class C>
 __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
-    const int row = warpgroup_row(threadIdx.x, 0), column = 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
-    const bool odd = threadIdx.x & 1;
+    const int thread = row_thread<C>(), row = warpgroup_row(thread, 0), column = 8 * (thread & 1) + 2 * (thread & 2);
+    const bool odd = thread & 1;
     const int first = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, step.batch, step.row + first, step.head + head) + column;
 #pragma unroll
@@ -289,7 +262,7 @@ __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step
             uint32_t x[2];
 #pragma unroll
             for (int c = 0; c < 2; c++)
-                x[c] = pack_halves<Element>(dq[4 * (n + c) + 2 * i] * p.scale, dq[4 * (n + c) + 2 * i + 1] * p.scale);
+                x[c] = pack_halves<typename C::Element>(dq[4 * (n + c) + 2 * i] * p.scale, dq[4 * (n + c) + 2 * i + 1] * p.scale);
             const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[1], 1);
             if (real && column + 8 * n < args.fwd.problem.head_dim)
                 *reinterpret_cast<uint2 *>(to + 8 * n) = {odd ? got : x[0], odd ? x[1] : got};
@@ -298,31 +271,52 @@ __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step
     }
 }
 
-// Computes dQ of step n. True if the step was its tile's last.
-template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
+// Computes dQ of step n, the sink tokens' part first. True if the step was its tile's last.
+template <class C>
+__device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, SinkTokens<C> &sinks) {
+    using Element = typename C::Element;
+    // The sink tokens' dK and dV between dQ's products, which wait for their turn; else before them, since no register is free beside dQ.
+    constexpr bool kBetween = C::kSinkTokens == 8 && !C::kHide;
+    float dq[32] = {};
+    uint32_t sink_ds[4] = {};
+    bool meets_sinks = false;
+    if constexpr (C::kSinkTokens > 0) {
+        meets_sinks = sinks.begin_step(sink_ds, static_cast<SinkSmem &>(smem), args, p, n);
+        if (kBetween || meets_sinks) smem.staged.wait(Ring<1>{n});
+        if (!kBetween && meets_sinks) {
+            sinks.template end_step<0>(smem, p, n);
+            sinks.template end_step<1>(smem, p, n);
+            sinks.template end_step<2>(smem, p, n);
+        }
+    }
     smem.ds_full.wait({n});
     const Step &step = smem.steps[n % kStages];
     const int flags = step.flags;
     const bool owns = __any_sync(0xffffffffu, flags & kOwnsRows);
-    float dq[32] = {};
     if (owns) {
         const int count = warp_uniform_register(__popc(step.seen())), newest = warp_uniform_register(step.newest);
+        const auto between = [&](auto part) {
+            constexpr int kPart = decltype(part)::value;
+            if constexpr (kBetween)
+                if (kPart < 2 || meets_sinks) sinks.template end_step<kPart>(smem, p, n); // asked between products, wgmma would be serial
+        };
         // Blocks of 16 keys from the first that the first row sees to the last that the last row sees; dS of others is zero.
         const uint32_t token = warp_uniform_register(step.token), first = (2 * kKeys + token - p.max_distance) / 16,
                        end = (2 * kKeys + token + (kRows >> p.head_shift) + 15) / 16;
         if (count == 3 && end - first <= 9)
-            dq_product<Element, 9>(dq, smem, n, newest, min(first, 3));
+            dq_product<C, 9>(dq, smem, n, newest, min(first, 3), sink_ds, between);
         else if (count == 3)
-            dq_product<Element, 12>(dq, smem, n, newest, 0);
+            dq_product<C, 12>(dq, smem, n, newest, 0, sink_ds, between);
         else if (count == 2)
-            dq_product<Element, 8>(dq, smem, n, newest, 4);
+            dq_product<C, 8>(dq, smem, n, newest, 4, sink_ds, between);
         else if (count == 1)
-            dq_product<Element, 4>(dq, smem, n, newest, 8);
+            dq_product<C, 4>(dq, smem, n, newest, 8, sink_ds, between);
         if (flags & kEdge)
-            write_dq<Element>(dq, step, args, p);
+            write_dq<C>(dq, step, args, p);
         else
-            stage_dq<Element>(dq, smem, n, p);
+            stage_dq<C>(dq, smem, n, p);
     }
+    if constexpr (C::kSinkTokens > 0 && C::kSums) sinks.close_sums(smem, p, n);
     // All four warps have finished the product and staged dQ: the producer may send dQ and reuse the stage of the step before; dS and, at a
     // tile's end, its oldest keys may be replaced.
     bar_sync<128>(kRowBarrier);
@@ -330,19 +324,19 @@ template <class Element> __device__ __forceinline__ bool add_dq(Smem &smem, cons
 }
 
 template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
-    using Element = typename C::Element;
     const bool producer = threadIdx.x < 32;
     uint32_t loaded = 0, prepared = 0, done = 0; // steps
     int finished = kSeenTiles - 2;               // the newest key tile whose steps are all done
     bool more = true, ended = false;             // more steps to load; no more to prepare
     Sink sink;
     float terms = 0.0f;
+    SinkTokens<C> sinks;
     // In flight at the top: copies of steps prepared to loaded - 1 (known to the producer alone); dQ of steps done - 2 and done - 1
     // leaving. Where no step is loaded, as in the tail, older dQ may be leaving too: only a load overwrites its stage, and it waits.
     while (true) {
         if (!ended && prepared < done + 2) {
             if (producer) {
-                if (more) more = load_steps(smem, args, maps, p, loaded, done + 2, finished);
+                if (more) more = load_steps<C>(smem, args, maps, p, loaded, done + 2, finished);
                 ended = !(smem.steps[prepared % kStages].flags & kExists);
             } else {
                 ended = !prepare_step<C>(smem, args, p, prepared, sink, terms);
@@ -350,7 +344,7 @@ template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const si
             __syncwarp();
             prepared += !ended;
         } else if (done < prepared) {
-            if (add_dq<Element>(smem, args, p, done)) finished = smem.steps[done % kStages].newest;
+            if (add_dq<C>(smem, args, p, done, sinks)) finished = smem.steps[done % kStages].newest;
             if (producer) send_dq(smem, maps, done);
             done++;
         } else {

@@ -20,7 +20,8 @@ constexpr int kRowBytes = 128; // of a row of 64 elements, the longest that TMA 
 // ---- an accumulator ----
 
 // The i-th of the thread's rows, 2 a block of 16, in its warp's rows.
-__device__ __forceinline__ int fragment_row(int i) { return 8 * i + threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int fragment_row(unsigned lane, int i) { return 8 * i + lane / 4; }
+__device__ __forceinline__ int fragment_row(int i) { return fragment_row(threadIdx.x % 32, i); }
 
 // The first row of the thread's warp in the warpgroup's 64.
 template <class Int> __device__ __forceinline__ Int warp_first_row(Int thread) { return thread % 128 / 32 * 16; }
@@ -30,7 +31,8 @@ __device__ __forceinline__ int warpgroup_row(unsigned thread, int i) { return th
 __device__ __forceinline__ int warpgroup_row(int i) { return warpgroup_row(threadIdx.x % 128, i); }
 
 // The first of the thread's columns.
-__device__ __forceinline__ int fragment_column() { return 2 * (threadIdx.x % 4); }
+__device__ __forceinline__ int fragment_column(unsigned thread) { return 2 * (thread % 4); }
+__device__ __forceinline__ int fragment_column() { return fragment_column(threadIdx.x); }
 
 // Of element i: which of the thread's two rows, and how far from its first column.
 __device__ __forceinline__ constexpr int element_row(int i) { return i / 2 & 1; }
