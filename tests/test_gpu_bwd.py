@@ -118,6 +118,33 @@ def test_dq_of_a_chunk_is_that_of_the_whole(window: tuple[int, int], head_dim: i
     assert torch.equal(chunk, dq[:, 300:500])
 
 
+@pytest.mark.parametrize(("left", "right", "num_sink_tokens"), [(-1, 0, 0), (-1, 0, 3), (-1, -1, 0), (99, 40, 130)])
+@pytest.mark.parametrize("lens", ["q150.0.140.70-k150.9.100.260-tail5", "q140x2-k140x2", "q250-k130", "q140-k300"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_in_rounds(left: int, right: int, num_sink_tokens: int, lens: str, head_dim: int) -> None:
+    """One kv head of 64 query heads: few key blocks of many row tiles, whose items are rounds of them."""
+    layout = "varlen-" if "tail" in lens else ""
+    case = Case.parse(f"d{head_dim}-sink{num_sink_tokens}-g64-{layout}{lens}-poison-bf16-seed{head_dim}")
+    assert_right_on_device(dataclasses.replace(case, left=left, right=right))
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rounds_are_the_same_alone_and_in_whole_items(window: tuple[int, int], head_dim: int) -> None:
+    """Alone an item is a round; in a batch of many key blocks it is a whole block, and adds its rounds itself."""
+    torch.manual_seed(0)
+    q = torch.randn(9, 1030, 64, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 9, 1030, 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    s_aux = torch.randn(64, device="cuda")
+    whole = gradients(q, k, v, s_aux, window_size=window)
+    cu = torch.arange(10, dtype=torch.int32, device="cuda") * 1030
+    packed = gradients(*(x.flatten(0, 1) for x in (q, k, v)), s_aux, cu, window_size=window)
+    for b in (0, 8):
+        alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, window_size=window)
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole[:4], alone[:4], strict=True))
+    assert all(torch.equal(x, y.flatten(0, 1)) for x, y in zip(packed[:4], whole[:4], strict=True))
+
+
 def test_gradients_of_a_batch_are_one_by_one() -> None:
     q, k, v, s_aux = gpt_oss_like(3, 300)
     whole = gradients(q, k, v, s_aux, window_size=(99, 0))

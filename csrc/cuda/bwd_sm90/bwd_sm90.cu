@@ -4,7 +4,7 @@
 //
 //     table   one block: where each sequence's tiles and items begin
 //     rows    lse and g - delta of every row, the items of the keys kernel, dq of rows without keys
-//     keys    an item is 128 keys of a kv head, and the row tiles that see some of them:
+//     keys    an item is 128 keys of a kv head, and the row tiles of a chain (core/chains.h) that see some of them:
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
 //         2 warpgroups  S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dQ = dS^T K,  dK += dS Q       64 keys each
 //         two adders    dQ of every other tile, added in fp32 to the sum of the key blocks before
@@ -40,7 +40,8 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     static constexpr int kStages = 2, kSums = 2; // stages of row tiles; buffers of dQ, one an adder
     static constexpr int kTileFloats = kRows * kHeadDim;
-    static constexpr int kLoaderRegisters = kHeadDim == 64 ? 24 : 40, kMathRegisters = kHeadDim == 64 ? 240 : 232;
+    static constexpr int kTermPairs = kRows == 128 ? 8 : 7; // as shared memory allows
+    static constexpr int kLoaderRegisters = 24, kMathRegisters = 240;
     static_assert(kKeys == 128, "two math groups of 64 keys");
     static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
 };
@@ -64,8 +65,6 @@ template <class C, TermsOf kTerms> struct Math {
     __device__ __forceinline__ uint32_t address(const void *at) const {
         return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
     }
-
-    __device__ __forceinline__ float *terms() const { return smem.terms[0] + threadIdx.x - 128; }
 
     // begin_scores issues S of the ring's stage, begin_dp its dP; the caller waits.
     __device__ __forceinline__ void begin_scores(Scores &s) {
@@ -101,13 +100,13 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<0>();
             pin(dp);
         }
-        find_ds<C, kMasked, kTerms>(dp, s, terms(), stats, seen);
+        find_ds<C, kMasked, kTerms>(dp, s, smem, p, stats, seen);
         pack<typename C::Element>(ds, dp);
     }
 
     // Waits for dQ, with kPending products issued after it. Hands this warpgroup's dQ to the adder; where the tile has no later key block,
     // adds the sum to it and writes dq instead.
-    template <int kPending> __device__ __forceinline__ void hand_over(float (&dq)[32], const OwnItem &item, int t) {
+    template <int kPending> __device__ __forceinline__ void hand_over(float (&dq)[32], const Item &item, int t) {
         const uint32_t sum = dq_ring.stage();
         smem.dq_ready[sum].wait(dq_ring);
         if (t < item.finish_end) {
@@ -127,19 +126,20 @@ template <class C, TermsOf kTerms> struct Math {
         dq_ring.n++;
     }
 
-    // Walks over the item's row tiles, the last one first.
-    __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, const OwnItem &item) {
+    // Walks over the row tiles of a round of the item, the last one first.
+    __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, const Item &item) {
         Scores s, dp;
         float dq[32];
         begin_scores(s);
         begin_dp(dp);
-        for (RowTileWalk tile(item.tiles);; tile.advance()) {
+        const int begin = item.round_begin; // kept where that spills less
+        for (int t = item.round_end - 1;; t--) {
             // t descends: S(t), dP(t) running; dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
-            if (tile.t >= item.tiles.full_begin && tile.t < item.tiles.full_end)
-                find_operands<false>(s, dp, weights, ds, tile.t);
+            if (t >= item.tiles.full_begin && t < item.tiles.full_end)
+                find_operands<false>(s, dp, weights, ds, t);
             else
-                find_operands<true>(s, dp, weights, ds, tile.t);
+                find_operands<true>(s, dp, weights, ds, t);
             const uint32_t stage = warp_uniform(ring.stage());
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
@@ -155,37 +155,44 @@ template <class C, TermsOf kTerms> struct Math {
             pin(dk);
             smem.row_empty[stage].arrive();
             ring.n++;
-            if (tile.is_last()) break;
+            if (t == (C::kHeadDim == 64 ? begin : item.round_begin)) break;
             begin_scores(s);
-            hand_over<1>(dq, item, tile.t);
+            hand_over<1>(dq, item, t);
             begin_dp(dp);
         }
-        hand_over<0>(dq, item, item.tiles.begin);
+        hand_over<0>(dq, item, item.round_begin);
     }
 
     __device__ __forceinline__ void run() {
         for (Ring<2> items;; items.n++) {
-            const OwnItem &item = smem.items[items.stage()];
+            Item &item = smem.items[items.stage()];
             smem.item_full.wait(items);
             if (!item.exists) return;
             Gradients dk, dv;
-#pragma unroll
-            for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
-            for (int i = 0; i < kTermSums<C, kTerms>; i++) terms()[i * C::kMathThreads] = 0.0f;
+            for (int i = 0; i < num_terms<C, kTerms>(p); i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
             smem.kv_full.wait({items.n});
-            prepare_keys<C>(smem, item);
-            if (item.tiles.begin < item.tiles.end) meet_tiles(dk, dv, item);
-            if (smem.hides) add_hidden<C>(dv, smem, args, p, item, math_group);
+            if (item.has_tiles()) prepare_keys<C>(smem, item);
+            for (;;) {
+#pragma unroll
+                for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
+                if (!item.has_tiles()) break;
+                meet_tiles(dk, dv, item);
+                if (item.round_begin == item.tiles.begin) break;
+                add_carry<C>(dk, dv, p, buffers, item, item.part_of(item.round_begin));
+                next_round<C>(item);
+            }
+            if (smem.hides && item.has_tiles()) add_hidden<C>(dv, smem, args, p, item, math_group);
             float poison[2]; // of the thread's keys: read before the keys' stage is released
             for (int r = 0; r < 2; r++) {
                 const int own = 64 * math_group + warpgroup_row(r);
-                poison[r] = smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
+                poison[r] = item.has_tiles() && smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
             }
             __syncwarp();
             smem.kv_empty[0].arrive();
-            if (item.num_rounds > 1) add_carry<C>(dk, dv, buffers, item);
-            if (item.nth_round == item.num_rounds - 1) write_keys<C>(dk, dv, poison, args, p, item, math_group);
-            if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(terms(), smem, p, buffers, item);
+            const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
+            if (item.num_parts > 1) add_carry<C>(dk, dv, p, buffers, item, part);
+            if (part == item.num_parts - 1) write_keys<C>(dk, dv, poison, args, p, item, math_group);
+            if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item);
             __syncwarp();
             smem.item_empty.release(items);
         }
@@ -245,22 +252,23 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 
 template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const BwdSizes sizes = sizes_of<C>(problem);
-    const int64_t items = sizes.blocks * problem.num_kv_heads, item_writers = sa_ceil_div(sizes.blocks, 128);
+    const BwdSizes sizes = sizes_of<C>(problem, plan.workers);
+    const int64_t items = sizes.items * problem.num_kv_heads, item_writers = sa_ceil_div(items, 128);
     if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",
                          static_cast<long long>(sizes.tiles), static_cast<long long>(items));
     BwdProblem p;
     p.num_entries = sizes.entries;
-    p.num_slots = sizes.slots;
     p.num_carries = sizes.carries;
-    p.is_local = sizes.is_local;
+    p.room = sizes.room;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
     p.tokens = C::kRows / p.group;
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
     p.num_tiles = sizes.tiles / problem.num_kv_heads;
-    p.num_blocks = sizes.blocks;
+    p.num_items = sizes.items;
+    for (p.term_period = 1; 8 * p.term_period % p.group;) p.term_period++;
+    for (int n = 0; n < 16; n++) p.term_at[n] = 2 * (n % p.term_period) * C::kMathThreads;
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
     const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
@@ -284,9 +292,10 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     void *stream = context.stream;
     SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
     SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
-    const auto launch_keys = !args.ds_aux ? launch_blocks<bwd_kernel<C, kNoTerms>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
-                             : 8 % p.group == 0
-                                 ? launch_blocks<bwd_kernel<C, kTermsOf8>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+    const auto launch_keys = !args.ds_aux       ? launch_blocks<bwd_kernel<C, kNoTerms>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+                             : 8 % p.group == 0 ? launch_blocks<bwd_kernel<C, kTermsOf8>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+                             : p.term_period <= C::kTermPairs
+                                 ? launch_blocks<bwd_kernel<C, kTermsOfPairs>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
                                  : launch_blocks<bwd_kernel<C, kTermsOfAny>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>;
     SA_TRY(launch_keys(name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
     if (!args.ds_aux) return sa_ok();
@@ -302,12 +311,12 @@ sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, c
 
 } // namespace
 
-extern "C" int64_t sa_cuda_bwd_sm90_d64_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
-    return sizes_of<Config<Bf16, 64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>>(*problem).bytes;
+extern "C" int64_t sa_cuda_bwd_sm90_d64_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    return sizes_of<Config<Bf16, 64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>>(*problem, plan->workers).bytes;
 }
 
-extern "C" int64_t sa_cuda_bwd_sm90_d128_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
-    return sizes_of<Config<Bf16, 128, sa_bwd_cuda_sm90_d128_tile_q, sa_bwd_cuda_sm90_d128_tile_k>>(*problem).bytes;
+extern "C" int64_t sa_cuda_bwd_sm90_d128_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    return sizes_of<Config<Bf16, 128, sa_bwd_cuda_sm90_d128_tile_q, sa_bwd_cuda_sm90_d128_tile_k>>(*problem, plan->workers).bytes;
 }
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {

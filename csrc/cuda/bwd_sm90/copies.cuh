@@ -19,22 +19,16 @@ struct Maps {
     CUtensorMap q, k, v, dout;
 };
 
-// The item that the block works on, of one kv head.
-struct OwnItem : Item {
-    int kv_head;
-    bool exists;
-};
-
 template <class C> struct Smem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalves * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalves * C::kRowHalf];
     alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
     alignas(128) float dq[C::kSums][C::kTileFloats];
     RowStats<C> stats[C::kStages];
-    float terms[C::kRows / 32][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
-    int64_t dq_offset[C::kRows];                 // of each row of a tile, in elements from its first
-    int token[C::kRows];                         // of each row of a tile, counted in the tile
-    OwnItem items[2];
+    float terms[2 * C::kTermPairs][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
+    int64_t dq_offset[C::kRows];                     // of each row of a tile, in elements from its first
+    int token[C::kRows];                             // of each row of a tile, counted in the tile
+    Item items[2];
     sa_range seen_by[C::kKeys];     // rows that see each key
     bool poisoned[C::kKeys], hides; // keys of K that were not finite; whether clean_rows zeroed any dO
     bool finish_alone[C::kSums];    // the tile to be finished has no earlier key block
@@ -46,15 +40,17 @@ template <class C> struct Smem {
     Barriers<C::kSums> dq_ready, dq_full;
 };
 
-// The accumulator slot of a tile's dQ, and how many tiles used it before.
+// The accumulator slot of a use, and how many uses it had before.
 struct Slot {
     int index;
     unsigned generation;
 
-    // Moves to the slot of the item's next tile, t - 1.
-    __device__ __forceinline__ void advance(bool descending, int num_slots) {
-        index += descending ? 1 : -1;
-        if (index == num_slots) index = 0, generation++;
+    __device__ __forceinline__ Slot(int use, int num_slots) : index(use % num_slots), generation(use / num_slots) {}
+
+    // Moves to the slot of use + step; step is at least -1 and at most num_slots.
+    __device__ __forceinline__ void advance(int step, int num_slots) {
+        index += step;
+        if (index >= num_slots) index -= num_slots, generation++;
         if (index < 0) index = num_slots - 1, generation--;
     }
 };
@@ -81,30 +77,37 @@ template <class C>
 __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p,
                                            const BwdBuffers &buffers) {
     const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
-    const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item); // items of a kv head
+    const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item);
     // Under a window, a row tile would leave the L2 cache before the next block meets it, and evict slots until then.
     const uint64_t policy = evict_first();
     const auto load = [&](void *to, const CUtensorMap *map, uint64_t *full, int half, int head, int row, int batch) {
-        if (p.is_local)
+        if (p.room.is_local)
             tensor_load(to, map, full, 64 * half, head, row, batch, policy);
         else
             tensor_load(to, map, full, 64 * half, head, row, batch);
     };
     Ring<C::kStages> ring;
     for (Ring<2> items;; items.n++) {
-        OwnItem &item = smem.items[items.stage()];
+        Item &item = smem.items[items.stage()];
         Barrier &item_full = smem.item_full[items.stage()];
+        uint32_t n;
+        do n = atomicAdd(buffers.counter, 1u);
+        while (n < all && !buffers.items[n].exists);
         smem.item_empty.acquire(items);
         async_fence();
-        const uint32_t n = atomicAdd(buffers.counter, 1u);
-        item.exists = n < all * static_cast<uint32_t>(args.fwd.problem.num_kv_heads);
-        if (!item.exists) return item_full.arrive();
-        const int head = static_cast<int>(n / all);
-        item.kv_head = head;
+        if (n >= all) {
+            item.exists = false;
+            return item_full.arrive();
+        }
         item_full.arrive_expect(sizeof(Item));
-        bulk_load(&item, buffers.items + n % all, sizeof(Item), item_full);
+        bulk_load(&item, buffers.items + n, sizeof(Item), item_full);
         smem.kv_empty.acquire({items.n});
         item_full.wait(items);
+        if (item.tiles.begin == item.tiles.end) {
+            smem.kv_full[0].arrive();
+            continue;
+        }
+        const int head = item.kv_head;
         smem.kv_full[0].arrive_expect(2 * C::kHalves * C::kKeyHalf);
         for (int half = 0; half < C::kHalves; half++) {
             load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
@@ -120,25 +123,24 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
                 load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
                 load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
             }
-            const int nth = item.first_tile + head * item.num_tiles + tile.t;
-            bulk_load(&smem.stats[ring.stage()], buffers.stats + static_cast<int64_t>(nth) * (stats_bytes / 4), stats_bytes, full);
+            const int64_t nth = item.first_tile + tile.t;
+            bulk_load(&smem.stats[ring.stage()], buffers.stats + nth * (stats_bytes / 4), stats_bytes, full);
         }
     }
 }
 
 // Run by kSums threads, each for every kSums-th tile: while one waits for its addition, the next waits for its turn.
 template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
-    const int num_slots = static_cast<int>(p.num_slots);
+    const int num_slots = p.room.num_slots;
     float *dq = smem.dq[nth];
     Ring<1> use;    // uses of dq
     int skip = nth; // tiles until this thread's next
     for (Ring<2> items;; items.n++) {
-        const OwnItem &item = smem.items[items.stage()];
+        const Item &item = smem.items[items.stage()];
         smem.item_full.wait(items);
         if (!item.exists) return;
-        const auto first = static_cast<unsigned>(item.first_use + item.kv_head * item.num_uses);
-        Slot slot = {static_cast<int>(first % num_slots), first / num_slots};
-        for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), slot.advance(item.descending, num_slots)) {
+        Slot slot(item.use, num_slots);
+        for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), slot.advance(item.step, num_slots)) {
             // In flight: no copy of this thread; at most one of each other adder.
             if (skip-- > 0) continue;
             skip = C::kSums - 1;
@@ -168,6 +170,11 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
                 store_wait();
                 store_release(turns, value + 1);
             }
+        }
+        Slot idle(item.idle_use, num_slots);
+        for (int i = 0; i < item.idle && nth == 0; i++, idle.advance(item.step, num_slots)) {
+            wait_for_turn(buffers.turns + idle.index, turn_value(idle.generation, 0));
+            store_release(buffers.turns + idle.index, turn_value(idle.generation + 1, 0));
         }
         smem.item_empty.release(items);
     }

@@ -16,14 +16,29 @@ template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void ze
         if (zero_nonfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
 }
 
+// By one thread: the round of the tiles before `end`.
+__device__ __forceinline__ void set_round(Item &item, int end) {
+    item.round_end = end;
+    item.round_begin = max(sa_round_begin(item.blind, item.round_tiles, end), item.tiles.begin);
+}
+
+template <class C> __device__ __forceinline__ void next_round(Item &item) {
+    bar_sync<C::kMathThreads>(kMathBarrier); // every warp is done with the round
+    if (threadIdx.x == 128) set_round(item, item.round_begin);
+    bar_sync<C::kMathThreads>(kMathBarrier);
+}
+
 // Finds the rows that see each key. Zeroes elements of K that are not finite and puts NaN into that key's V: it returns through dP.
-template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const Item &item) {
+template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, Item &item) {
     const int i = threadIdx.x - 128, key = item.key + i;
     if (i < C::kKeys) {
         smem.seen_by[i] = key < item.band.k_len ? sa_keys_rows(&item.band, {key, key + 1}) : sa_range{0, 0};
         smem.poisoned[i] = false;
     }
-    if (i == 0) smem.hides = false;
+    if (i == 0) {
+        smem.hides = false;
+        set_round(item, item.tiles.end);
+    }
     bar_sync<C::kMathThreads>(kMathBarrier);
     zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
         smem.poisoned[key] = true;
@@ -93,11 +108,10 @@ __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const Row
     }
 }
 
-enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
-
-// How many sums of p_sink dS a thread keeps. Where the GQA group divides 8, the thread's columns belong to two heads, a sum each; otherwise
+// Which sums of p_sink dS a thread keeps. Where the GQA group divides 8, the thread's columns belong to two heads, a sum each. Columns 8 n
+// and 8 (n + period) after a column have its head, so with a short period each thread has a pair of sums for each n below it. Otherwise
 // each lane keeps the sum of one column in 32.
-template <class C, TermsOf kTerms> constexpr int kTermSums = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kRows / 32;
+enum TermsOf { kNoTerms, kTermsOf8, kTermsOfPairs, kTermsOfAny };
 
 // The column, of 32, whose sum the lane keeps.
 __device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + fragment_column() + threadIdx.x / 4 % 2; }
@@ -118,8 +132,8 @@ __device__ __forceinline__ float sum_column(float (&columns)[8]) {
 
 // dp becomes dS; terms gain p_sink dS.
 template <class C, bool kMasked, TermsOf kTerms>
-__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], float *terms, const RowStats<C> &stats,
-                                        const Seen &seen) {
+__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], Smem<C> &smem, const BwdProblem &problem,
+                                        const RowStats<C> &stats, const Seen &seen) {
     const int column = fragment_column();
     float of_tile[2] = {0.0f, 0.0f}, columns[8];
 #pragma unroll
@@ -132,19 +146,32 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (
         }
         if (kTerms == kNoTerms) continue;
         const float even = dp[4 * n] + dp[4 * n + 2], odd = dp[4 * n + 1] + dp[4 * n + 3];
-        if (kTerms == kTermsOf8) {
+        if (kTerms == kTermsOfPairs) {
+            const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
+            float *pair = &smem.terms[0][problem.term_at[n] + pinned(threadIdx.x) - 128];
+            pair[0] = fmaf(p_sink.x, even, pair[0]);
+            __syncwarp();
+            pair[C::kMathThreads] = fmaf(p_sink.y, odd, pair[C::kMathThreads]);
+            __syncwarp();
+        } else if (kTerms == kTermsOf8) {
             const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
             of_tile[0] = fmaf(p_sink.x, even, of_tile[0]);
             of_tile[1] = fmaf(p_sink.y, odd, of_tile[1]);
         } else {
             columns[2 * n % 8] = even;
             columns[2 * n % 8 + 1] = odd;
-            if (n % 4 == 3) terms[n / 4 * C::kMathThreads] += stats.p_sink[n / 4 * 32 + lane_column()] * sum_column(columns);
+            if (n % 4 < 3) continue;
+            __syncwarp();
+            const float sum = sum_column(columns);
+            float &term = smem.terms[n / 4][pinned(threadIdx.x) - 128];
+            term = fmaf(stats.p_sink[n / 4 * 32 + lane_column()], sum, term);
+            __syncwarp();
         }
     }
     if (kTerms == kTermsOf8) {
-        terms[0] += of_tile[0];
-        terms[C::kMathThreads] += of_tile[1];
+        const int thread = pinned(threadIdx.x) - 128;
+        smem.terms[0][thread] += of_tile[0];
+        smem.terms[1][thread] += of_tile[1];
     }
 }
 
@@ -174,7 +201,7 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
 // Adds the sum of the earlier key blocks to dQ of the last one, and writes dq.
 template <class C>
 __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                            const BwdProblem &p, const OwnItem &item, int t, int math_group) {
+                                            const BwdProblem &p, const Item &item, int t, int math_group) {
     const int first = t * p.tokens;
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.kv_head * p.group);
     if (!smem.finish_alone[sum]) {
@@ -195,36 +222,40 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem
     }
 }
 
+// How many floats of Smem::terms a thread uses.
+template <class C, TermsOf kTerms> __device__ __forceinline__ int num_terms(const BwdProblem &p) {
+    return kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : kTerms == kTermsOfPairs ? 2 * p.term_period : C::kRows / 32;
+}
+
 // Writes the item's terms of ds_aux, one a head.
 template <class C, TermsOf kTerms>
-__device__ __forceinline__ void write_terms(const float *terms, Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers,
-                                            const OwnItem &item) {
-    constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kRows;
+__device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, const Item &item) {
+    const int thread = threadIdx.x - 128, columns = kTerms == kTermsOf8 ? 8 : kTerms == kTermsOfPairs ? 8 * p.term_period : C::kRows;
     auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
-    auto *own = sums + (threadIdx.x / 32 - 4) * kColumns;
+    auto *own = sums + thread / 32 * columns;
     bar_sync<C::kMathThreads>(kMathBarrier); // both math warpgroups have finished dQ, which reads dS: its buffer is free
-    if constexpr (kTerms == kTermsOf8) {
-        for (int i = 0; i < 2; i++) {
-            float sum = terms[i * C::kMathThreads];
-            for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-            if (threadIdx.x % 32 < 4) own[fragment_column() + i] = sum;
-        }
+    if constexpr (kTerms == kTermsOfAny) {
+        for (int i = 0; i < C::kRows / 32; i++) own[32 * i + lane_column()] = smem.terms[i][thread];
     } else {
-        for (int i = 0; i < kColumns / 32; i++) own[32 * i + lane_column()] = terms[i * C::kMathThreads];
+        for (int i = 0; i < num_terms<C, kTerms>(p); i++) {
+            float sum = smem.terms[i][thread];
+            for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+            if (threadIdx.x % 32 < 4) own[i / 2 * 8 + fragment_column() + i % 2] = sum;
+        }
     }
     bar_sync<C::kMathThreads>(kMathBarrier);
-    const int head = threadIdx.x - 128;
+    const int head = thread;
     if (head >= p.group) return;
     float sum = 0.0f;
     for (int warp = 0; warp < C::kMathWarps; warp++)
-        for (int column = head; column < kColumns; column += p.group) sum += sums[warp * kColumns + column];
-    buffers.key_terms[(item.kv_head * p.group + head) * p.num_blocks + item.nth] = -sum;
+        for (int column = head; column < columns; column += p.group) sum += sums[warp * columns + column];
+    buffers.key_terms[(item.kv_head * p.group + head) * p.num_items + item.nth] = -sum;
 }
 
 // Adds the values of dO that clean_rows zeroed, in masked tiles, to dV of the keys that their rows see.
 template <class C>
 __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                           const BwdProblem &p, const OwnItem &item, int math_group) {
+                                           const BwdProblem &p, const Item &item, int math_group) {
     const sa_range *seen_by = smem.seen_by + 64 * math_group + warpgroup_row(0);
 #pragma unroll 1
     for (int n = item.tiles.begin * C::kRows; n < item.tiles.end * C::kRows; n++) {
@@ -238,37 +269,38 @@ __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const S
     }
 }
 
-// Adds dK and dV of the earlier rounds, and stores the sums for the next one.
+// Adds dK and dV of the earlier rounds to those of round `part`, and stores the sums for the next one.
 template <class C>
-__device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdBuffers &buffers,
-                                          const OwnItem &item) {
+__device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdProblem &p,
+                                          const BwdBuffers &buffers, const Item &item, int part) {
+    const bool is_shared = item.carry >= 0;
     unsigned long long *turns = buffers.carry_turns + item.carry;
-    const auto turn = static_cast<unsigned long long>(item.kv_head) * item.num_rounds + item.nth_round;
-    wait_for_turn(turns, turn);
-    auto *at =
-        reinterpret_cast<float4 *>(buffers.carries + static_cast<int64_t>(item.carry) * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
+    if (is_shared) wait_for_turn(turns, item.carry_turn);
+    const int64_t carry = is_shared ? item.carry : p.num_carries + blockIdx.x;
+    auto *at = reinterpret_cast<float4 *>(buffers.carries + carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
     const auto add = [&](float (&d)[C::kHeadDim / 2]) {
 #pragma unroll
         for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
-            if (item.nth_round > 0) {
+            if (part > 0) {
                 const float4 sum = __ldcg(at);
                 d[i] += sum.x;
                 d[i + 1] += sum.y;
                 d[i + 2] += sum.z;
                 d[i + 3] += sum.w;
             }
-            if (item.nth_round < item.num_rounds - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
+            if (part < item.num_parts - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
         }
     };
     add(dk);
     add(dv);
+    if (!is_shared) return;
     bar_sync<C::kMathThreads>(kMathBarrier);
-    if (threadIdx.x == 128) store_release(turns, turn + 1);
+    if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
 }
 
 template <class C>
 __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const float (&poison)[2],
-                                           const sinkattn_bwd_args &args, const BwdProblem &p, const OwnItem &item, int math_group) {
+                                           const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int math_group) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int own = 64 * math_group + warpgroup_row(r);

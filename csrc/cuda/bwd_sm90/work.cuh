@@ -6,6 +6,7 @@
 // A kernel's Config has kHeadDim, kRows and kKeys of a tile, and kTileFloats of its dQ.
 #pragma once
 
+#include "core/chains.h"
 #include "cuda/ptx/sm80.cuh"
 #include "cuda/work/items.cuh"
 #include "cuda/work/sink_terms.cuh"
@@ -13,45 +14,54 @@
 
 namespace sa::bwd_sm90 {
 
-// One sequence, in the order of work. first_*: row tiles, slot uses, items and carries of the sequences before it, in one kv head.
+// One sequence, in the order of work. first_*: of the sequences before it, row tiles of one kv head, and slot uses, items and carries of
+// all.
 struct Entry {
     sa_sequence sequence;
-    int64_t first_tile, first_slot, first_item, first_carry;
+    int64_t first_tile, first_use, first_item, first_carry;
     bool has_sink;
 };
 
-// A key block of a kv head in one round, and the row tiles that see some of it. Copied whole, so no byte is left unwritten.
+// A key block of a kv head, and the row tiles of a chain that see some of it (core/chains.h). Copied whole, so no byte is left unwritten.
 struct alignas(16) Item {
+    int exists;                  // an int, as all here, so that no byte is padding
     int batch, q_begin, k_begin; // of the sequence
+    int kv_head, key;
     sa_band band;
-    int key;
-    sa_row_tiles tiles;        // of this round
-    int finish_end;            // tiles before it have no later key block
-    int first_tile, num_tiles; // first_tile: index of the sequence's first row tile in kv head 0; num_tiles: its row tiles in each kv head
-    // first_use: index of the slot use that the item's last row tile takes in kv head 0; num_uses: slot uses of one kv head, over all
-    // sequences.
-    int first_use, num_uses;
-    int descending;            // whether a sequence's last tile is the first to use a slot; an int, so that no byte is padding
-    int num_rounds, nth_round; // rounds over the sequence's row tiles; dK and dV are summed over them
-    int carry, nth;            // index of the block's carried dK and dV, and of the item in its kv head
+    sa_row_tiles tiles;
+    int finish_end;             // tiles before it have no later key block
+    int first_tile;             // index of the head's first row tile
+    int use, step;              // slot use of the last tile, and what is added to it from a tile to the one before
+    int idle_use, idle;         // uses that no tile has, which the item passes on
+    int blind, round_tiles;     // rounds begin at blind
+    int part, num_parts;        // the first round that the item adds, and all of the block
+    int carry;                  // index of the block's carried dK and dV, -1 where the item has all rounds
+    unsigned carry_turn;        // whose turn it is there when the item's first round is added
+    int nth;                    // index of the item's terms in its head
+    int round_begin, round_end; // tiles of the round that the math works on, which sets them
+
+    __device__ __forceinline__ bool has_tiles() const { return tiles.begin < tiles.end; }
+    // The number among the block's rounds, later rows first, of the one with tile t.
+    __device__ __forceinline__ int part_of(int t) const { return part + (tiles.end - 1 - blind) / round_tiles - (t - blind) / round_tiles; }
 };
 
 struct BwdProblem {
-    int64_t num_entries, num_slots, num_carries;
-    bool is_local;     // under a window: every item's tiles fit the slots
+    int64_t num_entries, num_carries; // carries that items share; one a block follows them
+    sa_chain_room room;
     int group, tokens; // heads and tokens of a tile of rows
     float scale, scale_log2;
-    int64_t num_tiles, num_blocks; // upper bounds for one kv head; a key block counts once a round
+    int64_t num_tiles, num_items; // upper bounds for one kv head
+    int term_period, term_at[16]; // see TermsOf: the period of heads in columns, and the first of the thread's sums for columns 8 n
 };
 
 struct BwdBuffers {
     Entry *entries;                          // num_entries, and one behind them for the totals
-    Item *items;                             // of a kv head, in the order of work
-    unsigned *counter;                       // items taken so far, of all kv heads
+    Item *items;                             // in the order of work
+    unsigned *counter;                       // items taken so far
     unsigned long long *turns, *carry_turns; // whose turn it is at each slot and carry
     float *stats;                            // RowStats of each tile
     float *slots, *carries;
-    float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_blocks]; NULL where it is not wanted
+    float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_items]; NULL where it is not wanted
 };
 
 // lse: in log2 units, 0 for a row without keys and sink; bias: g - delta; p_sink: only with ds_aux.
@@ -68,16 +78,18 @@ __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, 
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
 }
 
-// A tile reuses the slot of the tile num_slots uses earlier, which an earlier item must have finished. So a sequence of more than
-// kMostTiles is cut into rounds, later tiles first, over which dK and dV are summed; with is_local there are none. Dense and packed batches
-// have the same rounds. A window of 4096 keys has 44 MiB of tiles in use; at head_dim 64 the statistics leave no room for that.
-constexpr int64_t kSlotsBytes = 36 << 20, kPackedSlotsBytes = 64 << 20, kRoundBytes = 19 << 20;
-template <class C> constexpr int64_t kMostTiles = kSlotsBytes / (4 * C::kTileFloats);
-template <class C> constexpr int64_t kLocalTiles = (C::kHeadDim == 64 ? kSlotsBytes : 44 << 20) / (4 * C::kTileFloats);
+// A tile reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more than kMostTiles
+// is cut into rounds, later tiles first, over which dK and dV are summed; with is_local it is not. A window of 4096 keys has 44 MiB of
+// tiles in use; at head_dim 64 the statistics leave no room for that.
+constexpr int64_t kMostBytes = 36 << 20, kSlotsBytes = 64 << 20, kRoundBytes = 18 << 20;
+template <class C> constexpr int64_t kMostTiles = kMostBytes / (4 * C::kTileFloats);
+template <class C> constexpr int64_t kSlotTiles = kSlotsBytes / (4 * C::kTileFloats);
+template <class C> constexpr int64_t kLocalTiles = (C::kHeadDim == 64 ? kMostBytes : 44 << 20) / (4 * C::kTileFloats);
 template <class C> constexpr int64_t kRoundTiles = kRoundBytes / (4 * C::kTileFloats);
 
-template <class C> __device__ __forceinline__ int64_t num_rounds_of(int64_t tiles, const BwdProblem &p) {
-    return p.is_local || tiles <= kMostTiles<C> ? 1 : sa_ceil_div(tiles, kRoundTiles<C>);
+// The rows of the tail see no keys, its keys are seen by none.
+__device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const sa_sequence &sequence, bool is_tail) {
+    return sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
 }
 
 // ---- table ----
@@ -109,7 +121,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_const
                                                               BwdBuffers buffers, unsigned *error_word) {
     check_lengths(args.fwd, error_word);
     const sinkattn_problem &problem = args.fwd.problem;
-    for (int64_t i = threadIdx.x; i < p.num_slots; i += blockDim.x) buffers.turns[i] = 0;
+    for (int64_t i = threadIdx.x; i < p.room.num_slots; i += blockDim.x) buffers.turns[i] = 0;
     for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
     __shared__ int places[kTableThreads];
     const bool sorts = problem.packed && problem.batch <= kTableThreads;
@@ -141,27 +153,27 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_const
         if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
     }
     __syncwarp();
-    int64_t tiles = 0, slots = 0, items = 0, carries = 0;
+    int64_t tiles = 0, uses = 0, items = 0, carries = 0;
     for (int64_t base = 0; base <= p.num_entries; base += 32) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
         if (b <= p.num_entries) entry = buffers.entries[b];
-        const bool is_tail = b >= problem.batch; // its rows see no keys, its keys are seen by none
-        sa_sequence seen = entry.sequence;
-        if (is_tail) seen.k_len = 0;
-        const sa_band band = sa_band_of(&problem.mask, seen.q_len, seen.k_len);
-        const int64_t own_tiles = num_tiles_of(seen, p.tokens), own_slots = own_tiles - num_blind_tiles(seen, band, p.tokens),
-                      own_blocks = sa_ceil_div(entry.sequence.k_len, C::kKeys), own_rounds = is_tail ? 1 : num_rounds_of<C>(own_tiles, p),
-                      own_items = own_blocks * own_rounds, own_carries = own_rounds > 1 ? own_blocks : 0;
-        const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), slots_to = slots + warp_scan(own_slots, sum),
+        const sa_band band = band_of(args, entry.sequence, b >= problem.batch);
+        const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
+        const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens), own_uses = static_cast<int64_t>(chains.count) * chains.uses,
+                      own_items = sa_num_chain_items(&chains),
+                      own_carries = !chains.split    ? 0
+                                    : chains.is_long ? chains.blocks
+                                                     : p.room.num_heads * chains.blocks;
+        const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), uses_to = uses + warp_scan(own_uses, sum),
                       items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
         entry.first_tile = tiles_to - own_tiles;
-        entry.first_slot = slots_to - own_slots;
+        entry.first_use = uses_to - own_uses;
         entry.first_item = items_to - own_items;
         entry.first_carry = carries_to - own_carries;
         if (b <= p.num_entries) buffers.entries[b] = entry;
         tiles = last(tiles_to);
-        slots = last(slots_to);
+        uses = last(uses_to);
         items = last(items_to);
         carries = last(carries_to);
     }
@@ -188,42 +200,45 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     if (e >= p.num_entries) return;
     const Entry &entry = buffers.entries[e];
     const sa_sequence sequence = entry.sequence;
-    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
-    const int blocks = static_cast<int>(sa_ceil_div(sequence.k_len, C::kKeys)), local = static_cast<int>(n - entry.first_item),
-              block = local % blocks, tiles = static_cast<int>(num_tiles_of(sequence, p.tokens));
-    const sa_band band = sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
+    const sa_band band = band_of(args, sequence, args.fwd.problem.packed && e == p.num_entries - 1);
+    const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
+    const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, &p.room, static_cast<int32_t>(n - entry.first_item));
     Item item = {};
+    item.exists = own.exists;
     item.batch = static_cast<int>(sequence.batch);
     item.q_begin = static_cast<int>(sequence.q_begin);
     item.k_begin = static_cast<int>(sequence.k_begin);
+    item.kv_head = own.head;
+    item.key = own.block * C::kKeys;
     item.band = band;
-    item.key = block * C::kKeys;
-    item.num_rounds = is_tail ? 1 : static_cast<int>(num_rounds_of<C>(tiles, p));
-    item.nth_round = local / blocks;
-    item.carry = static_cast<int>(entry.first_carry) + block;
-    item.nth = static_cast<int>(n);
-    const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)}, rows = sa_keys_rows(&band, keys);
-    if (rows.begin < rows.end) {
-        const int first = (item.num_rounds - 1 - item.nth_round) * static_cast<int>(kRoundTiles<C>),
-                  past = item.num_rounds == 1 ? tiles : first + static_cast<int>(kRoundTiles<C>);
-        item.tiles.begin = max(sa_tile_of(rows.begin, p.tokens), first);
-        item.tiles.end = min(sa_tile_from(rows.end, p.tokens), past);
+    item.tiles = own.tiles;
+    item.first_tile = static_cast<int>(p.room.num_heads * entry.first_tile) + own.head * chains.tiles;
+    item.use = static_cast<int>(entry.first_use) + own.use;
+    item.step = own.step;
+    item.idle_use = static_cast<int>(entry.first_use) + own.idle_use;
+    item.idle = own.idle;
+    item.blind = chains.blind;
+    item.round_tiles = chains.round_tiles;
+    item.part = own.part;
+    item.num_parts = own.num_parts;
+    item.carry = -1;
+    item.carry_turn = 0;
+    if (chains.split) {
+        item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * chains.blocks) + own.block;
+        item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
     }
-    if (item.tiles.begin >= item.tiles.end) item.tiles.begin = item.tiles.end = 0;
-    const int blind = static_cast<int>(num_blind_tiles(sequence, band, p.tokens)), slots = tiles - blind;
-    const Entry &end = buffers.entries[p.num_entries];
-    item.first_tile = static_cast<int>(args.fwd.problem.num_kv_heads * entry.first_tile);
-    item.num_tiles = tiles;
-    item.descending = !p.is_local;
-    item.first_use = static_cast<int>(entry.first_slot) + (item.descending ? tiles - item.tiles.end : item.tiles.end - 1 - blind);
-    item.num_uses = static_cast<int>(end.first_slot);
+    item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + own.round * chains.blocks + own.block;
+    const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)};
     item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
+    item.tiles.full_begin = item.tiles.full_end = 0;
     if (keys.end - keys.begin == C::kKeys) {
         const sa_range full = sa_row_tiles_full(&band, keys, p.tokens);
         item.tiles.full_begin = full.begin;
         item.tiles.full_end = full.end;
     }
     buffers.items[n] = item;
+    if (item.exists || !buffers.row_terms) return;
+    for (int head = own.head * p.group; head < (own.head + 1) * p.group; head++) buffers.key_terms[head * p.num_items + item.nth] = 0.0f;
 }
 
 // ---- rows ----
@@ -328,7 +343,8 @@ static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_
     const Entry &end = buffers.entries[p.num_entries];
     double sum = 0.0;
     for (int64_t i = threadIdx.x; i < end.first_tile; i += kSinkThreads) sum += buffers.row_terms[head * p.num_tiles + i];
-    for (int64_t i = threadIdx.x; i < end.first_item; i += kSinkThreads) sum += buffers.key_terms[head * p.num_blocks + i];
+    for (int64_t i = threadIdx.x; i < end.first_item / p.room.num_heads; i += kSinkThreads)
+        sum += buffers.key_terms[head * p.num_items + i];
     for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
@@ -340,32 +356,44 @@ static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_
 // ---- the workspace ----
 
 struct BwdSizes {
-    int64_t entries, tiles, blocks, slots, carries, entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at,
+    int64_t entries, tiles, items, carries, own_carries, entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at,
         row_terms_at, key_terms_at, bytes;
-    bool is_local;
+    sa_chain_room room;
 };
 
-template <class C> BwdSizes sizes_of(const sinkattn_problem &problem) {
-    const int64_t group = problem.num_q_heads / problem.num_kv_heads, tokens = C::kRows / group, tile_bytes = C::kTileFloats * 4;
+template <class C> BwdSizes sizes_of(const sinkattn_problem &problem, int64_t workers) {
+    const int64_t heads = problem.num_kv_heads, group = problem.num_q_heads / heads, tokens = C::kRows / group,
+                  tile_bytes = C::kTileFloats * 4, longest = sa_ceil_div(problem.q_len, tokens);
     const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
-    const int64_t longest = sa_ceil_div(problem.q_len, tokens);
     BwdSizes sizes;
     sizes.entries = problem.batch + problem.packed;
-    sizes.tiles =
-        (problem.packed ? packed_tiles(problem.q_len, tokens, problem.batch + 1) : problem.batch * longest) * problem.num_kv_heads;
-    sizes.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
-                     sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
-    const bool has_rounds = !sizes.is_local && longest > kMostTiles<C>;
-    sizes.slots = sa_min(sizes.tiles, problem.packed   ? kPackedSlotsBytes / tile_bytes
-                                      : sizes.is_local ? kLocalTiles<C>
-                                      : has_rounds     ? kRoundTiles<C>
-                                                       : kMostTiles<C>);
-    sizes.carries = !has_rounds      ? 0
-                    : problem.packed ? packed_tiles(problem.k_len, C::kKeys, longest / kMostTiles<C> + 1)
-                                     : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
-    sizes.blocks =
-        (problem.packed ? packed_tiles(problem.k_len, C::kKeys, sizes.entries) : problem.batch * sa_ceil_div(problem.k_len, C::kKeys)) *
-        (has_rounds ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
+    sizes.tiles = (problem.packed ? packed_tiles(problem.q_len, tokens, problem.batch + 1) : problem.batch * longest) * heads;
+    const int64_t blocks =
+        problem.packed ? packed_tiles(problem.k_len, C::kKeys, sizes.entries) : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
+    sa_chain_room &room = sizes.room;
+    room.num_heads = static_cast<int32_t>(heads);
+    room.most_tiles = kMostTiles<C>;
+    room.round_tiles = kRoundTiles<C>;
+    room.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
+                    sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
+    room.merges = blocks * heads >= SA_MANY_BLOCKS;
+    const bool has_long = !room.is_local && longest > kMostTiles<C>;
+    room.num_slots = static_cast<int32_t>(sa_min(sizes.tiles, problem.packed  ? kSlotTiles<C>
+                                                              : room.is_local ? kLocalTiles<C>
+                                                              : has_long      ? kRoundTiles<C>
+                                                                              : kSlotTiles<C>));
+    // A packed batch may be one sequence, or any number of them.
+    const sa_chains dense = sa_chains_of(&band, static_cast<sa_position_t>(tokens), C::kKeys, &room);
+    const bool may_have_rounds = problem.packed ? !room.is_local && longest >= 2 * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long;
+    const int64_t most_short = sa_min(problem.batch, longest / (2 * SA_LEAST_ROUND));
+    sizes.items = blocks * (has_long ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
+    if (!problem.packed)
+        sizes.items = blocks * (dense.split ? dense.rounds : 1);
+    else if (may_have_rounds && !room.merges)
+        sizes.items += most_short * (sa_ceil_div(SA_ROUND_BLOCKS, heads) + 1);
+    sizes.carries = !may_have_rounds || room.merges ? 0 : blocks * heads;
+    if (has_long) sizes.carries += problem.packed ? packed_tiles(problem.k_len, C::kKeys, longest / kMostTiles<C> + 1) : blocks;
+    sizes.own_carries = may_have_rounds && room.merges ? workers : 0;
     int64_t at = 0;
     const auto take = [&](int64_t bytes) {
         const int64_t from = at;
@@ -373,14 +401,14 @@ template <class C> BwdSizes sizes_of(const sinkattn_problem &problem) {
         return from;
     };
     sizes.entries_at = take((sizes.entries + 1) * static_cast<int64_t>(sizeof(Entry)));
-    sizes.items_at = take(sizes.blocks * static_cast<int64_t>(sizeof(Item)));
-    sizes.turns_at = take((sizes.slots + 1) * 8);
+    sizes.items_at = take(sizes.items * heads * static_cast<int64_t>(sizeof(Item)));
+    sizes.turns_at = take((room.num_slots + 1) * 8);
     sizes.carry_turns_at = take(sizes.carries * 8);
     sizes.stats_at = take(sizes.tiles * stats_length<C>(problem.s_aux_dtype) * 4);
-    sizes.slots_at = take(sizes.slots * tile_bytes);
-    sizes.carries_at = take(sizes.carries * 2 * C::kKeys * C::kHeadDim * 4);
+    sizes.slots_at = take(room.num_slots * tile_bytes);
+    sizes.carries_at = take((sizes.carries + sizes.own_carries) * 2 * C::kKeys * C::kHeadDim * 4);
     sizes.row_terms_at = take(problem.s_aux_dtype ? group * sizes.tiles * 4 : 0);
-    sizes.key_terms_at = take(problem.s_aux_dtype ? problem.num_q_heads * sizes.blocks * 4 : 0);
+    sizes.key_terms_at = take(problem.s_aux_dtype ? problem.num_q_heads * sizes.items * 4 : 0);
     sizes.bytes = at + 127;
     return sizes;
 }

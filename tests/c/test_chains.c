@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * core/chains.h: items of random sequences, walked through in the order in which blocks take them.
+ */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/chains.h"
+#include "test.h"
+
+enum { kKeys = 128 };
+
+typedef struct sequence {
+    sa_band band;
+    int32_t tokens;
+    sa_chain_room room;
+    sa_chains chains;
+} sequence;
+
+static sequence pick_sequence(void) {
+    sequence s;
+    const int64_t k_len = pick(0, one_in(3) ? 400 : 3000), q_len = one_in(2) ? k_len : pick(0, one_in(4) ? 4000 : 1200);
+    sinkattn_mask mask = {.has_right = one_in(2), .right = one_in(4) ? pick(1, 100) : 0};
+    const bool has_window = mask.has_right && one_in(2);
+    if (has_window) mask.has_left = true, mask.left = pick(0, one_in(2) ? 300 : 2000);
+    if (one_in(3)) mask.num_sink_tokens = pick(1, 300);
+    s.band = sa_band_of(&mask, q_len, k_len);
+    s.tokens = one_in(3) ? 9 : 1 << pick(0, 4);
+    s.room.num_heads = (int32_t)pick(1, 9);
+    s.room.most_tiles = one_in(2) ? 1152 : 150;
+    s.room.round_tiles = s.room.most_tiles == 150 ? 80 : 608;
+    s.room.num_slots = s.room.most_tiles == 150 ? 150 : 2048;
+    s.room.is_local = has_window && !mask.num_sink_tokens;
+    s.room.merges = one_in(2);
+    if (s.room.is_local) s.room.num_slots = (int32_t)((kKeys + mask.left + mask.right) / s.tokens + 3);
+    s.chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
+    return s;
+}
+
+static sa_chain_item item_of(const sequence *s, int32_t n) { return sa_chain_item_of(&s->chains, &s->band, s->tokens, kKeys, &s->room, n); }
+
+#define CHECK_ITEM(ok, s, n)                                                                                                               \
+    CHECK(ok, "%s: item %d, %d tokens a tile, %d heads, q_len %" PRId64 ", k_len %" PRId64 ", rounds %d, together %d", #ok, (int)(n),      \
+          (int)(s)->tokens, (int)(s)->room.num_heads, (int64_t)(s)->band.q_len, (int64_t)(s)->band.k_len, (int)(s)->chains.rounds,         \
+          (int)(s)->chains.together)
+
+/* Key blocks that see some of a row tile, below `block`. */
+static int32_t blocks_before(const sequence *s, int32_t tile, int32_t block) {
+    int32_t count = 0;
+    const sa_range rows = {tile * s->tokens, sa_first((tile + 1) * s->tokens, s->band.q_len)};
+    sa_position_t sink_end;
+    const sa_range keys = sa_rows_band(&s->band, rows, &sink_end);
+    for (int32_t b = 0; b < block; b++)
+        count += b * kKeys < sink_end || (keys.begin < keys.end && (b + 1) * kKeys > keys.begin && b * kKeys < keys.end);
+    return count;
+}
+
+/* Each row tile meets the key blocks that it sees in ascending order, takes one slot use, and no use waits for an item behind its own. */
+static void test_chains_meet_all_tiles_in_order(void) {
+    for (int i = 0; i < 400; i++) {
+        const sequence s = pick_sequence();
+        const int32_t heads = s.room.num_heads, tiles = s.chains.tiles, uses = s.chains.count * s.chains.uses, num_slots = s.room.num_slots;
+        int32_t *met = calloc((size_t)(heads * tiles + 1), sizeof *met), *use_of = calloc((size_t)(heads * tiles + 1), sizeof *use_of),
+                *first = calloc((size_t)(uses + 1), sizeof *first), *last = calloc((size_t)(uses + 1), sizeof *last);
+        for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
+            const sa_chain_item item = item_of(&s, n);
+            CHECK_ITEM(item.exists || item.tiles.begin == item.tiles.end, &s, n);
+            int32_t use = item.use;
+            for (int32_t t = item.tiles.end - 1; t >= item.tiles.begin; t--, use += item.step) {
+                int32_t *of_tile = &use_of[item.head * tiles + t];
+                if (!CHECK_ITEM(use >= 0 && use < uses, &s, n)) continue;
+                if (!*of_tile) *of_tile = use + 1;
+                CHECK_ITEM(*of_tile == use + 1, &s, n);
+                CHECK_ITEM(met[item.head * tiles + t]++ == blocks_before(&s, t, item.block), &s, n);
+                if (!first[use]) first[use] = n + 1;
+                last[use] = n + 1;
+            }
+            use = item.idle_use;
+            for (int32_t x = 0; x < item.idle && item.exists; x++, use += item.step)
+                if (CHECK_ITEM(use >= 0 && use < uses && !first[use], &s, n)) first[use] = last[use] = n + 1;
+        }
+        for (int32_t use = 0; use < uses; use++)
+            CHECK_ITEM(first[use] && (use < num_slots || last[use - num_slots] <= first[use]), &s, first[use] - 1);
+        for (int32_t t = s.chains.blind; t < tiles * (s.chains.blocks > 0); t++)
+            for (int32_t head = 0; head < heads; head++) CHECK_ITEM(met[head * tiles + t] == blocks_before(&s, t, s.chains.blocks), &s, -1);
+        free(met);
+        free(use_of);
+        free(first);
+        free(last);
+    }
+}
+
+/* The rounds of a block are added one after another, later rows first, by items that come in this order; then dK and dV are written once.
+ */
+static void test_rounds_of_a_block_are_added_in_order(void) {
+    for (int i = 0; i < 400; i++) {
+        const sequence s = pick_sequence();
+        const int32_t all = s.room.num_heads * s.chains.blocks;
+        int32_t *added = calloc((size_t)(all + 1), sizeof *added), *written = calloc((size_t)(all + 1), sizeof *written);
+        for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
+            const sa_chain_item item = item_of(&s, n);
+            if (!item.exists || !item.num_parts) continue;
+            const int32_t block = item.head * s.chains.blocks + item.block;
+            int32_t part = item.part, begin = item.tiles.end;
+            while (begin > item.tiles.begin) {
+                const int32_t end = begin;
+                begin = sa_round_begin(s.chains.blind, s.chains.round_tiles, end);
+                if (begin < item.tiles.begin) begin = item.tiles.begin;
+                CHECK_ITEM(added[block]++ == part++, &s, n);
+                if (s.chains.split) CHECK_ITEM(begin == item.tiles.begin, &s, n);
+            }
+            if (part == item.num_parts || item.tiles.begin == item.tiles.end) written[block]++;
+        }
+        for (int32_t block = 0; block < all; block++) CHECK_ITEM(written[block] == 1, &s, block);
+        free(added);
+        free(written);
+    }
+}
+
+/* What dK and dV are summed over depends on the sequence alone: not on whether items are whole blocks, nor on slots. */
+static void test_rounds_do_not_depend_on_the_batch(void) {
+    for (int i = 0; i < 400; i++) {
+        const sequence s = pick_sequence();
+        sa_chain_room other = s.room;
+        other.merges = !other.merges;
+        other.num_slots += (int32_t)pick(0, 1000);
+        const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &other);
+        CHECK_ITEM(chains.rounds == s.chains.rounds && chains.round_tiles == s.chains.round_tiles && chains.blind == s.chains.blind, &s,
+                   -1);
+    }
+}
+
+/* 4096 tokens of 8 kv heads of 8 fill an H200 with whole blocks, and 8192 of one kv head of 16 do not. */
+static void test_few_blocks_have_rounds(void) {
+    const sinkattn_mask causal = {.has_right = true};
+    sa_chain_room room = {.num_heads = 8, .most_tiles = 1152, .round_tiles = 608, .num_slots = 2048};
+    sa_band band = sa_band_of(&causal, 4096, 4096);
+    CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
+    room.num_heads = 1;
+    band = sa_band_of(&causal, 8192, 8192);
+    sa_chains chains = sa_chains_of(&band, 8, kKeys, &room);
+    CHECK(chains.rounds == 8 && chains.split && chains.count == 8, "8192 tokens, 16:1: %d rounds", (int)chains.rounds);
+    room.merges = true;
+    chains = sa_chains_of(&band, 8, kKeys, &room);
+    CHECK(chains.rounds == 8 && !chains.split && chains.count == 1, "the same in a large batch: %d rounds", (int)chains.rounds);
+}
+
+const test chain_tests[] = {{"chains meet all tiles in order", test_chains_meet_all_tiles_in_order},
+                            {"rounds of a block are added in order", test_rounds_of_a_block_are_added_in_order},
+                            {"rounds do not depend on the batch", test_rounds_do_not_depend_on_the_batch},
+                            {"few blocks have rounds", test_few_blocks_have_rounds},
+                            {0}};
