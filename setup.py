@@ -93,6 +93,8 @@ class WheelForAnyPython(bdist_wheel):
 
     def write_wheelfile(self, wheelfile_base: str, *arguments: str) -> None:
         super().write_wheelfile(wheelfile_base, *arguments)
+        if self.distribution.get_command_obj("editable_wheel", create=False):
+            return  # its wheel holds a path, and no library
         out = Path(wheelfile_base) / "sboms" / "sinkattn.cdx.json"
         torches = [find(r'TORCH_VERSION \\\n +"(.+)"', version_header(include)) for include in INCLUDES]
         libraries = Path(self.bdist_dir) / "sinkattn" / "_lib"
