@@ -73,7 +73,7 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
         assert found == {f"sa_decode_cuda_{name}"}
         met |= found
     for name, (head_dim, left, ratio) in PACKED.items():
-        sizes = {"num_q_heads": ratio, "window_size_left": left, "packed": True, "page_size": 16, "num_pages": 9}
+        sizes = {"num_q_heads": ratio, "window_size_left": left, "packed": True, "page_size": 20, "num_pages": 9}
         assert planned("decode", head_dim, hopper, **sizes)["variant"] == f"sa_decode_cuda_{name}"
         met.add(f"sa_decode_cuda_{name}")
     assert met == {row["name"] for row in _C.variants() if row["backend"] == "cuda"}
