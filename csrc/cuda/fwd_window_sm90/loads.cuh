@@ -115,7 +115,7 @@ struct Walk {
 // A distance in tokens or keys as int; a span is far shorter than the limits.
 __device__ __forceinline__ int distance(int64_t tokens) { return static_cast<int>(sa_clamp(tokens, -(1 << 20), 1 << 20)); }
 
-// Of the sequence's keys, those below this one count as positional sink tokens alone.
+// The sequence's keys before this one are positional sink tokens, and no keys of a window.
 __device__ __forceinline__ sa_position_t num_sink_keys(const sa_sequence &sequence, const Problem &p) {
     return static_cast<sa_position_t>(sa_min(sequence.k_len, p.window.num_sink));
 }
