@@ -42,8 +42,8 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kTileFloats = kRows * kHeadDim;
     static constexpr int kTermPairs = kRows == 128 ? 8 : 7; // as shared memory allows
     static constexpr int kLoaderRegisters = 24, kMathRegisters = 240;
-    static_assert(kKeys == 128, "two math groups of 64 keys");
-    static_assert(kRows / 64 * kHalves == 2, "a math group gets 64 x 64 of dQ");
+    static_assert(kKeys == 128, "two math warpgroups of 64 keys");
+    static_assert(kRows / 64 * kHalves == 2, "a math warpgroup gets 64 x 64 of dQ");
 };
 
 // A math warpgroup: 64 keys in the rows of its accumulators, a row tile in the columns.
@@ -56,7 +56,7 @@ template <class C, TermsOf kTerms> struct Math {
     const sinkattn_bwd_args &args;
     const BwdProblem &p;
     const BwdBuffers &buffers;
-    const int math_group;
+    const int math_warpgroup;
     const uint32_t begin; // address of smem, in a uniform register
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
@@ -70,12 +70,12 @@ template <class C, TermsOf kTerms> struct Math {
     __device__ __forceinline__ void begin_scores(Scores &s) {
         const uint32_t stage = warp_uniform(ring.stage());
         smem.row_full[stage].wait(ring);
-        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, address(smem.keys) + 64 * math_group * kRowBytes,
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, address(smem.keys) + 64 * math_warpgroup * kRowBytes,
                                                                               address(smem.queries[stage]));
     }
     __device__ __forceinline__ void begin_dp(Scores &dp) {
         const uint32_t stage = warp_uniform(ring.stage());
-        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(dp, address(smem.values) + 64 * math_group * kRowBytes,
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(dp, address(smem.values) + 64 * math_warpgroup * kRowBytes,
                                                                               address(smem.douts[stage]));
     }
 
@@ -84,7 +84,7 @@ template <class C, TermsOf kTerms> struct Math {
         const RowStats<C> &stats = smem.stats[ring.stage()];
         Seen seen;
         if (kMasked) {
-            seen = find_seen<C>(smem, p, math_group, t);
+            seen = find_seen<C>(smem, p, math_warpgroup, t);
             wgmma_wait<0>();
             pin(s);
             pin(dp);
@@ -112,11 +112,11 @@ template <class C, TermsOf kTerms> struct Math {
         if (t < item.finish_end) {
             wgmma_wait<kPending>();
             pin(dq);
-            finish_tile<C>(dq, sum, smem, args, p, item, t, math_group);
+            finish_tile<C>(dq, sum, smem, args, p, item, t, math_warpgroup);
         } else {
             wgmma_wait<kPending>();
             pin(dq);
-            auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + math_group * 1024 + pinned(threadIdx.x % 128);
+            auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + math_warpgroup * 1024 + pinned(threadIdx.x % 128);
 #pragma unroll
             for (int i = 0; i < 8; i++) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
         }
@@ -145,11 +145,11 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
             const Ring<C::kSums> last = {dq_ring.n - 1};
             if (dq_ring.n > 0) smem.dq_full[last.stage()].wait(last); // dS of the previous tile has been read
-            write_ds<C>(smem, ds, math_group);
+            write_ds<C>(smem, ds, math_warpgroup);
             async_fence();
             bar_sync<C::kMathThreads>(kMathBarrier);
-            dq_product<C>(dq, address(smem.ds[C::kRows == 64 ? 0 : math_group]),
-                          address(smem.keys) + (C::kRows == 64 ? math_group * C::kKeyHalf : 0));
+            dq_product<C>(dq, address(smem.ds[C::kRows == 64 ? 0 : math_warpgroup]),
+                          address(smem.keys) + (C::kRows == 64 ? math_warpgroup * C::kKeyHalf : 0));
             wgmma_wait<1>(); // dV, dK complete; dQ(t) still running
             pin(dv);
             pin(dk);
@@ -181,17 +181,17 @@ template <class C, TermsOf kTerms> struct Math {
                 add_carry<C>(dk, dv, p, buffers, item, item.part_of(item.round_begin));
                 next_round<C>(item);
             }
-            if (smem.hides && item.has_tiles()) add_hidden<C>(dv, smem, args, p, item, math_group);
+            if (smem.hides && item.has_tiles()) add_hidden<C>(dv, smem, args, p, item, math_warpgroup);
             float poison[2]; // of the thread's keys: read before the keys' stage is released
             for (int r = 0; r < 2; r++) {
-                const int own = 64 * math_group + warpgroup_row(r);
+                const int own = 64 * math_warpgroup + warpgroup_row(r);
                 poison[r] = item.has_tiles() && smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
             }
             __syncwarp();
             smem.kv_empty[0].arrive();
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
             if (item.num_parts > 1) add_carry<C>(dk, dv, p, buffers, item, part);
-            if (part == item.num_parts - 1) write_keys<C>(dk, dv, poison, args, p, item, math_group);
+            if (part == item.num_parts - 1) write_keys<C>(dk, dv, poison, args, p, item, math_warpgroup);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item);
             __syncwarp();
             smem.item_empty.release(items);
@@ -240,8 +240,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
         if (threadIdx.x % 32 == 0 && warp > 0 && warp <= C::kSums) add_tiles<C>(smem, p, buffers, warp - 1);
     } else {
         registers_up<C::kMathRegisters>();
-        const int math_group = warp_uniform(threadIdx.x / 128 - 1);
-        Math<C, kTerms>{smem, args, p, buffers, math_group, warp_uniform_register(shared_address(shared)), {}, {}}.run();
+        const int math_warpgroup = warp_uniform(threadIdx.x / 128 - 1);
+        Math<C, kTerms>{smem, args, p, buffers, math_warpgroup, warp_uniform_register(shared_address(shared)), {}, {}}.run();
     }
 #else
     __trap();

@@ -83,14 +83,14 @@ struct Seen {
     __device__ __forceinline__ bool operator()(int r, int column) const { return bits[r] >> (column / 4 + column % 2) & 1; }
 };
 
-template <class C> __device__ __forceinline__ Seen find_seen(const Smem<C> &smem, const BwdProblem &p, int math_group, int t) {
+template <class C> __device__ __forceinline__ Seen find_seen(const Smem<C> &smem, const BwdProblem &p, int math_warpgroup, int t) {
     const auto bits_before = [&](int token) {
         const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - fragment_column(),
                   count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
         return count < 32 ? (1u << count) - 1 : ~0u;
     };
     const auto bits = [&](const sa_range &rows) { return bits_before(rows.end) & ~bits_before(rows.begin); };
-    const sa_range *seen_by = smem.seen_by + 64 * math_group + warpgroup_row(0);
+    const sa_range *seen_by = smem.seen_by + 64 * math_warpgroup + warpgroup_row(0);
     return {{bits(seen_by[0]), bits(seen_by[8])}};
 }
 
@@ -175,8 +175,8 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (
     }
 }
 
-template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_group) {
-    const int thread = pinned(threadIdx.x), key = 64 * math_group + store_row(thread);
+template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_warpgroup) {
+    const int thread = pinned(threadIdx.x), key = 64 * math_warpgroup + store_row(thread);
     const uint32_t first = swizzled(shared_address(smem.ds[0]), kRowBytes, key, store_chunk(thread));
 #pragma unroll
     for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0]), ds[n]);
@@ -201,13 +201,13 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
 // Adds the sum of the earlier key blocks to dQ of the last one, and writes dq.
 template <class C>
 __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                            const BwdProblem &p, const Item &item, int t, int math_group) {
+                                            const BwdProblem &p, const Item &item, int t, int math_warpgroup) {
     const int first = t * p.tokens;
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.kv_head * p.group);
     if (!smem.finish_alone[sum]) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float4 before = reinterpret_cast<const float4 *>(smem.dq[sum])[(math_group * 8 + i) * 128 + threadIdx.x % 128];
+            const float4 before = reinterpret_cast<const float4 *>(smem.dq[sum])[(math_warpgroup * 8 + i) * 128 + threadIdx.x % 128];
             dq[4 * i] += before.x;
             dq[4 * i + 1] += before.y;
             dq[4 * i + 2] += before.z;
@@ -216,8 +216,8 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int row = (C::kRows == 64 ? 0 : 64 * math_group) + warpgroup_row(r);
-        write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, C::kRows == 64 ? 64 * math_group : 0,
+        const int row = (C::kRows == 64 ? 0 : 64 * math_warpgroup) + warpgroup_row(r);
+        write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, C::kRows == 64 ? 64 * math_warpgroup : 0,
                                        args.fwd.problem.head_dim, first + smem.token[row] < item.band.q_len);
     }
 }
@@ -255,8 +255,8 @@ __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, 
 // Adds the values of dO that clean_rows zeroed, in masked tiles, to dV of the keys that their rows see.
 template <class C>
 __device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                           const BwdProblem &p, const Item &item, int math_group) {
-    const sa_range *seen_by = smem.seen_by + 64 * math_group + warpgroup_row(0);
+                                           const BwdProblem &p, const Item &item, int math_warpgroup) {
+    const sa_range *seen_by = smem.seen_by + 64 * math_warpgroup + warpgroup_row(0);
 #pragma unroll 1
     for (int n = item.tiles.begin * C::kRows; n < item.tiles.end * C::kRows; n++) {
         const int t = n / C::kRows, row = n % C::kRows;
@@ -300,10 +300,10 @@ __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&
 
 template <class C>
 __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const float (&poison)[2],
-                                           const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int math_group) {
+                                           const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int math_warpgroup) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int own = 64 * math_group + warpgroup_row(r);
+        const int own = 64 * math_warpgroup + warpgroup_row(r);
         const int64_t key = item.key + own;
         const bool real = key < item.band.k_len;
         const float added = poison[r];

@@ -129,7 +129,7 @@ template <class C> struct Math {
     const typename C::Keys &keys;
     const Maps &maps;
     const Problem &p;
-    const int math_group;
+    const int math_warpgroup;
     const bool leader; // of the warpgroup
     Ring<C::kStages> ring;
 
@@ -148,7 +148,7 @@ template <class C> struct Math {
     }
 
     // Adds to O the values of tile t that the checkers zeroed, in the rows that see them.
-    __device__ __forceinline__ void add_back(Out &o, const GroupRows<C> &own, int t) {
+    __device__ __forceinline__ void add_back(Out &o, const WarpgroupRows<C> &own, int t) {
         const auto *data = static_cast<const uint16_t *>(args.v.data);
         const int token[2] = {own.row(0).token, own.row(1).token};
         const Rows<C> &rows = own.rows;
@@ -163,7 +163,7 @@ template <class C> struct Math {
     }
 
     // Waits for the product of tile t's values, then goes to the next stage.
-    __device__ __forceinline__ void end_values(Out &o, const GroupRows<C> &own, int t, bool nonfinite) {
+    __device__ __forceinline__ void end_values(Out &o, const WarpgroupRows<C> &own, int t, bool nonfinite) {
         wgmma_wait<0>();
         pin(o);
         if (leader) smem.v_empty.release(ring);
@@ -174,7 +174,7 @@ template <class C> struct Math {
     // O over the key tiles from `tile` to `end` that the rows see, at least one, and the factor that it still needs. Calls scored() once
     // the first scores are complete.
     template <class Scored>
-    __device__ __forceinline__ void attend(Out &o, float (&factor)[2], Softmax &softmax, const GroupRows<C> &own, uint32_t q,
+    __device__ __forceinline__ void attend(Out &o, float (&factor)[2], Softmax &softmax, const WarpgroupRows<C> &own, uint32_t q,
                                            KeyTileWalk tile, int end, const Scored &scored) {
         Scores s;
         float total[2];
@@ -258,10 +258,10 @@ template <class C> struct Math {
     // warpgroup's rows are not whole tokens or not all tokens exist. After the barrier here the warpgroup reads no query.
     __device__ __forceinline__ bool write_out(const unsigned char *slot, const Rows<C> &rows) {
         const Work &work = rows.work;
-        const int num_tokens = work.tokens.end - work.tokens.begin, first = math_group * p.copied_tokens;
+        const int num_tokens = work.tokens.end - work.tokens.begin, first = math_warpgroup * p.copied_tokens;
         const int64_t token = work.sequence.q_begin + work.tokens.begin, head = work.kv_head * p.group;
         async_fence();
-        bar_sync<128>(kMathBarrier + math_group);
+        bar_sync<128>(kMathBarrier + math_warpgroup);
         if (p.copied_tokens && first + p.copied_tokens <= num_tokens) {
             if (!leader) return true;
             for (int half = 0; half < C::kHalves; half++)
@@ -274,13 +274,13 @@ template <class C> struct Math {
 #pragma unroll 1
         for (int x = threadIdx.x % 128; x < 64 * 8 * C::kHalves; x += 128) {
             const int row = x / (8 * C::kHalves), column = x % (8 * C::kHalves) * 8;
-            const int at = 64 * math_group + row, i = at * p.group_inverse >> 16;
+            const int at = 64 * math_warpgroup + row, i = at * p.group_inverse >> 16;
             if (i >= num_tokens || column >= args.problem.head_dim) continue;
             *reinterpret_cast<uint4 *>(out + i * args.out.row_stride + (at - i * p.group) * args.out.head_stride + column) =
                 *reinterpret_cast<const uint4 *>(slot + column / 64 * C::kQueryHalf + row * kRowBytes + chunk_offset(row, column / 8 % 8));
         }
         async_fence();
-        bar_sync<128>(kMathBarrier + math_group);
+        bar_sync<128>(kMathBarrier + math_warpgroup);
         return false;
     }
 
@@ -297,8 +297,8 @@ template <class C> struct Math {
             rows.full.wait(tiles);
             if (!rows.exists) break;
             smem.q_full.wait(queries);
-            const uint32_t q = shared_address(smem.queries[queries.stage()]) + 64 * math_group * kRowBytes;
-            const GroupRows<C> own{p, rows, math_group};
+            const uint32_t q = shared_address(smem.queries[queries.stage()]) + 64 * math_warpgroup * kRowBytes;
+            const WarpgroupRows<C> own{p, rows, math_warpgroup};
             Out o = {};
             float factor[2];
             Softmax softmax;
@@ -317,7 +317,7 @@ template <class C> struct Math {
                 finish_softmax<C>(factor, softmax, args, own);
                 end_copy();
             }
-            unsigned char *slot = smem.queries[queries.stage()] + 64 * math_group * kRowBytes;
+            unsigned char *slot = smem.queries[queries.stage()] + 64 * math_warpgroup * kRowBytes;
             stage_out(q, o, factor);
             copying = write_out(slot, rows);
 #pragma unroll 1
@@ -339,18 +339,18 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kSlots; i++) {
             smem.rows[i].full.init(32);
-            smem.rows[i].empty.init(128 * C::kGroups + 32 * C::kCheckers);
+            smem.rows[i].empty.init(128 * C::kMathWarpgroups + 32 * C::kCheckers);
         }
         for (int i = 0; i < 2; i++) {
             smem.q_full[i].init(1);
-            smem.q_empty[i].init(C::kGroups);
+            smem.q_empty[i].init(C::kMathWarpgroups);
         }
         for (int i = 0; i < C::kStages; i++) {
             smem.k_full[i].init(1);
-            smem.k_empty[i].init(4 * C::kGroups);
+            smem.k_empty[i].init(4 * C::kMathWarpgroups);
             smem.v_full[i].init(1);
             smem.v_ready[i].init(32 * C::kCheckers);
-            smem.v_empty[i].init(C::kGroups);
+            smem.v_empty[i].init(C::kMathWarpgroups);
         }
         barrier_init_fence();
     }

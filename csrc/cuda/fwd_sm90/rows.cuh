@@ -17,13 +17,13 @@ template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, 
     using Element = Element_;
     using Keys = Keys_;
     static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kSlots = kSlots_;
-    static constexpr int kGroups = kTileQ / 64, kThreads = 128 * (kGroups + 1), kCheckers = 2;
+    static constexpr int kMathWarpgroups = kTileQ / 64, kThreads = 128 * (kMathWarpgroups + 1), kCheckers = 2;
     static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
     static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0, "swizzled rows, rows of a wgmma, keys of a wgmma");
-    static_assert(kLoaderRegisters + kGroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
+    static_assert(kLoaderRegisters + kMathWarpgroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
 };
 
 // A tile of rows, by token and by head. Row r is head r % group of token r / group.
@@ -31,7 +31,7 @@ template <class C> struct Rows {
     Barrier full, empty;
     Work work;
     bool exists;
-    sa_key_tiles group_tiles[C::kGroups];                      // of work.tiles, those that rows of a math warpgroup see
+    sa_key_tiles warpgroup_tiles[C::kMathWarpgroups];          // of work.tiles, those that rows of a math warpgroup see
     int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
     int first[C::kTileQ];                                      // of a token, the key tile of its first key
     float s_aux[C::kTileQ];                                    // of a head
@@ -82,11 +82,11 @@ __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, con
 }
 
 // The key tiles of a math warpgroup's rows. Called once the tokens are described.
-template <class C> __device__ __forceinline__ void describe_group(Rows<C> &rows, const Problem &p, int math_group) {
+template <class C> __device__ __forceinline__ void describe_warpgroup(Rows<C> &rows, const Problem &p, int math_warpgroup) {
     const Work &work = rows.work;
-    const int first = 64 * math_group * p.group_inverse >> 16,
-              last = sa_first((64 * math_group + 63) * p.group_inverse >> 16, work.tokens.end - work.tokens.begin - 1);
-    sa_key_tiles_of_part(&rows.group_tiles[math_group], &work.tiles, &work.band, rows.begin, rows.end, first, last, C::kTileK);
+    const int first = 64 * math_warpgroup * p.group_inverse >> 16,
+              last = sa_first((64 * math_warpgroup + 63) * p.group_inverse >> 16, work.tokens.end - work.tokens.begin - 1);
+    sa_key_tiles_of_part(&rows.warpgroup_tiles[math_warpgroup], &work.tiles, &work.band, rows.begin, rows.end, first, last, C::kTileK);
 }
 
 template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
@@ -108,7 +108,7 @@ template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, 
         rows.first[i] = rows.sink_end[i] || keys.begin == keys.end ? 0 : sa_tile_of(keys.begin, C::kTileK);
     }
     __syncwarp();
-    if (lane < C::kGroups) describe_group<C>(rows, p, lane);
+    if (lane < C::kMathWarpgroups) describe_warpgroup<C>(rows, p, lane);
 }
 
 } // namespace sa::fwd_sm90

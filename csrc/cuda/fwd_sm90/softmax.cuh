@@ -21,24 +21,24 @@ struct TokenHead {
 };
 
 // The 64 rows of a math warpgroup in a tile of rows.
-template <class C> struct GroupRows {
+template <class C> struct WarpgroupRows {
     const Problem &p;
     const Rows<C> &rows;
-    const int math_group;
+    const int math_warpgroup;
 
-    __device__ __forceinline__ const sa_key_tiles &tiles() const { return rows.group_tiles[math_group]; }
+    __device__ __forceinline__ const sa_key_tiles &tiles() const { return rows.warpgroup_tiles[math_warpgroup]; }
 
     // The i-th of the thread's two rows. Compiler fence: computed again at each use, for want of a register to keep it in.
     __device__ __forceinline__ TokenHead row(int i) const {
         unsigned thread = threadIdx.x % 128;
         asm volatile("" : "+r"(thread));
-        const int row = 64 * math_group + warpgroup_row(thread, i), token = row * p.group_inverse >> 16;
+        const int row = 64 * math_warpgroup + warpgroup_row(thread, i), token = row * p.group_inverse >> 16;
         return {token, row - token * p.group};
     }
 };
 
 // Sets scores to -inf where the row does not see the key: after its last one, or before its window and no sink token.
-template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const GroupRows<C> &own, int t) {
+template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTileK / 2], const WarpgroupRows<C> &own, int t) {
     const int column = t * C::kTileK + fragment_column();
     const int token[2] = {own.row(0).token, own.row(1).token};
     if (t >= own.tiles().full_end) {
@@ -69,13 +69,13 @@ template <class Element> constexpr float kLarge = 0x1p24f;
 template <> constexpr float kLarge<Fp16> = 0x1p14f;
 
 // Whether the thread's i-th row has seen no key before tile t, or nothing but -inf.
-template <class C> __device__ __forceinline__ bool begins(int i, const Softmax &softmax, const GroupRows<C> &own, int t) {
+template <class C> __device__ __forceinline__ bool begins(int i, const Softmax &softmax, const WarpgroupRows<C> &own, int t) {
     return own.rows.first[own.row(i).token] >= t || softmax.pivot[i] == -INFINITY;
 }
 
 // Whether any row of the warpgroup begins after tile t. All its warps get one answer, since they wait for products together.
-template <class C> __device__ __forceinline__ bool begins_after(const Softmax &softmax, const GroupRows<C> &own, int t) {
-    return bar_any<128>(kMathBarrier + own.math_group, begins<C>(0, softmax, own, t + 1) || begins<C>(1, softmax, own, t + 1));
+template <class C> __device__ __forceinline__ bool begins_after(const Softmax &softmax, const WarpgroupRows<C> &own, int t) {
+    return bar_any<128>(kMathBarrier + own.math_warpgroup, begins<C>(0, softmax, own, t + 1) || begins<C>(1, softmax, own, t + 1));
 }
 
 // The maximum of the thread's i-th row, in log2 units.
@@ -102,7 +102,7 @@ __device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::k
 
 template <class C>
 __device__ __forceinline__ void follow_maxima(const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
-                                              const GroupRows<C> &own, int t) {
+                                              const WarpgroupRows<C> &own, int t) {
     const float now[2] = {maximum<C>(0, s, own.p.scale_log2), maximum<C>(1, s, own.p.scale_log2)};
 #pragma unroll
     for (int i = 0; i < 2; i++) follow_maximum<C>(i, now[i], o, softmax, begins<C>(i, softmax, own, t));
@@ -127,7 +127,7 @@ __device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&
 // those rows as if they began here. Other rows are unchanged. q, k: addresses of the warpgroup's first query and of the key tile.
 template <class C>
 __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
-                                        const GroupRows<C> &own, int t, uint32_t q, uint32_t k) {
+                                        const WarpgroupRows<C> &own, int t, uint32_t q, uint32_t k) {
     const int lane = threadIdx.x % 32;
     bool large[2];
 #pragma unroll
@@ -173,7 +173,7 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
 // the last product of values is in flight.
 template <class C>
 __device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args,
-                                               const GroupRows<C> &own) {
+                                               const WarpgroupRows<C> &own) {
     const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
     for (int r = 0; r < 2; r++) factor[r] = RowEnd(softmax.pivot[r], sum[r], own.rows.s_aux[own.row(r).head]).factor();
     const int r = threadIdx.x % 4;
