@@ -42,7 +42,7 @@ class _Problem(ctypes.Structure):
         *(("num_q_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64)),
         *(("q_len", c_int64), ("k_len", c_int64)),
         *(("page_size", c_int64), ("num_pages", c_int64), ("softmax_scale", c_double), ("mask", _Mask)),
-        *(("num_splits", c_int64), ("invariant", c_bool)),
+        *(("num_splits", c_int64), ("invariant", c_bool), ("head_dim_v", c_int32)),
     )
 
 
@@ -203,6 +203,7 @@ def plan(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    head_dim_v: int = 0,
     q_len: int,
     k_len: int,
     page_size: int = 0,
@@ -221,6 +222,7 @@ def plan(
         packed=packed,
         mask=_mask_of(window_size_left, window_size_right, num_sink_tokens),
         invariant=invariant,
+        head_dim_v=_integer("head_dim_v", head_dim_v, 32),
         **{name: _integer(name, value) for name, value in sizes.items()},
     )
     facts = _Device(

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-q-heads", "query heads", 64)
     add("--num-kv-heads", "key and value heads", 8)
     add("--head-dim", "elements of a head", 64)
+    add("--head-dim-v", "elements of a value and of out; 0: as many")
     add("--q-len", "rows a sequence; packed: of the whole tensor (default: 1 in a decode, else --k-len)", None)
     add("--k-len", "keys a sequence; packed: of the whole tensor; decode: the cache's capacity", 8192)
     command.add_argument("--packed", action="store_true", help="sequences lie end to end, bounded by cu_seqlens")

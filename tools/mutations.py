@@ -98,8 +98,8 @@ MUTATIONS = [
     Mutation(
         "dirty scratch",
         BWD,
-        "memset(job->dk + first, 0,",
-        "memset(job->dk + first, 0, 0 *",
+        "memset(job->dk + first * job->padded_k, 0,",
+        "memset(job->dk + first * job->padded_k, 0, 0 *",
         EDGES + "dirty_memory_has_no_effect",
     ),
     Mutation(
@@ -161,8 +161,8 @@ MUTATIONS = [
     Mutation(
         "0 * NaN",
         FWD,
-        "sa_operand_clean(&attend->values, ops, problem, n, !sa_all_visible(&stream->band, rows->tokens, keys));",
-        "sa_operand_clean(&attend->values, ops, problem, n, false);",
+        "problem->dtype, n, !sa_all_visible(&stream->band, rows->tokens, keys));",
+        "problem->dtype, n, false);",
         EDGES + "dead_cache_rows_do_not_leak",
     ),
     Mutation(

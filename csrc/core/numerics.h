@@ -87,6 +87,9 @@ SA_HD double sa_s_aux(const sinkattn_fwd_args *args, int64_t head) {
     return args->s_aux ? sa_load(args->s_aux, args->problem.s_aux_dtype, head) : -(double)INFINITY;
 }
 
+/* Columns of v, out and their gradients. */
+SA_HD int64_t sa_head_dim_v(const sinkattn_problem *problem) { return problem->head_dim_v ? problem->head_dim_v : problem->head_dim; }
+
 SA_HD double sa_softmax_scale(const sinkattn_problem *problem) {
     return problem->softmax_scale != 0.0 ? problem->softmax_scale : 1.0 / sqrt((double)problem->head_dim);
 }

@@ -15,6 +15,7 @@
 
 #include "core.h"
 #include "mask.h"
+#include "numerics.h"
 #include "split.h"
 
 #define SA_MAX_WORKERS 65536
@@ -23,10 +24,11 @@ _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
+static bool has_narrow_values(const sinkattn_problem *p) { return sa_head_dim_v(p) != p->head_dim; }
+static const char *const narrow_values = "values are narrower than keys";
+
 const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    (void)p;
-    (void)info;
-    return NULL;
+    return info->backend == SINKATTN_CUDA && has_narrow_values(p) ? narrow_values : NULL;
 }
 
 /* Packed rows over a cache: no decode of a few rows, but the forward's, whose keys are never split. */
@@ -41,6 +43,7 @@ static bool has_elements(const sinkattn_problem *p) {
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine; scores may be scaled after their maximum. */
 const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (has_narrow_values(p)) return narrow_values;
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
@@ -49,6 +52,7 @@ const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_va
 /* A window whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys beside few sink tokens. */
 const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const int64_t group = p->num_q_heads / p->num_kv_heads;
+    if (has_narrow_values(p)) return narrow_values;
     if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return SA_TOO_MANY_SINK_TOKENS;
     if (group < 2 || info->tile_q % group) return "query heads a kv head must be 2 or more and divide its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
@@ -61,6 +65,7 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
 
 /* A causal window of which a key tile's rows see that tile and the two before it, beside few sink tokens. */
 const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (has_narrow_values(p)) return narrow_values;
     if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return SA_TOO_MANY_SINK_TOKENS;
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
@@ -70,6 +75,7 @@ const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_va
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine. */
 const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (has_narrow_values(p)) return narrow_values;
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     return has_elements(p) ? NULL : "there are no rows or no keys";
 }
@@ -79,20 +85,21 @@ static const char *const packed_rows = "packed rows over a cache";
 
 const char *sa_refusal_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
+    if (has_narrow_values(p)) return narrow_values;
     if (p->packed) return packed_rows;
     return p->invariant ? NULL : "it is the forward, for invariant alone";
 }
 
 const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
+    if (has_narrow_values(p)) return narrow_values;
     if (p->packed) return packed_rows;
     return p->invariant ? "its parts depend on the batch" : NULL;
 }
 
 /* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits. */
 const char *sa_refusal_packed_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    (void)info;
-    return p->packed ? NULL : "it is for packed rows";
+    return p->packed ? sa_refusal_any(p, info) : "it is for packed rows";
 }
 
 const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
@@ -161,6 +168,12 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
         if (used < sizeof compiled)
             used += (size_t)snprintf(compiled + used, sizeof compiled - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
     }
+    if (device->backend == SINKATTN_CUDA && used && has_narrow_values(p))
+        return sa_status(SINKATTN_UNSUPPORTED,
+                         "head_dim_v is %" PRId32 " with head_dim %" PRId64
+                         "; no %s kernel on %s takes values narrower than keys: give v %" PRId64
+                         " columns, zeros behind its own, and cut out",
+                         p->head_dim_v, p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text, p->head_dim);
     return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; compiled: %s", sa_op_name(p->op),
                      sa_dtype_name(p->dtype), p->head_dim,
                      p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
@@ -195,7 +208,7 @@ static int64_t most_parts(const sinkattn_problem *p, const sinkattn_variant_info
     return info->backend == SINKATTN_CPU && info->tile_k ? sa_most_chunks(p) : most_tiles(p, info->tile_k);
 }
 
-/* Each part of each row, on a CPU each chunk, leaves head_dim + 2 floats behind: 2^31 of them fill a terabyte, and no machine. A CPU need
+/* Each part of each row, on a CPU each chunk, leaves head_dim_v + 2 floats behind: 2^31 of them fill a terabyte, and no machine. A CPU need
  * not cut, and does not where they would fill gigabytes. */
 static bool partials_fit(const sinkattn_problem *p, sinkattn_backend backend, int64_t splits) {
     const bool cpu = backend == SINKATTN_CPU;
@@ -243,15 +256,16 @@ static void explain_parts(const sinkattn_problem *p, const sinkattn_variant_info
     say(plan, ", P = %" PRId64, parts);
     if (info->backend != SINKATTN_CUDA || !info->tile_k) return;
     const int64_t rows = sa_min(info->tile_q, p->q_len * (p->num_q_heads / p->num_kv_heads));
-    const double r = (double)(rows * (p->head_dim + 8) * 4) / (double)(2 * info->tile_k * p->head_dim * 2);
+    const double r = (double)(rows * (sa_head_dim_v(p) + 8) * 4) / (double)(info->tile_k * (p->head_dim + sa_head_dim_v(p)) * 2);
     const int64_t least = r > 0.0 ? (int64_t)sqrt((double)tiles / r) : tiles;
     say(plan, ", P* = min(P, sqrt(%" PRId64 " / %.2f)) = %" PRId64, tiles, r, sa_max(1, sa_min(parts, least)));
 }
 
 static void explain(const sinkattn_problem *p, const sinkattn_device *device, int64_t tiles, sinkattn_plan *plan) {
     const sa_variant *row = sa_variant_at(plan->variant);
-    say(plan, "%s is the best kernel for %s, head_dim %" PRId64 " on %s", row->info.name, sa_dtype_name(p->dtype), p->head_dim,
-        name_arch(device->backend, device->arch).text);
+    say(plan, "%s is the best kernel for %s, head_dim %" PRId64, row->info.name, sa_dtype_name(p->dtype), p->head_dim);
+    if (has_narrow_values(p)) say(plan, ", head_dim_v %" PRId32, p->head_dim_v);
+    say(plan, " on %s", name_arch(device->backend, device->arch).text);
     if (may_split(p)) {
         const bool balanced = sa_is_balanced(p, plan), cpu = device->backend == SINKATTN_CPU;
         const char *why = p->invariant && !cpu ? "invariant"

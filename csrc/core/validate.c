@@ -19,14 +19,15 @@
 /* A decode's keys lie in a cache, whatever its rows are. */
 static bool keys_are_packed(const sinkattn_problem *p) { return p->packed && p->op != SINKATTN_DECODE; }
 
-static void add_rows_of_q(sa_checked *all, const char *name, const sinkattn_tensor *tensor, bool written) {
+static void add_rows_of_q(sa_checked *all, const char *name, const sinkattn_tensor *tensor, int64_t head_dim, bool written) {
     const sinkattn_problem *p = all->problem;
-    all->tensors[all->num_tensors++] = (sa_checked_tensor){name, tensor, p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, written};
+    all->tensors[all->num_tensors++] =
+        (sa_checked_tensor){name, tensor, p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, head_dim, written};
 }
 
-static void add_rows_of_k(sa_checked *all, const char *name, const sinkattn_tensor *tensor, bool written) {
+static void add_rows_of_k(sa_checked *all, const char *name, const sinkattn_tensor *tensor, int64_t head_dim, bool written) {
     const sinkattn_problem *p = all->problem;
-    sa_checked_tensor o = {name, tensor, keys_are_packed(p) ? 1 : p->batch, p->k_len, p->num_kv_heads, written};
+    sa_checked_tensor o = {name, tensor, keys_are_packed(p) ? 1 : p->batch, p->k_len, p->num_kv_heads, head_dim, written};
     if (p->page_size != 0) {
         o.batch = p->num_pages;
         o.rows = p->page_size;
@@ -36,19 +37,21 @@ static void add_rows_of_k(sa_checked *all, const char *name, const sinkattn_tens
 
 static sa_checked fwd_tensors(const sinkattn_fwd_args *args, bool out_written) {
     sa_checked all = {.problem = &args->problem};
-    add_rows_of_q(&all, "q", &args->q, false);
-    add_rows_of_k(&all, "k", &args->k, false);
-    add_rows_of_k(&all, "v", &args->v, false);
-    add_rows_of_q(&all, "out", &args->out, out_written);
+    const int64_t head_dim = args->problem.head_dim, head_dim_v = sa_head_dim_v(&args->problem);
+    add_rows_of_q(&all, "q", &args->q, head_dim, false);
+    add_rows_of_k(&all, "k", &args->k, head_dim, false);
+    add_rows_of_k(&all, "v", &args->v, head_dim_v, false);
+    add_rows_of_q(&all, "out", &args->out, head_dim_v, out_written);
     return all;
 }
 
 static sa_checked bwd_tensors(const sinkattn_bwd_args *args) {
     sa_checked all = fwd_tensors(&args->fwd, false);
-    add_rows_of_q(&all, "dout", &args->dout, false);
-    add_rows_of_q(&all, "dq", &args->dq, true);
-    add_rows_of_k(&all, "dk", &args->dk, true);
-    add_rows_of_k(&all, "dv", &args->dv, true);
+    const int64_t head_dim = args->fwd.problem.head_dim, head_dim_v = sa_head_dim_v(&args->fwd.problem);
+    add_rows_of_q(&all, "dout", &args->dout, head_dim_v, false);
+    add_rows_of_q(&all, "dq", &args->dq, head_dim, true);
+    add_rows_of_k(&all, "dk", &args->dk, head_dim, true);
+    add_rows_of_k(&all, "dv", &args->dv, head_dim_v, true);
     return all;
 }
 
@@ -65,7 +68,7 @@ static sinkattn_status surplus_error(const char *name, const char *rule) {
 static sinkattn_status check_tensors_null(const sa_checked *all) {
     for (int i = 0; i < all->num_tensors; i++) {
         const sa_checked_tensor *t = &all->tensors[i];
-        if (sa_has_elements(t, all->problem) && !t->tensor->data) return null_error(t->name, "where the tensor has elements");
+        if (sa_has_elements(t) && !t->tensor->data) return null_error(t->name, "where the tensor has elements");
     }
     return sa_ok();
 }
@@ -136,6 +139,10 @@ static sinkattn_status check_heads(const sinkattn_problem *p) {
     if (p->head_dim < 8 || p->head_dim > max_head_dim || p->head_dim % 8 != 0)
         return sa_status(SINKATTN_INVALID, "head_dim is %" PRId64 "; it must be a multiple of 8 from 8 to %" PRId64, p->head_dim,
                          max_head_dim);
+    if (p->head_dim_v < 0 || p->head_dim_v > p->head_dim || p->head_dim_v % 8 != 0)
+        return sa_status(SINKATTN_INVALID,
+                         "head_dim_v is %" PRId32 "; it must be a multiple of 8 from 8 to head_dim, %" PRId64 ", or 0 for head_dim itself",
+                         p->head_dim_v, p->head_dim);
     return sa_ok();
 }
 
@@ -328,11 +335,12 @@ static sinkattn_status check_host_strides(const sinkattn_decode_args *args) {
 
 static sinkattn_status check_nvfp4(const sinkattn_decode_args *args) {
     const sinkattn_nvfp4 *nvfp4 = &args->nvfp4;
-    const int64_t head_dim = args->fwd.problem.head_dim;
+    const int64_t head_dim_v = sa_head_dim_v(&args->fwd.problem);
     if (nvfp4->values && args->fwd.problem.packed) return surplus_error("nvfp4.values", "when packed is true");
     if (!nvfp4->values) return nvfp4->scales ? surplus_error("nvfp4.scales", "without nvfp4.values") : sa_ok();
-    if (head_dim % SA_NVFP4_BLOCK != 0)
-        return sa_status(SINKATTN_INVALID, "head_dim is %" PRId64 "; it must be a multiple of %d for NVFP4", head_dim, SA_NVFP4_BLOCK);
+    if (head_dim_v % SA_NVFP4_BLOCK != 0)
+        return sa_status(SINKATTN_INVALID, "%s is %" PRId64 "; it must be a multiple of %d for NVFP4",
+                         head_dim_v == args->fwd.problem.head_dim ? "head_dim" : "head_dim_v", head_dim_v, SA_NVFP4_BLOCK);
     if (!nvfp4->scales) return null_error("nvfp4.scales", "with nvfp4.values");
     SA_TRY(sa_check_aligned("nvfp4.values", nvfp4->values, sizeof(uint16_t)));
     if (nvfp4->global_scale != 0.0 && !(nvfp4->global_scale >= (double)FLT_MIN && nvfp4->global_scale <= (double)FLT_MAX))
@@ -358,10 +366,11 @@ sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     const sinkattn_problem *p = &args->fwd.problem;
     sa_checked all = fwd_tensors(&args->fwd, true);
     SA_TRY(check_at_least("host.num_pages", args->host.num_pages, 0));
+    const int64_t host_pages = args->host.num_pages, head_dim_v = sa_head_dim_v(p);
     all.tensors[all.num_tensors++] =
-        (sa_checked_tensor){"host.k", &args->host.k, args->host.num_pages, p->page_size, p->num_kv_heads, false};
+        (sa_checked_tensor){"host.k", &args->host.k, host_pages, p->page_size, p->num_kv_heads, p->head_dim, false};
     all.tensors[all.num_tensors++] =
-        (sa_checked_tensor){"host.v", &args->host.v, args->host.num_pages, p->page_size, p->num_kv_heads, false};
+        (sa_checked_tensor){"host.v", &args->host.v, host_pages, p->page_size, p->num_kv_heads, head_dim_v, false};
     SA_TRY(check_tensors_null(&all));
     SA_TRY(check_fwd_null(&args->fwd));
     SA_TRY(check_table_null(args));
@@ -372,8 +381,9 @@ sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     add_stats(&all, "lse", args->fwd.lse, true);
     add_stats(&all, "lse_raw", args->fwd.lse_raw, true);
     add_logits(&all, "s_aux", args->fwd.s_aux, false);
-    add_array(&all, "nvfp4.values", args->nvfp4.values, p->batch * p->q_len * p->num_q_heads * p->head_dim / 2, true);
-    add_array(&all, "nvfp4.scales", args->nvfp4.scales, p->batch * p->q_len * p->num_q_heads * p->head_dim / SA_NVFP4_BLOCK, true);
+    const int64_t num_outputs = p->batch * p->q_len * p->num_q_heads * head_dim_v;
+    add_array(&all, "nvfp4.values", args->nvfp4.values, num_outputs / 2, true);
+    add_array(&all, "nvfp4.scales", args->nvfp4.scales, num_outputs / SA_NVFP4_BLOCK, true);
     SA_TRY(sa_check_layout(&all));
     SA_TRY(check_block_table(args));
     SA_TRY(check_host_strides(args));
@@ -409,11 +419,11 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     const sinkattn_decode_args *cache = &args->cache;
     const sinkattn_problem *p = &cache->fwd.problem;
     sa_checked all = {.problem = p};
-    add_rows_of_k(&all, "k_cache", &cache->fwd.k, true);
-    add_rows_of_k(&all, "v_cache", &cache->fwd.v, true);
-    const int64_t batch = p->packed ? 1 : p->batch;
-    all.tensors[all.num_tensors++] = (sa_checked_tensor){"k", &args->k, batch, p->q_len, p->num_kv_heads, false};
-    all.tensors[all.num_tensors++] = (sa_checked_tensor){"v", &args->v, batch, p->q_len, p->num_kv_heads, false};
+    const int64_t batch = p->packed ? 1 : p->batch, head_dim_v = sa_head_dim_v(p);
+    add_rows_of_k(&all, "k_cache", &cache->fwd.k, p->head_dim, true);
+    add_rows_of_k(&all, "v_cache", &cache->fwd.v, head_dim_v, true);
+    all.tensors[all.num_tensors++] = (sa_checked_tensor){"k", &args->k, batch, p->q_len, p->num_kv_heads, p->head_dim, false};
+    all.tensors[all.num_tensors++] = (sa_checked_tensor){"v", &args->v, batch, p->q_len, p->num_kv_heads, head_dim_v, false};
     SA_TRY(check_tensors_null(&all));
     SA_TRY(check_append_null(args));
     if (cache->host.num_pages != 0)

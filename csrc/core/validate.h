@@ -11,7 +11,7 @@
 typedef struct sa_checked_tensor {
     const char *name;
     const sinkattn_tensor *tensor;
-    int64_t batch, rows, heads;
+    int64_t batch, rows, heads, head_dim;
     bool written;
 } sa_checked_tensor;
 
@@ -30,7 +30,7 @@ typedef struct sa_checked {
     int num_tensors, num_arrays;
 } sa_checked;
 
-bool sa_has_elements(const sa_checked_tensor *t, const sinkattn_problem *p);
+bool sa_has_elements(const sa_checked_tensor *t);
 
 /* Strides, alignment, overlap, in this order. Sizes have been checked. */
 sinkattn_status sa_check_layout(const sa_checked *all);

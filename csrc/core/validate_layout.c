@@ -10,9 +10,7 @@
 #define SA_ROW_ALIGNMENT 16
 #define SA_MAX_STRIDE (INT64_MAX / 16)
 
-bool sa_has_elements(const sa_checked_tensor *t, const sinkattn_problem *p) {
-    return t->batch != 0 && t->rows != 0 && t->heads != 0 && p->head_dim != 0;
-}
+bool sa_has_elements(const sa_checked_tensor *t) { return t->batch != 0 && t->rows != 0 && t->heads != 0 && t->head_dim != 0; }
 
 /* ---- strides ---- */
 
@@ -77,10 +75,10 @@ static sinkattn_status check_strides(const sa_checked_tensor *t, const sinkattn_
     }
     const int64_t strides[3] = {a.list[0].stride, a.list[1].stride, a.list[2].stride};
     int64_t extent;
-    if (!extent_of(&a, p->head_dim, bytes, &extent))
+    if (!extent_of(&a, t->head_dim, bytes, &extent))
         return sa_status(SINKATTN_INVALID, "%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; its bytes must be countable in int64",
                          t->name, strides[0], strides[1], strides[2]);
-    if (t->written && !is_disjoint(&a, p->head_dim))
+    if (t->written && !is_disjoint(&a, t->head_dim))
         return sa_status(SINKATTN_INVALID,
                          "%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; it is written, so its rows must not overlap", t->name,
                          strides[0], strides[1], strides[2]);
@@ -107,9 +105,9 @@ static region region_of(const sa_checked_tensor *t, const sinkattn_problem *p) {
     const axes a = axes_of(t);
     const int64_t bytes = sa_dtype_bytes(p->dtype);
     int64_t extent = 0;
-    extent_of(&a, p->head_dim, bytes, &extent);
+    extent_of(&a, t->head_dim, bytes, &extent);
     const uintptr_t begin = (uintptr_t)t->tensor->data;
-    const bool whole = is_disjoint(&a, p->head_dim) && extent == t->batch * t->rows * t->heads * p->head_dim;
+    const bool whole = is_disjoint(&a, t->head_dim) && extent == t->batch * t->rows * t->heads * t->head_dim;
     return (region){t->name, begin, begin + (uintptr_t)(extent * bytes), whole, t->written};
 }
 
@@ -122,7 +120,7 @@ static sinkattn_status check_overlap(const sa_checked *all) {
     region regions[sizeof all->tensors / sizeof *all->tensors + sizeof all->arrays / sizeof *all->arrays];
     int count = 0;
     for (int i = 0; i < all->num_tensors; i++)
-        if (sa_has_elements(&all->tensors[i], all->problem)) regions[count++] = region_of(&all->tensors[i], all->problem);
+        if (sa_has_elements(&all->tensors[i])) regions[count++] = region_of(&all->tensors[i], all->problem);
     for (int i = 0; i < all->num_arrays; i++) {
         const sa_checked_array *array = &all->arrays[i];
         const uintptr_t begin = (uintptr_t)array->data;
@@ -141,9 +139,9 @@ static sinkattn_status check_overlap(const sa_checked *all) {
 
 sinkattn_status sa_check_layout(const sa_checked *all) {
     for (int i = 0; i < all->num_tensors; i++)
-        if (sa_has_elements(&all->tensors[i], all->problem)) SA_TRY(check_strides(&all->tensors[i], all->problem));
+        if (sa_has_elements(&all->tensors[i])) SA_TRY(check_strides(&all->tensors[i], all->problem));
     for (int i = 0; i < all->num_tensors; i++)
-        if (sa_has_elements(&all->tensors[i], all->problem))
+        if (sa_has_elements(&all->tensors[i]))
             SA_TRY(sa_check_aligned(all->tensors[i].name, all->tensors[i].tensor->data, SA_ROW_ALIGNMENT));
     return check_overlap(all);
 }

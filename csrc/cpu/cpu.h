@@ -59,7 +59,7 @@ typedef struct sa_softmax_tile {
 /* What some keys, a chunk or all of a row's, come to. */
 typedef struct sa_partial {
     float *pivot, *sum; /* [lanes]; pivots are integers, in units of log(2), or -inf */
-    float *out;         /* [head_dim][lanes], to be divided by sum */
+    float *out;         /* [head_dim_v][lanes], to be divided by sum */
 } sa_partial;
 
 /* One tile of the backward: P and dS from S and dP, both [keys][row_stride]. */

@@ -27,7 +27,7 @@ typedef struct bwd_worker {
     sa_tile_mask mask;
     sa_operand q, dout, out; /* rows of a row tile */
     sa_operand k, k_pairs, v;
-    sa_cell *q_lanes, *dout_lanes; /* [head_dim / pack][lanes] */
+    sa_cell *q_lanes, *dout_lanes; /* [head_dim / pack][lanes], [head_dim_v / pack][lanes] */
     float *scores, *dp;            /* [tile_k][lanes] */
     sa_cell *p_rows, *ds_rows, *ds_keys;
     float *dq; /* [head_dim][lanes] */
@@ -38,10 +38,11 @@ typedef struct bwd_worker {
 typedef struct bwd_job {
     const sa_cpu_ops *ops;
     const sinkattn_bwd_args *args;
-    int64_t tile_q, tile_k, padded; /* padded: head_dim in whole lanes */
+    int64_t tile_q, tile_k;
+    int64_t padded_k, padded_v; /* head_dim and head_dim_v in whole lanes */
     bwd_worker *workers;
     bwd_slot *slots; /* [batch][MAX_SEGMENTS] */
-    float *dk, *dv;  /* [slot rows][padded] */
+    float *dk, *dv;  /* [slot rows][padded_k], [slot rows][padded_v] */
     float *terms;    /* as lse; NULL without ds_aux */
 } bwd_job;
 
@@ -62,25 +63,27 @@ static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack
                         const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t cell = (int64_t)sizeof(sa_cell), tile_q = info->tile_q, tile = info->tile_q * info->tile_k;
-    bwd_job job = {ops, NULL, info->tile_q, info->tile_k, sa_padded(problem->head_dim), NULL, NULL, NULL, NULL, NULL};
+    const sinkattn_dtype dtype = problem->dtype;
+    const int64_t head_dim = problem->head_dim, head_dim_v = sa_head_dim_v(problem);
+    bwd_job job = {ops, NULL, info->tile_q, info->tile_k, sa_padded(head_dim), sa_padded(head_dim_v), NULL, NULL, NULL, NULL, NULL};
     job.workers = sa_take(scratch, plan->workers * (int64_t)sizeof *job.workers);
     for (int32_t w = 0; w < plan->workers; w++) {
         bwd_worker worker;
         worker.mask = sa_take_mask(scratch, tile_q);
-        worker.q = sa_take_operand(scratch, problem, tile_q);
-        worker.dout = sa_take_operand(scratch, problem, tile_q);
-        worker.out = sa_take_operand(scratch, problem, tile_q);
-        worker.k = sa_take_operand(scratch, problem, info->tile_k);
-        worker.k_pairs = sa_take_operand(scratch, problem, info->tile_k);
-        worker.v = sa_take_operand(scratch, problem, info->tile_k);
-        worker.q_lanes = sa_take(scratch, problem->head_dim * tile_q * cell);
-        worker.dout_lanes = sa_take(scratch, problem->head_dim * tile_q * cell);
+        worker.q = sa_take_operand(scratch, dtype, head_dim, tile_q);
+        worker.dout = sa_take_operand(scratch, dtype, head_dim_v, tile_q);
+        worker.out = sa_take_operand(scratch, dtype, head_dim_v, tile_q);
+        worker.k = sa_take_operand(scratch, dtype, head_dim, info->tile_k);
+        worker.k_pairs = sa_take_operand(scratch, dtype, head_dim, info->tile_k);
+        worker.v = sa_take_operand(scratch, dtype, head_dim_v, info->tile_k);
+        worker.q_lanes = sa_take(scratch, head_dim * tile_q * cell);
+        worker.dout_lanes = sa_take(scratch, head_dim_v * tile_q * cell);
         worker.scores = sa_take(scratch, tile * cell);
         worker.dp = sa_take(scratch, tile * cell);
         worker.p_rows = pack == 1 ? (sa_cell *)worker.scores : sa_take(scratch, tile * cell);
         worker.ds_rows = pack == 1 ? (sa_cell *)worker.dp : sa_take(scratch, tile * cell);
         worker.ds_keys = pack == 1 ? (sa_cell *)worker.dp : sa_take(scratch, tile * cell);
-        worker.dq = sa_take(scratch, problem->head_dim * tile_q * cell);
+        worker.dq = sa_take(scratch, head_dim * tile_q * cell);
         worker.lse = sa_take(scratch, tile_q * cell);
         worker.bias = sa_take(scratch, tile_q * cell);
         worker.delta = sa_take(scratch, tile_q * cell);
@@ -90,9 +93,9 @@ static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack
         if (job.workers) job.workers[w] = worker;
     }
     job.slots = sa_take(scratch, problem->batch * MAX_SEGMENTS * (int64_t)sizeof *job.slots);
-    const int64_t slot_bytes = max_slot_rows(problem, info->tile_k) * job.padded * cell;
-    job.dk = sa_take(scratch, slot_bytes);
-    job.dv = sa_take(scratch, slot_bytes);
+    const int64_t most_rows = max_slot_rows(problem, info->tile_k);
+    job.dk = sa_take(scratch, most_rows * job.padded_k * cell);
+    job.dv = sa_take(scratch, most_rows * job.padded_v * cell);
     job.terms =
         sa_take(scratch, problem->s_aux_dtype ? (problem->packed ? 1 : problem->batch) * problem->num_q_heads * problem->q_len * cell : 0);
     return job;
@@ -146,17 +149,18 @@ static const sa_cell *load_rows(const bwd_job *job, sa_operand *operand, const s
                                 const sa_row_tile *rows, sa_cell *lanes) {
     const sinkattn_problem *problem = &stream->args->problem;
     sa_operand_queries(operand, stream, tensor, rows);
-    job->ops->rows_to_lanes(operand->rows, rows->n, problem->dtype, problem->head_dim, lanes, rows->lanes);
+    job->ops->rows_to_lanes(operand->rows, rows->n, problem->dtype, operand->head_dim, lanes, rows->lanes);
     return lanes;
 }
 
-/* [lanes / pack][padded], neighbours along the rows, rows past n zero: the right side of dK and dV. */
-static void load_pairs(const bwd_job *job, sa_operand *operand, const sinkattn_problem *problem, const sa_row_tile *rows) {
+/* [lanes / pack][head_dim in whole lanes], neighbours along the rows, rows past n zero: the right side of dK and dV. */
+static void load_pairs(const bwd_job *job, sa_operand *operand, sinkattn_dtype dtype, const sa_row_tile *rows) {
     const sa_cpu_ops *ops = job->ops;
-    sa_operand_clean(operand, ops, problem, rows->n, true);
-    ops->rows_to_pairs(operand->clean, rows->n, problem->dtype, problem->head_dim, operand->cells, job->padded);
+    const int64_t padded = sa_padded(operand->head_dim);
+    sa_operand_clean(operand, ops, dtype, rows->n, true);
+    ops->rows_to_pairs(operand->clean, rows->n, dtype, operand->head_dim, operand->cells, padded);
     const int64_t done = sa_ceil_div(rows->n, ops->pack), all = rows->lanes / ops->pack;
-    memset(operand->cells + done * job->padded, 0, (size_t)((all - done) * job->padded) * sizeof *operand->cells);
+    memset(operand->cells + done * padded, 0, (size_t)((all - done) * padded) * sizeof *operand->cells);
 }
 
 static void load_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows) {
@@ -166,9 +170,9 @@ static void load_row_tile(const bwd_job *job, bwd_worker *worker, const sa_strea
     load_rows(job, &worker->q, stream, &args->fwd.q, rows, worker->q_lanes);
     load_rows(job, &worker->dout, stream, &args->dout, rows, worker->dout_lanes);
     const sa_cell *out_lanes = load_rows(job, &worker->out, stream, &args->fwd.out, rows, (sa_cell *)worker->dq);
-    job->ops->lane_dot(worker->dout_lanes, out_lanes, problem->head_dim / job->ops->pack, rows->lanes, worker->delta);
-    load_pairs(job, &worker->q, problem, rows);
-    load_pairs(job, &worker->dout, problem, rows);
+    job->ops->lane_dot(worker->dout_lanes, out_lanes, worker->out.head_dim / job->ops->pack, rows->lanes, worker->delta);
+    load_pairs(job, &worker->q, problem->dtype, rows);
+    load_pairs(job, &worker->dout, problem->dtype, rows);
     const float *lse = args->fwd.lse, *dlse = args->dlse;
     sa_row row = sa_row_at(stream, rows->begin);
     for (int64_t lane = 0; lane < rows->lanes; lane++, row = sa_row_after(stream, row)) {
@@ -185,15 +189,16 @@ static void add_hidden_rows(const bwd_job *job, const sa_operand *operand, const
                             const sa_cell *weights, float *gradient) {
     const sinkattn_problem *problem = &stream->args->problem;
     const bool halves = job->ops->pack == 2;
+    const int64_t padded = sa_padded(operand->head_dim);
     for (int64_t r = 0; r < rows->n; r++) {
         if (operand->clean[r] == operand->rows[r]) continue;
-        for (int64_t x = 0; x < problem->head_dim; x++) {
+        for (int64_t x = 0; x < operand->head_dim; x++) {
             const float element = (float)sa_load(operand->rows[r], problem->dtype, x);
             if (isfinite(element)) continue;
             for (int64_t key = 0; key < keys.end - keys.begin; key++) {
                 if (!sa_visible(&stream->band, (rows->begin + r) / stream->group, keys.begin + key)) continue;
                 const double weight = sa_load(weights, halves ? SINKATTN_BF16 : SINKATTN_FP32, key * rows->lanes + r);
-                gradient[key * job->padded + x] += (float)weight * element;
+                gradient[key * padded + x] += (float)weight * element;
             }
         }
     }
@@ -205,15 +210,16 @@ static void score_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *
     const sinkattn_fwd_args *args = &job->args->fwd;
     const int64_t n = keys.end - keys.begin, lanes = rows->lanes;
     sa_operand_keys(&worker->k, stream, &args->k, keys);
-    sa_operand_cells(&worker->k, ops, &args->problem, n, args->k.row_stride);
+    sa_operand_cells(&worker->k, ops, args->problem.dtype, n, args->k.row_stride);
     sa_operand_keys(&worker->v, stream, &args->v, keys);
-    sa_operand_cells(&worker->v, ops, &args->problem, n, args->v.row_stride);
-    sa_product product = {.m = n, .lanes = lanes, .k = args->problem.head_dim / ops->pack, .a_col = 1, .b_row = lanes, .c_row = lanes};
+    sa_operand_cells(&worker->v, ops, args->problem.dtype, n, args->v.row_stride);
+    sa_product product = {.m = n, .lanes = lanes, .k = worker->k.head_dim / ops->pack, .a_col = 1, .b_row = lanes, .c_row = lanes};
     product.a = worker->k.read;
     product.a_row = worker->k.read_row;
     product.b = worker->q_lanes;
     product.c = worker->scores;
     ops->product(&product);
+    product.k = worker->v.head_dim / ops->pack;
     product.a = worker->v.read;
     product.a_row = worker->v.read_row;
     product.b = worker->dout_lanes;
@@ -221,28 +227,31 @@ static void score_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *
     ops->product(&product);
 }
 
+/* gradient += weights^T . operand's rows. */
+static void add_product(const bwd_job *job, const sa_operand *operand, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
+                        const sa_cell *weights, float *gradient) {
+    const int64_t cells = rows->lanes / job->ops->pack, padded = sa_padded(operand->head_dim);
+    const sa_product product = {.m = keys.end - keys.begin,
+                                .lanes = padded,
+                                .k = cells,
+                                .a = weights,
+                                .a_row = cells,
+                                .a_col = 1,
+                                .b = operand->cells,
+                                .b_row = padded,
+                                .c = gradient,
+                                .c_row = padded,
+                                .join = SA_ADD};
+    job->ops->product(&product);
+    if (operand->hidden) add_hidden_rows(job, operand, stream, rows, keys, weights, gradient);
+}
+
 /* dV += P^T . dO, dK += dS^T . Q, into the slot's rows of the keys. */
 static void add_key_gradients(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows,
                               const bwd_slot *slot, sa_range keys) {
-    const int64_t cells = rows->lanes / job->ops->pack, row = slot_row(slot, stream->kv_head, keys.begin) * job->padded;
-    sa_product product = {.m = keys.end - keys.begin,
-                          .lanes = job->padded,
-                          .k = cells,
-                          .a_row = cells,
-                          .a_col = 1,
-                          .b_row = job->padded,
-                          .c_row = job->padded,
-                          .join = SA_ADD};
-    product.a = worker->p_rows;
-    product.b = worker->dout.cells;
-    product.c = job->dv + row;
-    job->ops->product(&product);
-    if (worker->dout.hidden) add_hidden_rows(job, &worker->dout, stream, rows, keys, worker->p_rows, job->dv + row);
-    product.a = worker->ds_rows;
-    product.b = worker->q.cells;
-    product.c = job->dk + row;
-    job->ops->product(&product);
-    if (worker->q.hidden) add_hidden_rows(job, &worker->q, stream, rows, keys, worker->ds_rows, job->dk + row);
+    const int64_t row = slot_row(slot, stream->kv_head, keys.begin);
+    add_product(job, &worker->dout, stream, rows, keys, worker->p_rows, job->dv + row * job->padded_v);
+    add_product(job, &worker->q, stream, rows, keys, worker->ds_rows, job->dk + row * job->padded_k);
 }
 
 /* dQ^T += K^T . dS^T. `masked`: some row does not see some key. */
@@ -252,8 +261,8 @@ static void add_query_gradients(const bwd_job *job, bwd_worker *worker, const sa
     const sinkattn_fwd_args *args = &job->args->fwd;
     const int64_t n = keys.end - keys.begin;
     sa_operand_keys(&worker->k_pairs, stream, &args->k, keys);
-    sa_operand_clean(&worker->k_pairs, ops, &args->problem, n, masked);
-    sa_operand_columns(&worker->k_pairs, ops, &args->problem, n, args->k.row_stride);
+    sa_operand_clean(&worker->k_pairs, ops, args->problem.dtype, n, masked);
+    sa_operand_columns(&worker->k_pairs, ops, args->problem.dtype, n, args->k.row_stride);
     const sa_product product = {.m = args->problem.head_dim,
                                 .lanes = rows->lanes,
                                 .k = sa_ceil_div(n, ops->pack),
@@ -314,9 +323,9 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
     const int64_t slot_index = problem->batch * MAX_SEGMENTS - 1 - item / problem->num_kv_heads;
     const bwd_slot *slot = &job->slots[slot_index];
     const sa_stream stream = sa_stream_of(&job->args->fwd, NULL, slot_index / MAX_SEGMENTS, item % problem->num_kv_heads);
-    const int64_t first = (slot->first_row + stream.kv_head * slot_rows(slot)) * job->padded, size = slot_rows(slot) * job->padded;
-    memset(job->dk + first, 0, (size_t)size * sizeof *job->dk);
-    memset(job->dv + first, 0, (size_t)size * sizeof *job->dv);
+    const int64_t first = slot->first_row + stream.kv_head * slot_rows(slot);
+    memset(job->dk + first * job->padded_k, 0, (size_t)(slot_rows(slot) * job->padded_k) * sizeof *job->dk);
+    memset(job->dv + first * job->padded_v, 0, (size_t)(slot_rows(slot) * job->padded_v) * sizeof *job->dv);
     const int64_t end = slot->tokens.end * stream.group;
     sa_enter(job->ops);
     for (int64_t r = slot->tokens.begin * stream.group; r < end; r += job->tile_q) {
@@ -330,18 +339,18 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
 
 /* Pass 2: dK and dV of one key of every kv head. */
 static void store_key(const bwd_job *job, const sa_stream *stream, const bwd_slot *slots, int64_t key, const float *slot_sums,
-                      const sinkattn_tensor *tensor, float factor) {
+                      const sinkattn_tensor *tensor, int64_t head_dim, float factor) {
     const sinkattn_problem *problem = &job->args->fwd.problem;
     float sum[256];
     memset(sum, 0, sizeof sum);
     for (int64_t s = 0; s < MAX_SEGMENTS; s++) {
         const int64_t row = slot_row(&slots[s], stream->kv_head, key);
         if (row < 0) continue;
-        const float *part = slot_sums + row * job->padded;
-        for (int64_t x = 0; x < problem->head_dim; x++) sum[x] += part[x];
+        const float *part = slot_sums + row * sa_padded(head_dim);
+        for (int64_t x = 0; x < head_dim; x++) sum[x] += part[x];
     }
     char *gradient = sa_element(tensor, problem->dtype, sa_key_offset(stream, tensor, key));
-    job->ops->store_row(sum, factor, gradient, problem->dtype, problem->head_dim);
+    job->ops->store_row(sum, factor, gradient, problem->dtype, head_dim);
 }
 
 static void keys_item(void *arg, int64_t item, int32_t worker) {
@@ -353,9 +362,10 @@ static void keys_item(void *arg, int64_t item, int32_t worker) {
     const sa_stream stream = sa_stream_of(&args->fwd, NULL, b, item % problem->num_kv_heads);
     const sa_range keys = sa_split_part(stream.sequence.k_len, MAX_SEGMENTS, quarter);
     const float scale = (float)sa_softmax_scale(problem);
+    const bwd_slot *slots = &job->slots[b * MAX_SEGMENTS];
     for (int64_t key = keys.begin; key < keys.end; key++) {
-        store_key(job, &stream, &job->slots[b * MAX_SEGMENTS], key, job->dk, &args->dk, scale);
-        store_key(job, &stream, &job->slots[b * MAX_SEGMENTS], key, job->dv, &args->dv, 1.0f);
+        store_key(job, &stream, slots, key, job->dk, &args->dk, problem->head_dim, scale);
+        store_key(job, &stream, slots, key, job->dv, &args->dv, sa_head_dim_v(problem), 1.0f);
     }
 }
 
@@ -379,7 +389,7 @@ static void bwd_tail(const sinkattn_bwd_args *args) {
     const sa_range k = sa_packed_tail(args->fwd.cu_seqlens_k, problem->batch, problem->k_len);
     sa_zero_rows(&args->dq, problem->dtype, q, problem->num_q_heads, problem->head_dim);
     sa_zero_rows(&args->dk, problem->dtype, k, problem->num_kv_heads, problem->head_dim);
-    sa_zero_rows(&args->dv, problem->dtype, k, problem->num_kv_heads, problem->head_dim);
+    sa_zero_rows(&args->dv, problem->dtype, k, problem->num_kv_heads, sa_head_dim_v(problem));
 }
 
 static sinkattn_status bwd_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {

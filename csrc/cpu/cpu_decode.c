@@ -22,7 +22,7 @@ static decode_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, const sin
     if (job.num_splits == 1) return job;
     const int64_t lanes = sa_min(tile_q, sa_ceil_div(num_rows(problem), SA_LANES_STEP) * SA_LANES_STEP);
     const int64_t count = problem->batch * problem->num_kv_heads * num_row_tiles * job.num_chunks;
-    job.partials = sa_take_partials(scratch, count, lanes, problem->head_dim);
+    job.partials = sa_take_partials(scratch, count, lanes, sa_head_dim_v(problem));
     return job;
 }
 

@@ -11,7 +11,7 @@
 #include "cpu/cpu_fwd.h"
 
 static sa_row_state take_state(sa_scratch *scratch, const sinkattn_problem *problem, int64_t tile_q) {
-    const sa_partials own = sa_take_partials(scratch, 2, tile_q, problem->head_dim);
+    const sa_partials own = sa_take_partials(scratch, 2, tile_q, sa_head_dim_v(problem));
     sa_row_state state;
     memset(&state, 0, sizeof state);
     state.mask = sa_take_mask(scratch, tile_q);
@@ -47,9 +47,9 @@ static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const s
         const sa_row_state state = take_state(scratch, problem, tile_q);
         if (attend.states) attend.states[i] = state;
     }
-    attend.queries = sa_take_operand(scratch, problem, tile_q);
-    attend.keys = sa_take_operand(scratch, problem, item_keys);
-    attend.values = sa_take_operand(scratch, problem, item_keys);
+    attend.queries = sa_take_operand(scratch, problem->dtype, problem->head_dim, tile_q);
+    attend.keys = sa_take_operand(scratch, problem->dtype, problem->head_dim, item_keys);
+    attend.values = sa_take_operand(scratch, problem->dtype, sa_head_dim_v(problem), item_keys);
     attend.scores = sa_take(scratch, row_tile_keys * tile_q * float_bytes);
     attend.alpha = sa_take(scratch, tile_q * float_bytes);
     attend.out_rows = sa_take(scratch, tile_q * (int64_t)sizeof *attend.out_rows);
@@ -97,7 +97,7 @@ static void attend_state(sa_attend *attend, sa_row_state *state, const sa_stream
     ops->softmax(&tile);
 
     const sa_cell *weights = (const sa_cell *)attend->scores;
-    const sa_product pv = {.m = problem->head_dim,
+    const sa_product pv = {.m = v->head_dim,
                            .lanes = lanes,
                            .k = sa_ceil_div(n, ops->pack),
                            .a = v->read + first / ops->pack * v->read_col,
@@ -122,14 +122,13 @@ static void attend_tile(sa_attend *attend, const sa_stream *stream, const sa_row
     const int64_t n = keys.end - keys.begin;
     sa_operand_keys(&attend->keys, stream, &args->k, keys);
     sa_operand_keys(&attend->values, stream, &args->v, keys);
-    for (int64_t i = 0; i < n; i++) /* tiles are read across rows, where no hardware prefetcher follows */
-        for (int64_t x = 0; x < problem->head_dim * sa_dtype_bytes(problem->dtype); x += 64) {
-            __builtin_prefetch((const char *)attend->values.rows[i] + x);
-            __builtin_prefetch((const char *)attend->keys.rows[i] + x);
-        }
-    sa_operand_cells(&attend->keys, ops, problem, n, args->k.row_stride);
-    sa_operand_clean(&attend->values, ops, problem, n, !sa_all_visible(&stream->band, rows->tokens, keys));
-    sa_operand_columns(&attend->values, ops, problem, n, args->v.row_stride);
+    for (int64_t i = 0; i < n; i++) { /* tiles are read across rows, where no hardware prefetcher follows */
+        sa_prefetch_row(&attend->values, problem->dtype, i);
+        sa_prefetch_row(&attend->keys, problem->dtype, i);
+    }
+    sa_operand_cells(&attend->keys, ops, problem->dtype, n, args->k.row_stride);
+    sa_operand_clean(&attend->values, ops, problem->dtype, n, !sa_all_visible(&stream->band, rows->tokens, keys));
+    sa_operand_columns(&attend->values, ops, problem->dtype, n, args->v.row_stride);
     for (int64_t i = 0; i * attend->tile_q < rows->n; i++) {
         sa_row_state *state = &attend->states[i];
         if (!sa_has_tile(&state->rows, t)) continue;
@@ -211,7 +210,7 @@ int64_t sa_count_chunks(const sa_attend *attend, const sa_row_tile *rows) {
 }
 
 void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
-    const int64_t count = begin_rows(attend, stream, rows), head_dim = stream->args->problem.head_dim;
+    const int64_t count = begin_rows(attend, stream, rows), head_dim = sa_head_dim_v(&stream->args->problem);
     SA_FOR_EACH_CHUNK(t, attend, rows) {
         for (int64_t i = 0; i < count; i++) begin_chunk(&attend->states[i]);
         attend_chunk(attend, stream, rows, t);
@@ -265,7 +264,7 @@ static void store_state(sa_attend *attend, sa_row_state *state, const sa_stream 
         attend->out_rows[lane] = sa_query_row(stream, &args->out, row);
     }
     attend->ops->lanes_to_rows(state->total.out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
-                               args->problem.head_dim);
+                               sa_head_dim_v(&args->problem));
 }
 
 void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
@@ -318,7 +317,7 @@ static void fwd_tail(const sinkattn_fwd_args *args) {
     const sinkattn_problem *problem = &args->problem;
     if (!problem->packed) return;
     const sa_range tail = sa_packed_tail(args->cu_seqlens_q, problem->batch, problem->q_len);
-    sa_zero_rows(&args->out, problem->dtype, tail, problem->num_q_heads, problem->head_dim);
+    sa_zero_rows(&args->out, problem->dtype, tail, problem->num_q_heads, sa_head_dim_v(problem));
     for (int64_t head = 0; head < problem->num_q_heads; head++)
         for (int64_t row = tail.begin; row < tail.end; row++) {
             ((float *)args->lse)[head * problem->q_len + row] = -INFINITY;

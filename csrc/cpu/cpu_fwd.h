@@ -30,7 +30,7 @@ typedef struct sa_attend {
 /* Partials of one size, one after another; base NULL: none. */
 typedef struct sa_partials {
     float *base;
-    int64_t lanes, head_dim;
+    int64_t lanes, head_dim; /* columns of out */
 } sa_partials;
 
 static inline sa_partials sa_take_partials(sa_scratch *scratch, int64_t count, int64_t lanes, int64_t head_dim) {

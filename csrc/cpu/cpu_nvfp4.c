@@ -19,11 +19,12 @@ static void pack_item(void *arg, int64_t item, int32_t worker) {
     (void)worker;
     const sinkattn_decode_args *args = arg;
     const sinkattn_problem *p = &args->fwd.problem;
+    const int64_t head_dim_v = sa_head_dim_v(p);
     const float global_scale = args->nvfp4.global_scale != 0.0 ? (float)args->nvfp4.global_scale : 1.0f;
     for (int64_t head = 0; head < p->num_q_heads; head++) {
         const int64_t from = sa_offset(&args->fwd.out, item / p->q_len, item % p->q_len, head);
-        const int64_t to = (item * p->num_q_heads + head) * p->head_dim;
-        for (int64_t x = 0; x < p->head_dim; x += SA_NVFP4_BLOCK) {
+        const int64_t to = (item * p->num_q_heads + head) * head_dim_v;
+        for (int64_t x = 0; x < head_dim_v; x += SA_NVFP4_BLOCK) {
             float y[SA_NVFP4_BLOCK];
             for (int i = 0; i < SA_NVFP4_BLOCK; i++) y[i] = (float)sa_load(args->fwd.out.data, p->dtype, from + x + i) * global_scale;
             pack_block(y, args->nvfp4.values + (to + x) / 2, args->nvfp4.scales + (to + x) / SA_NVFP4_BLOCK);

@@ -198,6 +198,7 @@ static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_strea
 /* Rows as the products take them. Where a masked element would multiply a NaN or infinity, 0 * NaN must not reach lanes that do not
  * see it: such elements are zeroed in a copy, and the lanes that do see them get their term from sa_add_hidden. */
 typedef struct sa_operand {
+    int64_t head_dim;    /* of the tensor: of values it may be less than of keys */
     const void **rows;   /* [capacity] as given */
     const void **clean;  /* [capacity] with the copies in place of rows that have something to hide */
     char *copies;        /* [capacity][head_dim] of the tensors' dtype */
@@ -209,13 +210,14 @@ typedef struct sa_operand {
 
 static inline int64_t sa_padded(int64_t head_dim) { return sa_ceil_div(head_dim, SA_LANES_STEP) * SA_LANES_STEP; }
 
-static inline sa_operand sa_take_operand(sa_scratch *scratch, const sinkattn_problem *problem, int64_t capacity) {
+static inline sa_operand sa_take_operand(sa_scratch *scratch, sinkattn_dtype dtype, int64_t head_dim, int64_t capacity) {
     sa_operand operand;
     memset(&operand, 0, sizeof operand);
+    operand.head_dim = head_dim;
     operand.rows = sa_take(scratch, capacity * (int64_t)sizeof *operand.rows);
     operand.clean = sa_take(scratch, capacity * (int64_t)sizeof *operand.clean);
-    operand.copies = sa_take(scratch, capacity * problem->head_dim * sa_dtype_bytes(problem->dtype));
-    operand.cells = sa_take(scratch, capacity * sa_padded(problem->head_dim) * (int64_t)sizeof *operand.cells);
+    operand.copies = sa_take(scratch, capacity * head_dim * sa_dtype_bytes(dtype));
+    operand.cells = sa_take(scratch, capacity * sa_padded(head_dim) * (int64_t)sizeof *operand.cells);
     return operand;
 }
 
@@ -234,27 +236,31 @@ static inline void sa_operand_queries(sa_operand *operand, const sa_stream *stre
     for (int64_t r = 0; r < rows->n; r++, row = sa_row_after(stream, row)) operand->rows[r] = sa_query_row(stream, tensor, row);
 }
 
+static inline void sa_prefetch_row(const sa_operand *operand, sinkattn_dtype dtype, int64_t i) {
+    for (int64_t x = 0; x < operand->head_dim * sa_dtype_bytes(dtype); x += 64) __builtin_prefetch((const char *)operand->rows[i] + x);
+}
+
 /* Fills clean; with may_hide false it is the rows themselves. */
-static inline void sa_operand_clean(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n, bool may_hide) {
-    const int64_t row_bytes = problem->head_dim * sa_dtype_bytes(problem->dtype);
+static inline void sa_operand_clean(sa_operand *operand, const sa_cpu_ops *ops, sinkattn_dtype dtype, int64_t n, bool may_hide) {
+    const int64_t row_bytes = operand->head_dim * sa_dtype_bytes(dtype);
     operand->hidden = false;
     for (int64_t i = 0; i < n; i++) {
         operand->clean[i] = operand->rows[i];
-        if (!may_hide || ops->all_finite(operand->rows[i], problem->dtype, problem->head_dim)) continue;
+        if (!may_hide || ops->all_finite(operand->rows[i], dtype, operand->head_dim)) continue;
         char *copy = operand->copies + i * row_bytes;
         memcpy(copy, operand->rows[i], (size_t)row_bytes);
-        for (int64_t x = 0; x < problem->head_dim; x++)
-            if (!isfinite(sa_load(copy, problem->dtype, x))) sa_store(copy, problem->dtype, x, 0.0);
+        for (int64_t x = 0; x < operand->head_dim; x++)
+            if (!isfinite(sa_load(copy, dtype, x))) sa_store(copy, dtype, x, 0.0);
         operand->clean[i] = copy;
         operand->hidden = true;
     }
 }
 
 /* Native rows at one distance are read in place. */
-static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, const void *const *rows,
-                                       int64_t n, int64_t row_stride) {
-    if (ops->pack == 1 && problem->dtype != SINKATTN_FP32) return false;
-    const int64_t row_bytes = n > 1 ? row_stride * sa_dtype_bytes(problem->dtype) : 0; /* one row's stride may be anything */
+static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *ops, sinkattn_dtype dtype, const void *const *rows, int64_t n,
+                                       int64_t row_stride) {
+    if (ops->pack == 1 && dtype != SINKATTN_FP32) return false;
+    const int64_t row_bytes = n > 1 ? row_stride * sa_dtype_bytes(dtype) : 0; /* one row's stride may be anything */
     for (int64_t i = 1; i < n; i++)
         if ((const char *)rows[i] != (const char *)rows[0] + i * row_bytes) return false;
     operand->read = (const sa_cell *)rows[0];
@@ -263,29 +269,27 @@ static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *op
 }
 
 /* A[key][head_dim / pack], neighbours along head_dim. */
-static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
-                                    int64_t row_stride) {
+static inline void sa_operand_cells(sa_operand *operand, const sa_cpu_ops *ops, sinkattn_dtype dtype, int64_t n, int64_t row_stride) {
     operand->read_col = 1;
-    if (sa_operand_in_place(operand, ops, problem, operand->rows, n, row_stride)) return;
+    if (sa_operand_in_place(operand, ops, dtype, operand->rows, n, row_stride)) return;
     operand->read = operand->cells;
-    operand->read_row = problem->head_dim / ops->pack;
-    ops->rows_to_cells(operand->rows, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
+    operand->read_row = operand->head_dim / ops->pack;
+    ops->rows_to_cells(operand->rows, n, dtype, operand->head_dim, operand->cells, operand->read_row);
 }
 
 /* A[head_dim][key / pack], neighbours along the keys, from clean. */
-static inline void sa_operand_columns(sa_operand *operand, const sa_cpu_ops *ops, const sinkattn_problem *problem, int64_t n,
-                                      int64_t row_stride) {
+static inline void sa_operand_columns(sa_operand *operand, const sa_cpu_ops *ops, sinkattn_dtype dtype, int64_t n, int64_t row_stride) {
     if (ops->rows_to_columns) {
         operand->read = operand->cells;
         operand->read_row = sa_padded(sa_ceil_div(n, ops->pack));
         operand->read_col = 1;
-        ops->rows_to_columns(operand->clean, n, problem->head_dim, operand->cells, operand->read_row);
+        ops->rows_to_columns(operand->clean, n, operand->head_dim, operand->cells, operand->read_row);
         return;
     }
-    if (ops->pack != 1 || !sa_operand_in_place(operand, ops, problem, operand->clean, n, row_stride)) {
+    if (ops->pack != 1 || !sa_operand_in_place(operand, ops, dtype, operand->clean, n, row_stride)) {
         operand->read = operand->cells;
-        operand->read_row = problem->head_dim;
-        ops->rows_to_pairs(operand->clean, n, problem->dtype, problem->head_dim, operand->cells, operand->read_row);
+        operand->read_row = operand->head_dim;
+        ops->rows_to_pairs(operand->clean, n, dtype, operand->head_dim, operand->cells, operand->read_row);
     }
     operand->read_col = operand->read_row;
     operand->read_row = 1;
@@ -307,7 +311,7 @@ static inline void sa_add_hidden(const sa_operand *operand, int64_t first, const
     const sinkattn_problem *problem = &stream->args->problem;
     for (int64_t key = 0; key < keys.end - keys.begin; key++) {
         if (operand->clean[first + key] == operand->rows[first + key]) continue;
-        for (int64_t x = 0; x < problem->head_dim; x++) {
+        for (int64_t x = 0; x < operand->head_dim; x++) {
             const float element = (float)sa_load(operand->rows[first + key], problem->dtype, x);
             if (isfinite(element)) continue;
             for (int64_t lane = 0; lane < rows->n; lane++)

@@ -7,7 +7,8 @@
  * Every struct is a POD meant for designated initialisers: a field left out is zero, and zero means off, absent or default.
  *
  * Rows are queries, [.., num_q_heads, head_dim]; keys and values have num_kv_heads heads, query head h reads
- * kv head h / (num_q_heads / num_kv_heads). All sizes and strides count elements and are int64; sizes in bytes end in _bytes.
+ * kv head h / (num_q_heads / num_kv_heads). Values, and with them out, may be narrower than keys: head_dim_v columns.
+ * All sizes and strides count elements and are int64, but for head_dim_v; sizes in bytes end in _bytes.
  */
 #ifndef SINKATTN_H
 #define SINKATTN_H
@@ -78,6 +79,7 @@ typedef struct sinkattn_problem {
     int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice; -N: N, merged by a kernel of their own;
                            packed: 0 or 1 */
     bool invariant;     /* decode: the bits of the prefill row, whatever the batch */
+    int32_t head_dim_v; /* columns of v, out and their gradients, at most head_dim; 0: head_dim */
 } sinkattn_problem;
 
 /* ---- devices, variants, plans ------------------------------------------------------------------------------------------------- */
@@ -167,8 +169,8 @@ typedef struct sinkattn_bwd_args {
 /* A decode's out once more, in NVFP4: 16 columns share a scale, and a column is value * scale / global_scale. Both are contiguous. Not of
  * packed rows. */
 typedef struct sinkattn_nvfp4 {
-    uint8_t *values;     /* [batch, q_len, num_q_heads, head_dim / 2] e2m1, two a byte, the first in its low half; NULL: not wanted */
-    uint8_t *scales;     /* [batch, q_len, num_q_heads, head_dim / 16] e4m3; head_dim is a multiple of 16 */
+    uint8_t *values;     /* [batch, q_len, num_q_heads, head_dim_v / 2] e2m1, two a byte, the first in its low half; NULL: not wanted */
+    uint8_t *scales;     /* [batch, q_len, num_q_heads, head_dim_v / 16] e4m3; head_dim_v is a multiple of 16 */
     double global_scale; /* 0: 1 */
 } sinkattn_nvfp4;
 
@@ -194,7 +196,7 @@ typedef struct sinkattn_decode_args {
 typedef struct sinkattn_append_args {
     sinkattn_decode_args cache; /* fwd.k and fwd.v are written, q_len rows a sequence, behind the cache_seqlens (not NULL) keys in use; of
                                    fwd the problem and these two are looked at */
-    sinkattn_tensor k, v;       /* [batch, q_len, num_kv_heads, head_dim], read */
+    sinkattn_tensor k, v;       /* [batch, q_len, num_kv_heads, head_dim], v with head_dim_v, read */
     int32_t *cache_seqlens;     /* [batch] keys in use afterwards, written; not where they are read from */
     const int64_t
         *slot_mapping; /* packed: [q_len], row i of k and v goes to row slot % page_size of page slot / page_size; negative: nowhere.

@@ -165,12 +165,12 @@ static void poison(sample *s) {
                 seen[k_batch * k->rows + sequence.k_begin + j] = true;
         }
     }
+    array *const both[] = {k, v};
     for (int64_t row = 0; row < k->batch * k->rows; row++)
         for (int64_t head = 0; head < k->heads && !seen[row]; head++)
-            for (int64_t x = 0; x < k->head_dim; x++) {
-                array_set(k, row / k->rows, row % k->rows, head, x, poisons[pick(0, 2)]);
-                array_set(v, row / k->rows, row % k->rows, head, x, poisons[pick(0, 2)]);
-            }
+            for (int i = 0; i < 2; i++)
+                for (int64_t x = 0; x < both[i]->head_dim; x++)
+                    array_set(both[i], row / k->rows, row % k->rows, head, x, poisons[pick(0, 2)]);
     free(seen);
 }
 
@@ -185,11 +185,11 @@ static void allocate_sample(sample *s, bool plain) {
     const sinkattn_problem *p = &s->problem;
     const bool backward = p->op == SINKATTN_BWD, paged = p->page_size != 0;
     const int64_t batch = p->packed ? 1 : p->batch, k_batch = p->op == SINKATTN_DECODE ? p->batch : batch;
-    const int64_t pages = paged ? p->num_pages : k_batch, page_rows = paged ? p->page_size : p->k_len;
+    const int64_t head_dim_v = sa_head_dim_v(p), pages = paged ? p->num_pages : k_batch, page_rows = paged ? p->page_size : p->k_len;
     s->q = array_new(p->dtype, batch, p->q_len, p->num_q_heads, p->head_dim, READ_SHARED, plain);
     s->k = array_new(p->dtype, pages, page_rows, p->num_kv_heads, p->head_dim, READ_SHARED, plain);
-    s->v = array_new(p->dtype, pages, page_rows, p->num_kv_heads, p->head_dim, READ_SHARED, plain);
-    s->out = array_new(p->dtype, batch, p->q_len, p->num_q_heads, p->head_dim, backward ? READ : WRITTEN, plain);
+    s->v = array_new(p->dtype, pages, page_rows, p->num_kv_heads, head_dim_v, READ_SHARED, plain);
+    s->out = array_new(p->dtype, batch, p->q_len, p->num_q_heads, head_dim_v, backward ? READ : WRITTEN, plain);
     s->num_stats = batch * p->num_q_heads * p->q_len;
     s->lse = allocate(stat_bytes(s));
     if (p->s_aux_dtype) s->s_aux = allocate(s_aux_bytes(s));
@@ -197,10 +197,10 @@ static void allocate_sample(sample *s, bool plain) {
         s->lse_raw = allocate(stat_bytes(s));
         return;
     }
-    s->dout = array_new(p->dtype, batch, p->q_len, p->num_q_heads, p->head_dim, READ_SHARED, plain);
+    s->dout = array_new(p->dtype, batch, p->q_len, p->num_q_heads, head_dim_v, READ_SHARED, plain);
     s->dq = array_new(p->dtype, batch, p->q_len, p->num_q_heads, p->head_dim, WRITTEN, plain);
     s->dk = array_new(p->dtype, batch, p->k_len, p->num_kv_heads, p->head_dim, WRITTEN, plain);
-    s->dv = array_new(p->dtype, batch, p->k_len, p->num_kv_heads, p->head_dim, WRITTEN, plain);
+    s->dv = array_new(p->dtype, batch, p->k_len, p->num_kv_heads, head_dim_v, WRITTEN, plain);
     if (p->s_aux_dtype) s->ds_aux = allocate(s_aux_bytes(s));
     if (plain || !one_in(3)) s->dlse = allocate(stat_bytes(s));
 }
@@ -441,12 +441,12 @@ static double absolute_terms(const sample *wide, int64_t q_head) {
             for (int64_t j = 0; j < at.k_len; j++) {
                 if (!sa_visible(&band, i, j)) continue;
                 double score = 0.0, dp = 0.0;
-                for (int64_t x = 0; x < p->head_dim; x++) {
+                for (int64_t x = 0; x < p->head_dim; x++)
                     score += array_get(&wide->q, at.batch, at.q_begin + i, q_head, x) *
                              array_get(&wide->k, at.batch, at.k_begin + j, kv_head, x);
+                for (int64_t x = 0; x < sa_head_dim_v(p); x++)
                     dp += array_get(&wide->dout, at.batch, at.q_begin + i, q_head, x) *
                           array_get(&wide->v, at.batch, at.k_begin + j, kv_head, x);
-                }
                 row += exp(scale * score - lse) * fabs(dp);
             }
             terms += sa_exp_minus(s, lse) * row;

@@ -71,7 +71,8 @@ static sinkattn_problem long_problem(const sinkattn_variant_info *info, sinkattn
     p.batch = p.packed ? 2 : 1;
     p.num_kv_heads = 1;
     p.num_q_heads = pick(1, 2);
-    p.head_dim = 8;
+    p.head_dim = 16;
+    p.head_dim_v = one_in(4) ? 8 : 0;
     p.q_len = info->tile_q ? pick(1025, 2400) : 100;
     p.k_len = p.q_len + pick(-60, 60);
     p.mask = (sinkattn_mask){true, true, pick(0, 40), pick(0, 9), one_in(2) ? pick(1, 130) : 0};

@@ -220,6 +220,7 @@ static void test_gradients_by_central_differences(void) {
         problem.packed = i >= 8;
         problem.num_q_heads = 4;
         problem.num_kv_heads = i % 3 ? 2 : 4;
+        if (i % 4 == 2) problem.head_dim = 16, problem.head_dim_v = 8;
         sample s = sample_new(&problem, true), fwd = sample_widened(&s);
         fwd.problem.op = SINKATTN_FWD;
         if (!run(&s)) return;

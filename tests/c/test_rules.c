@@ -59,6 +59,51 @@ static void test_the_single_tiles_edge(void) {
     CHECK(sa_refusal_one_key_tile(&longer, &info), "left %" PRId64, longer.mask.left);
 }
 
+/* CPU kernels take values narrower than keys, CUDA kernels do not; a plan and a refusal say how wide they are. */
+static void test_values_narrower_than_keys(void) {
+    static const char *(*const refusals[])(const sinkattn_problem *, const sinkattn_variant_info *) = {
+        sa_refusal_any,          sa_refusal_whole_tokens,        sa_refusal_one_key_tile,
+        sa_refusal_local_window, sa_refusal_whole_rows,          sa_refusal_not_invariant,
+        sa_refusal_packed_any,   sa_refusal_packed_whole_tokens, sa_refusal_packed_one_key_tile};
+    const sinkattn_variant_info cuda = {.backend = SINKATTN_CUDA, .tile_q = 64, .tile_k = 144}, on_cpu = {.backend = SINKATTN_CPU};
+    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
+        sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
+        problem.packed = i >= 6;
+        CHECK(!refusals[i](&problem, &cuda), "rule %zu", i);
+        problem.head_dim_v = 64;
+        CHECK(!refusals[i](&problem, &cuda), "rule %zu: 64 is head_dim", i);
+        problem.head_dim_v = 56;
+        const char *why = refusals[i](&problem, &cuda);
+        CHECK(why && strstr(why, "values are narrower than keys"), "rule %zu: %s", i, why ? why : "it serves");
+    }
+    sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
+    problem.head_dim_v = 56;
+    CHECK(!sa_refusal_any(&problem, &on_cpu), "CPU kernels take them");
+    const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
+    sinkattn_plan plan;
+    sinkattn_status status = sinkattn_make_plan(&problem, &cpu, &plan);
+    CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "head_dim 64, head_dim_v 56 on"), "%s%s", status.message, plan.reason);
+#ifdef SA_WITH_CUDA
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim_v is 56 with head_dim 64; no fwd kernel on sm_90"), "%s",
+          status.message);
+#endif
+}
+
+/* Narrow values take less of the workspace, of an op that keeps sums of them. */
+static void test_the_workspace_of_narrow_values(void) {
+    const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
+    for (sinkattn_op op = SINKATTN_FWD; op <= SINKATTN_DECODE; op++) {
+        sinkattn_problem problem = causal_window(op, 127);
+        sinkattn_plan plan, narrow;
+        CHECK(sinkattn_make_plan(&problem, &cpu, &plan).code == SINKATTN_OK, "%s", sa_op_name(op));
+        problem.head_dim_v = 16;
+        CHECK(sinkattn_make_plan(&problem, &cpu, &narrow).code == SINKATTN_OK && narrow.workspace_bytes < plan.workspace_bytes,
+              "%s: %" PRId64 " bytes after %" PRId64, sa_op_name(op), narrow.workspace_bytes, plan.workspace_bytes);
+    }
+}
+
 /* 2^16 rows of 2^8 chunks are 2^24 partials, which a CPU does not cut; in 2^15 parts they are 2^31, of which a GPU plans one fewer. */
 static void test_partials_that_fit(void) {
     const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
@@ -148,7 +193,9 @@ static void test_packed_rows_over_a_cache(void) {
     }
 }
 
-const test rule_tests[] = {{"rows and devices", test_rows_and_devices},
+const test rule_tests[] = {{"values narrower than keys", test_values_narrower_than_keys},
+                           {"the workspace of narrow values", test_the_workspace_of_narrow_values},
+                           {"rows and devices", test_rows_and_devices},
                            {"the local window's edge", test_the_local_windows_edge},
                            {"the single key tile's edge", test_the_single_tiles_edge},
                            {"partials that fit", test_partials_that_fit},

@@ -71,6 +71,15 @@ static int64_t size_of(uint8_t byte, int64_t largest, bool *strange) {
     return specials[byte - FIRST_SPECIAL];
 }
 
+/* Mostly head_dim, by 0; then a width up to it; then something that must be refused. */
+static int32_t head_dim_v_of(uint8_t byte, int64_t head_dim, bool *strange) {
+    const int64_t refused[] = {head_dim + 8, 12, -8, INT32_MIN, INT32_MAX, 1 << 20, 4, 1};
+    if (byte < 64 || head_dim < 8 || head_dim > 512) return 0;
+    if (byte < 120) return (int32_t)(8 * (1 + byte % (head_dim / 8)));
+    *strange = true;
+    return (int32_t)refused[byte - 120];
+}
+
 static sinkattn_problem problem_of(const header *h, bool *strange) {
     bool odd_window = false;
     sinkattn_problem p = {.op = (sinkattn_op)(h->op % 4), .dtype = (sinkattn_dtype)((h->dtype + SINKATTN_FP32) % 6)};
@@ -81,6 +90,7 @@ static sinkattn_problem problem_of(const header *h, bool *strange) {
     p.num_q_heads = h->group < FIRST_SPECIAL && p.num_kv_heads >= 0 && p.num_kv_heads < 4 ? p.num_kv_heads * (1 + h->group % 5)
                                                                                           : size_of(h->group, 5, strange);
     p.head_dim = h->head_dim < FIRST_SPECIAL ? 8 * (1 + h->head_dim % 36) : size_of(h->head_dim, 0, strange);
+    p.head_dim_v = head_dim_v_of(h->packed >> 1, p.head_dim, strange);
     p.q_len = size_of((uint8_t)(h->q_len + 3), 40, strange);
     p.k_len = size_of((uint8_t)(h->k_len + 5), 230, strange);
     p.mask = (sinkattn_mask){.has_left = h->window & 1, .has_right = h->window & 2, .num_sink_tokens = size_of(h->sinks, 8, &odd_window)};
@@ -145,21 +155,22 @@ static int64_t batch_of(const sinkattn_problem *p, bool is_k) {
 
 static int64_t rows_of(const sinkattn_problem *p, bool is_k) { return is_k ? (p->page_size ? p->page_size : p->k_len) : p->q_len; }
 
-static sinkattn_tensor tensor_of(call *c, const header *h, stream *s, const sinkattn_problem *p, bool is_k, bool written) {
+static sinkattn_tensor tensor_of(call *c, const header *h, stream *s, const sinkattn_problem *p, bool is_k, int64_t head_dim,
+                                 bool written) {
     const int64_t bytes = sa_dtype_bytes(p->dtype), step = 16 / bytes;
     const int64_t batch = batch_of(p, is_k), rows = rows_of(p, is_k);
     const int64_t heads = is_k ? p->num_kv_heads : p->num_q_heads;
     const bool was_refused = c->refused, empty = batch == 0 || rows == 0 || heads == 0;
     sinkattn_tensor t = {0};
-    t.head_stride = stride_of(c, s, heads, p->head_dim, step, written);
-    t.row_stride = stride_of(c, s, rows, span_of(heads, t.head_stride, p->head_dim), step, written);
-    t.batch_stride = stride_of(c, s, batch, span_of(rows, t.row_stride, span_of(heads, t.head_stride, p->head_dim)), step, written);
+    t.head_stride = stride_of(c, s, heads, head_dim, step, written);
+    t.row_stride = stride_of(c, s, rows, span_of(heads, t.head_stride, head_dim), step, written);
+    t.batch_stride = stride_of(c, s, batch, span_of(rows, t.row_stride, span_of(heads, t.head_stride, head_dim)), step, written);
     if (empty) {
         c->refused = was_refused;
         return t;
     }
     const int64_t extent =
-        c->refused ? 64 : (batch - 1) * t.batch_stride + (rows - 1) * t.row_stride + (heads - 1) * t.head_stride + p->head_dim;
+        c->refused ? 64 : (batch - 1) * t.batch_stride + (rows - 1) * t.row_stride + (heads - 1) * t.head_stride + head_dim;
     const int64_t skew = take(s) > 250 ? 8 : 0; /* a base that is not aligned to 16 bytes */
     t.data = (char *)allocate(c, extent * bytes + skew) + skew;
     if (skew) c->refused = true;
@@ -207,10 +218,11 @@ static call call_of(const header *h, stream s, const sinkattn_problem *p) {
     call c = {.stats = (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len};
     const bool backward = p->op == SINKATTN_BWD;
     sinkattn_fwd_args fwd = {.problem = *p};
-    fwd.q = tensor_of(&c, h, &s, p, false, false);
-    fwd.k = tensor_of(&c, h, &s, p, true, false);
-    fwd.v = tensor_of(&c, h, &s, p, true, false);
-    fwd.out = tensor_of(&c, h, &s, p, false, !backward);
+    const int64_t head_dim_v = sa_head_dim_v(p);
+    fwd.q = tensor_of(&c, h, &s, p, false, p->head_dim, false);
+    fwd.k = tensor_of(&c, h, &s, p, true, p->head_dim, false);
+    fwd.v = tensor_of(&c, h, &s, p, true, head_dim_v, false);
+    fwd.out = tensor_of(&c, h, &s, p, false, head_dim_v, !backward);
     fwd.lse = stats_of(&c, h, p, !backward);
     if (!backward && h->missing & 16) fwd.lse_raw = stats_of(&c, h, p, true);
     if (p->s_aux_dtype) {
@@ -226,11 +238,11 @@ static call call_of(const header *h, stream s, const sinkattn_problem *p) {
     if (p->op == SINKATTN_DECODE) add_cache(&c, h, &s, p);
     c.decode.fwd = c.bwd.fwd = fwd;
     if (!backward) return c;
-    c.bwd.dout = tensor_of(&c, h, &s, p, false, false);
+    c.bwd.dout = tensor_of(&c, h, &s, p, false, head_dim_v, false);
     c.bwd.dlse = (h->missing & 16) ? NULL : stats_of(&c, h, p, false);
-    c.bwd.dq = tensor_of(&c, h, &s, p, false, true);
-    c.bwd.dk = tensor_of(&c, h, &s, p, true, true);
-    c.bwd.dv = tensor_of(&c, h, &s, p, true, true);
+    c.bwd.dq = tensor_of(&c, h, &s, p, false, p->head_dim, true);
+    c.bwd.dk = tensor_of(&c, h, &s, p, true, p->head_dim, true);
+    c.bwd.dv = tensor_of(&c, h, &s, p, true, head_dim_v, true);
     if (p->s_aux_dtype && !(h->missing & 32)) c.bwd.ds_aux = allocate(&c, p->num_q_heads * sa_dtype_bytes(p->s_aux_dtype));
     return c;
 }
@@ -261,10 +273,10 @@ static sinkattn_status run(call *c, const sinkattn_problem *p, const sinkattn_de
 
 /* The lse that a backward reads, by the oracle: with a made-up one P exceeds 1 and no two ways of rounding agree. out may be anything. */
 static void make_lse(call *c, const sinkattn_problem *p) {
-    const int64_t row = p->num_q_heads * p->head_dim;
+    const int64_t head_dim_v = sa_head_dim_v(p), row = p->num_q_heads * head_dim_v;
     sinkattn_fwd_args fwd = c->bwd.fwd;
     fwd.problem.op = SINKATTN_FWD;
-    fwd.out = (sinkattn_tensor){NULL, p->q_len * row, row, p->head_dim};
+    fwd.out = (sinkattn_tensor){NULL, p->q_len * row, row, head_dim_v};
     const sinkattn_device oracle = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_ORACLE, .workers = 1};
     sinkattn_plan plan;
     if (sinkattn_make_plan(&fwd.problem, &oracle, &plan).code != SINKATTN_OK) return; /* and the backward is refused too */
@@ -302,11 +314,11 @@ static double tolerance_of(const sinkattn_fwd_args *fwd) {
 }
 
 static void compare(const char *name, const sinkattn_problem *p, const sinkattn_tensor *a, const sinkattn_tensor *b, bool is_k,
-                    double tolerance) {
+                    int64_t head_dim, double tolerance) {
     const int64_t batch = p->packed ? 1 : p->batch, rows = is_k ? p->k_len : p->q_len, heads = is_k ? p->num_kv_heads : p->num_q_heads;
     double largest = 1.0, furthest = 0.0;
     for (int64_t i = 0; i < batch * rows * heads; i++)
-        for (int64_t x = 0; x < p->head_dim; x++) {
+        for (int64_t x = 0; x < head_dim; x++) {
             const int64_t at = row_offset(a, i, rows, heads) + x, other = row_offset(b, i, rows, heads) + x;
             const double left = sa_load(a->data, p->dtype, at), right = sa_load(b->data, p->dtype, other);
             REQUIRE(isfinite(left) && isfinite(right), "%s: %g, the oracle says %g\n", name, left, right);
@@ -356,16 +368,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     REQUIRE(expected.code == status.code, "code %d, %s; the oracle says %d, %s\n", (int)status.code, status.message, (int)expected.code,
             expected.message);
     const sinkattn_fwd_args *fwd = &ours.bwd.fwd;
+    const int64_t head_dim_v = sa_head_dim_v(&p);
     const double tolerance = status.code == SINKATTN_OK ? tolerance_of(fwd) : 0.0;
     if (status.code == SINKATTN_OK && p.op != SINKATTN_BWD) {
         const sinkattn_dtype lse_dtype = p.dtype == SINKATTN_FP64 ? SINKATTN_FP64 : SINKATTN_FP32;
-        compare("out", &p, &fwd->out, &theirs.bwd.fwd.out, false, tolerance);
+        compare("out", &p, &fwd->out, &theirs.bwd.fwd.out, false, head_dim_v, tolerance);
         compare_stats("lse", lse_dtype, fwd->lse, theirs.bwd.fwd.lse, ours.stats, tolerance, 2e-5);
         if (fwd->lse_raw) compare_stats("lse_raw", lse_dtype, fwd->lse_raw, theirs.bwd.fwd.lse_raw, ours.stats, tolerance, 2e-5);
     } else if (status.code == SINKATTN_OK) {
-        compare("dq", &p, &ours.bwd.dq, &theirs.bwd.dq, false, tolerance);
-        compare("dk", &p, &ours.bwd.dk, &theirs.bwd.dk, true, tolerance);
-        compare("dv", &p, &ours.bwd.dv, &theirs.bwd.dv, true, tolerance);
+        compare("dq", &p, &ours.bwd.dq, &theirs.bwd.dq, false, p.head_dim, tolerance);
+        compare("dk", &p, &ours.bwd.dk, &theirs.bwd.dk, true, p.head_dim, tolerance);
+        compare("dv", &p, &ours.bwd.dv, &theirs.bwd.dv, true, head_dim_v, tolerance);
         if (ours.bwd.ds_aux) compare_stats("ds_aux", p.s_aux_dtype, ours.bwd.ds_aux, theirs.bwd.ds_aux, p.num_q_heads, 0.03, 0.03);
     }
     free_call(&ours);
@@ -398,6 +411,9 @@ int main(int argc, char **argv) {
           .window = 3,
           .left = 40}},
         {"large_scores", {.op = 1, .level = 168, .num_kv_heads = 13, .group = 21, .head_dim = 64, .q_len = 128, .k_len = 21, .scale = 153}},
+        {"narrow_values",
+         {.packed = 184, .head_dim = 23, .s_aux_dtype = 3, .q_len = 20, .k_len = 140, .window = 3, .left = 60, .dtype = 4}},
+        {"narrow_values_backward", {.op = 1, .packed = 184, .head_dim = 23, .s_aux_dtype = 3, .q_len = 20, .k_len = 40, .window = 2}},
         {"double", {.dtype = 1, .s_aux_dtype = 4, .q_len = 9, .k_len = 9}},
     };
     for (size_t i = 0; argc == 2 && i < sizeof seeds / sizeof *seeds; i++) {
