@@ -2,7 +2,8 @@
 """The readable definition: sinkattn's public functions in eager PyTorch.
 
 Everything is computed in fp64 for fp64 input and in fp32 for any other, is differentiable by autograd, and holds all
-scores at once, so it is for reading, for checking, and for nothing large. With S the scaled scores of the visible pairs
+scores at once, so it is for reading, for checking, and for nothing large. v, and with it out, may have fewer columns
+than q and k. With S the scaled scores of the visible pairs
 and s the logit of a head,
 
     LSE_i = log(sum_j exp(S_ij) + exp(s))    P_ij = exp(S_ij - LSE_i)    O_i = sum_j P_ij v_j
@@ -201,7 +202,7 @@ def flash_attn_varlen_func(
     seen = visible(q_lens, k_lens, q_rows.shape[1], keys.shape[1], *_window(window_size, causal), num_sink_tokens)
     out, *both = _attend(q[q_rows], keys, values, s_aux, seen, _scale(softmax_scale, q.shape[-1]))
     rows = (q_rows[q_valid],)
-    packed = torch.zeros_like(q).index_put(rows, out[q_valid])
+    packed = q.new_zeros(*q.shape[:2], v.shape[-1]).index_put(rows, out[q_valid])
     empty = both[0].new_full((q.shape[0], q.shape[1]), -math.inf)
     lse, lse_raw = (empty.index_put(rows, x.transpose(1, 2)[q_valid]).T for x in both)
     return _select(packed, lse, lse_raw, return_lse)

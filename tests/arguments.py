@@ -35,12 +35,20 @@ def cache(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, T
     return q, k, v, s_aux, torch.tensor([5, 8], dtype=torch.int32)
 
 
+def narrow(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    """dense() with head_dim 24 and values of 16."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((2, 5, 4, 24), (2, 7, 2, 24), (2, 7, 2, 16), (4,))
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad) for shape in shapes]
+
+
 DENSE_ARGS = (None, None, None, None, None, 3, 0, 1)
 FORWARDS = {
     "dense": lambda grad: (*dense(grad=grad), *DENSE_ARGS),
     "dense-no-sink": lambda grad: (*dense(grad=grad)[:3], None, *DENSE_ARGS),
     "packed": lambda grad: (*packed(grad=grad), 3, 4, 0.3, -1, 0, 0),
     "packed-no-max": lambda grad: (*packed(grad=grad), None, None, None, 2, -1, 0),
+    "narrow": lambda grad: (*narrow(grad=grad), *DENSE_ARGS),
     "bf16": lambda grad: (*(x.detach().bfloat16().requires_grad_(grad) for x in dense()), *DENSE_ARGS),
 }
 
@@ -58,6 +66,11 @@ def decode_args(paged: bool = False) -> Arguments:
         return (q, k, v, s_aux, lens, None, None, 3, 1, 0, False)
     table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
     return (q, k.view(4, 4, 2, 8), v.view(4, 4, 2, 8), s_aux, lens, table, 0.4, -1, 0, 2, False)
+
+
+def narrow_decode_args() -> Arguments:
+    q, k, v, s_aux = narrow()
+    return (q[:, :2], k, v, s_aux, torch.tensor([5, 7], dtype=torch.int32), None, None, 3, 1, 0, False)
 
 
 def varlen_cache_args() -> Arguments:

@@ -51,10 +51,13 @@ class Walk:
         tensors[0] *= rng.choice((1, 1, 6))  # the pivot moves
         self.q, self.k, self.v = (x.to(self.dtype).to(self.device) for x in tensors)
         self.s_aux = (2 + 3 * draw(self.heads)).to(self.device) if rng.random() < 0.8 else None
+        if self.device == "cpu" and head_dim > 8 and rng.random() < 0.25:
+            self.v = self.v[..., : 8 * rng.randrange(1, head_dim // 8)].contiguous()
 
     def __str__(self) -> str:
+        widths = f"{self.q.shape[-1]} columns, {self.v.shape[-1]} of values"
         return (
-            f"seed {self.seed}: {self.length} keys, {self.heads}:{self.kv_heads} heads, head_dim {self.q.shape[-1]}, "
+            f"seed {self.seed}: {self.length} keys, {self.heads}:{self.kv_heads} heads, {widths}, "
             f"left {self.left}, {self.sinks} sink tokens, {'no ' if self.s_aux is None else ''}s_aux"
         )
 

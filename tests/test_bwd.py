@@ -30,6 +30,8 @@ from sinkattn._testing import (
 
 CASES = (
     [f"d{d}-causal-w33-sink2-g2-q70x2-k90x2" for d in HEAD_DIMS]
+    + [f"d{d}-causal-w33-sink2-g2-h2-q70-k90" for d in ("192-v128", "64-v8", "256-v72")]
+    + ["d192-v128-causal-w40-sink2-g2-varlen-q5.64-k9.64-tail3", "d80-v40-g2-h2-q40-k60-sliced-doutsum"]
     + [f"d64-causal-g{ratio}-h2-q33-k50" for ratio in RATIOS]
     + [f"d64-{mask}q150-k150" for mask in ("", "causal-", "w1-", "causal-w1-", "causal-w128-", "w99-r3-")]
     + [f"d64-causal-w9-sink{n}-g3-q100-k140" for n in (1, 4, 64, 141)]

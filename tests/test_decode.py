@@ -21,6 +21,8 @@ CASES = (
     + [f"d64-causal-g4-paged{size}-shared-q1x3-k280.300.17" for size in (1, 16, 64, 256)]
     + [f"d64-causal-w{window}-g4-cache-{LENS}" for window in (1, 2, 127, 128, 129, 299, 300, 301, 2**31 - 1)]
     + [f"d64-causal-w20-sink{n}-g4-cache-{LENS}" for n in (1, 4, 64, 301)]
+    + [f"d192-v128-causal-w70-sink3-g4-{layout}-q3x3-k7.129.300" for layout in ("cache", "paged16", "cache-splits3")]
+    + [f"d512-v72-causal-g4-cache-{LENS}-invariant"]
     + [f"d64-causal-w40-sink2-g2-cache-q{q_len}x3-k3.70.200" for q_len in (2, 4, 9, 70)]
     + [f"d64-causal-g8-cache-{LENS}-splits{splits}" for splits in (1, 2, 3, 7, 64)]
     + [f"d64-causal-w90-sink3-g8-paged16-{LENS}-splits{splits}" for splits in (1, 2, 3, 7)]

@@ -32,6 +32,8 @@ VARLEN = (
 )
 CASES = (
     [f"d{d}-causal-w33-sink2-g2-q70x2-k90x2" for d in HEAD_DIMS]
+    + [f"d{d}-causal-w33-sink2-g2-h2-q70-k90" for d in ("192-v128", "64-v8", "256-v72")]
+    + ["d192-v128-causal-w40-sink2-g2-varlen-q5.64-k9.64-tail3", "d80-v40-g2-h2-q40-k60-sliced"]
     + [f"d64-causal-g{ratio}-h2-q33-k50" for ratio in RATIOS]
     + [f"d64-{right}{window}q200-k200" for right in ("causal-", "") for window in WINDOWS]
     + [f"d64-r{right}-{window}q100-k140" for right in (1, 5, 139, 2**31 - 1) for window in ("", "w1-", "w7-", "w140-")]

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,15 +18,15 @@ namespace sinkattn {
 namespace {
 
 // Of new rows [batch, new, ..], or packed [total, ..], whose pages slots are of.
-sinkattn_problem problem_of(const at::Tensor &k_cache, const at::Tensor &k, const at::Tensor &table) {
+sinkattn_problem problem_of(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &table) {
     sinkattn_problem problem{};
+    check_widths(k_cache, "k_cache", v_cache, "v_cache", &problem);
     problem.op = SINKATTN_DECODE;
     problem.dtype = dtype_of(k_cache, "k_cache");
     problem.packed = k.dim() == 3;
     problem.batch = problem.packed ? 1 : k.size(0);
     problem.q_len = k.size(-3);
     problem.num_q_heads = problem.num_kv_heads = k_cache.size(2);
-    problem.head_dim = k_cache.size(3);
     problem.k_len = k_cache.size(1);
     if (table.defined() || problem.packed) {
         problem.num_pages = k_cache.size(0);
@@ -80,13 +81,23 @@ bool are_apart(Axes axes, int64_t element_size) {
     return true;
 }
 
-// Keys beside values in one tensor: two views with the same steps, which are one view with an axis of two more.
+// Keys beside values in one tensor: two views with the same steps, which are one view with an axis of two more. Narrower values: their
+// rows have the steps of the keys' rows, and both together lie apart, as one row where they touch.
 bool are_interleaved(const at::Tensor &k_cache, const at::Tensor &v_cache) {
-    Axes axes = axes_of(k_cache);
-    if (axes != axes_of(v_cache)) return false;
-    const auto [first, second] = std::minmax({extent(k_cache).first, extent(v_cache).first});
-    axes.emplace_back(static_cast<int64_t>(second - first), 2);
-    return are_apart(std::move(axes), k_cache.element_size());
+    const bool k_first = extent(k_cache).first < extent(v_cache).first;
+    const at::Tensor &first = k_first ? k_cache : v_cache, &second = k_first ? v_cache : k_cache;
+    const int64_t element = k_cache.element_size(), first_row = first.size(-1) * element, second_row = second.size(-1) * element;
+    const auto gap = static_cast<int64_t>(extent(second).first - extent(first).first);
+    Axes axes = axes_of(first);
+    if (axes == axes_of(second)) {
+        axes.emplace_back(gap, 2);
+        return are_apart(std::move(axes), element);
+    }
+    Axes rows = axes_of(first.select(-1, 0));
+    if (first.stride(-1) != 1 || second.stride(-1) != 1 || rows != axes_of(second.select(-1, 0))) return false;
+    if (gap >= first_row && are_apart(rows, gap + second_row)) return true;
+    rows.emplace_back(gap, 2);
+    return are_apart(std::move(rows), std::max(first_row, second_row));
 }
 
 void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
@@ -104,12 +115,16 @@ void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const a
 void check_rows(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
     dtype_of(k_cache, "k_cache");
     check_like(v_cache, "v_cache", k_cache, k_cache.scalar_type(), "k_cache");
-    check_pair(k_cache, "k_cache", v_cache, "v_cache");
-    check_pair(k, "k", v, "v");
-    for (const auto &[tensor, name] : {std::pair(&k, "k"), std::pair(&v, "v")}) {
+    sinkattn_problem widths{};
+    check_widths(k_cache, "k_cache", v_cache, "v_cache", &widths);
+    check_widths(k, "k", v, "v", &widths);
+    for (const auto &[tensor, name, cache, cache_name] :
+         {std::tuple(&k, "k", &k_cache, "k_cache"), std::tuple(&v, "v", &v_cache, "v_cache")}) {
         check_like(*tensor, name, k_cache, k_cache.scalar_type(), "k_cache");
+        TORCH_CHECK_VALUE(tensor->size(-1) == cache->size(-1), "sinkattn: ", name, " has head_dim ", tensor->size(-1), ", ", cache_name,
+                          " has ", cache->size(-1));
         std::vector<int64_t> shape = k.sizes().vec();
-        std::copy(k_cache.sizes().end() - 2, k_cache.sizes().end(), shape.end() - 2);
+        std::copy(cache->sizes().end() - 2, cache->sizes().end(), shape.end() - 2);
         check_shape(*tensor, name, shape);
     }
     check_overlap(k_cache, v_cache, k, v);
@@ -138,7 +153,7 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     at::Tensor after = at::empty(before.sizes(), before.options());
 
     sinkattn_append_args args{};
-    args.cache.fwd.problem = problem_of(k_cache, k, table);
+    args.cache.fwd.problem = problem_of(k_cache, v_cache, k, table);
     args.cache.cache_seqlens = before.const_data_ptr<int32_t>();
     if (table.defined()) {
         args.cache.block_table = table.const_data_ptr<int32_t>();
@@ -161,7 +176,7 @@ void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     const at::Tensor slots = slot_mapping.to(at::kLong).contiguous();
     const at::Tensor rows_k = k.narrow(0, 0, slots.size(0)), rows_v = v.narrow(0, 0, slots.size(0));
     sinkattn_append_args args{};
-    args.cache.fwd.problem = problem_of(k_cache, rows_k, {});
+    args.cache.fwd.problem = problem_of(k_cache, v_cache, rows_k, {});
     args.slot_mapping = slots.const_data_ptr<int64_t>();
     run_on(args, k_cache, v_cache, rows_k, rows_v);
 }

@@ -116,6 +116,17 @@ void check_pair(const at::Tensor &a, const char *a_name, const at::Tensor &b, co
                       "; both must have one shape");
 }
 
+void check_widths(const at::Tensor &k, const char *k_name, const at::Tensor &v, const char *v_name, sinkattn_problem *problem) {
+    const int64_t head_dim = k.size(-1), head_dim_v = v.size(-1);
+    TORCH_CHECK_VALUE(k.sizes().slice(0, k.dim() - 1) == v.sizes().slice(0, v.dim() - 1), "sinkattn: ", k_name, " has shape ", k.sizes(),
+                      ", ", v_name, " has shape ", v.sizes(), "; both must have one shape, but that ", v_name,
+                      " may have a smaller head_dim");
+    TORCH_CHECK_VALUE(head_dim_v == head_dim || (head_dim_v >= 8 && head_dim_v < head_dim), "sinkattn: ", v_name, " has head_dim ",
+                      head_dim_v, ", ", k_name, " has ", head_dim, "; ", v_name, "'s must be a multiple of 8 from 8 to ", k_name, "'s");
+    problem->head_dim = head_dim;
+    problem->head_dim_v = head_dim_v == head_dim ? 0 : static_cast<int32_t>(head_dim_v);
+}
+
 at::Tensor indices(const at::Tensor &tensor, const char *name, at::IntArrayRef shape, const at::Tensor &q, const char *q_name) {
     check_like(tensor, name, q, at::kInt, q_name);
     check_shape(tensor, name, shape);

@@ -38,6 +38,8 @@ void check_slot_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, cons
 void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q, const char *q_name = "q");
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name = "q");
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape);
+// Keys and values: one shape, but that values may be narrower. Sets the problem's widths.
+void check_widths(const at::Tensor &k, const char *k_name, const at::Tensor &v, const char *v_name, sinkattn_problem *problem);
 // Two of one shape, of which either may be the odd one, so both are named.
 void check_pair(const at::Tensor &a, const char *a_name, const at::Tensor &b, const char *b_name);
 

@@ -21,6 +21,13 @@ using MaybeInt = std::optional<c10::SymInt>;
 
 at::Tensor empty_contiguous(const at::Tensor &like) { return at::empty_symint(like.sym_sizes(), like.options()); }
 
+// As q, with the values' columns.
+at::Tensor empty_out(const at::Tensor &q, const at::Tensor &v) {
+    c10::SymDimVector shape(q.sym_sizes().begin(), q.sym_sizes().end());
+    shape.back() = v.sym_size(-1);
+    return at::empty_symint(shape, q.options());
+}
+
 at::Tensor empty_lse(const at::Tensor &q) {
     const at::TensorOptions options = q.options().dtype(lse_dtype(q));
     if (q.dim() == 3) return at::empty_symint({q.sym_size(1), q.sym_size(0)}, options);
@@ -44,7 +51,7 @@ Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tens
                         c10::SymInt /*num_sink_tokens*/) {
     check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
     check_devices(q, {{"s_aux", &s_aux}, {"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k", &cu_seqlens_k}});
-    return {empty_contiguous(q), empty_lse(q)};
+    return {empty_out(q, v), empty_lse(q)};
 }
 
 Tensors3 flash_attn_fwd_raw(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
@@ -76,7 +83,7 @@ Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::
     check_cache_ranks(q, k_cache, v_cache);
     check_hosts(q, k_cache_host, v_cache_host);
     check_devices(q, {{"s_aux", &s_aux}, {"cache_seqlens", &cache_seqlens}, {"block_table", &block_table}});
-    return {empty_contiguous(q), empty_lse(q)};
+    return {empty_out(q, v_cache), empty_lse(q)};
 }
 
 Tensors3 flash_decode_raw(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
@@ -95,7 +102,7 @@ Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, cons
     auto [out, lse] = flash_decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, std::move(window_size_left),
                                    std::move(num_sink_tokens), std::move(num_splits), invariant, k_cache_host, v_cache_host);
     const auto columns = [&](int64_t a_row, at::ScalarType dtype) {
-        return at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), q.sym_size(3) / a_row}, q.options().dtype(dtype));
+        return at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v_cache.sym_size(3) / a_row}, q.options().dtype(dtype));
     };
     return {std::move(out), std::move(lse), columns(2, at::kByte), columns(16, at::kFloat8_e4m3fn)};
 }
@@ -120,7 +127,7 @@ Tensors2 flash_decode_varlen(const at::Tensor &q, const at::Tensor &k, const at:
     check_device(cu_seqlens_q, "cu_seqlens_q", q);
     check_device(seqused_k, "seqused_k", q);
     check_devices(q, {{"s_aux", &s_aux}, {"block_table", &block_table}});
-    return {empty_contiguous(q), empty_lse(q)};
+    return {empty_out(q, v), empty_lse(q)};
 }
 
 Tensors3 flash_decode_varlen_raw(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,

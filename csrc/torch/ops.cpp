@@ -62,12 +62,11 @@ Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, c
     check_like(k, k_name, q, q.scalar_type());
     check_like(v, v_name, q, q.scalar_type());
     TORCH_CHECK_VALUE(k.size(-1) == q.size(-1), "sinkattn: ", k_name, " has head_dim ", k.size(-1), ", q has ", q.size(-1));
-    check_pair(k, k_name, v, v_name);
+    check_widths(k, k_name, v, v_name, &problem);
     problem.q_len = q.size(-3);
     problem.k_len = k.size(-3);
     problem.num_q_heads = q.size(-2);
     problem.num_kv_heads = k.size(-2);
-    problem.head_dim = q.size(-1);
     problem.mask = mask;
     TORCH_CHECK_VALUE(softmax_scale != 0.0, "sinkattn: softmax_scale is 0; leave it out for head_dim ** -0.5");
     problem.softmax_scale = softmax_scale.value_or(0.0);
@@ -119,6 +118,13 @@ Inputs prefill_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, 
         problem.batch = q.size(0);
     }
     return in;
+}
+
+// As q, with the values' columns.
+std::vector<int64_t> out_shape(const at::Tensor &q, const at::Tensor &v) {
+    std::vector<int64_t> shape = q.sizes().vec();
+    shape.back() = v.size(-1);
+    return shape;
 }
 
 // [batch, num_q_heads, q_len], packed [num_q_heads, total_q]
@@ -185,9 +191,9 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
 }
 
 // Result: out and lse, and lse_raw where there are three; in.args will point to them.
-template <class Result> Result empty_results(Inputs &in, const at::Tensor &q) {
+template <class Result> Result empty_results(Inputs &in, const at::Tensor &q, const at::Tensor &v) {
     Result result;
-    std::get<0>(result) = at::empty(q.sizes(), q.options());
+    std::get<0>(result) = at::empty(out_shape(q, v), q.options());
     std::get<1>(result) = at::empty(lse_shape(in.args.problem), q.options().dtype(lse_dtype(q)));
     in.args.out = written_rows_of(std::get<0>(result));
     in.args.lse = std::get<1>(result).mutable_data_ptr();
@@ -205,7 +211,7 @@ Result flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor
                       int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
     Inputs in = prefill_inputs(SINKATTN_FWD, q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                                mask_of(window_size_left, window_size_right, num_sink_tokens));
-    Result result = empty_results<Result>(in, q);
+    Result result = empty_results<Result>(in, q, v);
     launch(sinkattn_fwd, in.args, in.args.problem, q);
     return result;
 }
@@ -216,9 +222,9 @@ Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Ten
                         int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
     Inputs in = prefill_inputs(SINKATTN_BWD, q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                                mask_of(window_size_left, window_size_right, num_sink_tokens));
-    const auto rows_like_q = [&](const at::Tensor &tensor, const char *name) {
+    const auto rows_like_out = [&](const at::Tensor &tensor, const char *name) {
         check_like(tensor, name, q, q.scalar_type());
-        check_shape(tensor, name, q.sizes());
+        check_shape(tensor, name, out_shape(q, v));
         return readable(tensor);
     };
     const auto stats = [&](const at::Tensor &tensor, const char *name) {
@@ -226,8 +232,8 @@ Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Ten
         check_shape(tensor, name, lse_shape(in.args.problem));
         return tensor.contiguous();
     };
-    const at::Tensor read_out = rows_like_q(out, "out");
-    const at::Tensor read_dout = rows_like_q(dout, "dout");
+    const at::Tensor read_out = rows_like_out(out, "out");
+    const at::Tensor read_dout = rows_like_out(dout, "dout");
     const at::Tensor read_lse = stats(lse, "lse");
     const at::Tensor read_dlse = dlse ? stats(*dlse, "dlse") : at::Tensor();
     in.args.out = rows_of(read_out);
@@ -354,7 +360,7 @@ Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::
                       const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
                       int64_t num_sink_tokens, int64_t num_splits, bool invariant, const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
-    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor out = at::empty(out_shape(q, v_cache), q.options());
     at::Tensor lse = empty_lse(q);
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
            out, lse, {}, {k_cache_host, v_cache_host, {}});
@@ -366,7 +372,7 @@ Tensors3 flash_decode_raw(const at::Tensor &q, const at::Tensor &k_cache, const 
                           int64_t num_sink_tokens, int64_t num_splits, bool invariant, const Maybe &k_cache_host,
                           const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
-    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor out = at::empty(out_shape(q, v_cache), q.options());
     at::Tensor lse = empty_lse(q), lse_raw = empty_lse(q);
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
            out, lse, {}, {k_cache_host, v_cache_host, {}}, lse_raw.mutable_data_ptr());
@@ -379,10 +385,10 @@ Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, cons
                             const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     TORCH_CHECK_VALUE(global_scale != 0.0, "sinkattn: global_scale is 0; leave it out for 1");
-    at::Tensor out = at::empty(q.sizes(), q.options());
+    at::Tensor out = at::empty(out_shape(q, v_cache), q.options());
     at::Tensor lse = empty_lse(q);
-    at::Tensor values = at::empty({q.size(0), q.size(1), q.size(2), q.size(3) / 2}, q.options().dtype(at::kByte));
-    at::Tensor scales = at::empty({q.size(0), q.size(1), q.size(2), q.size(3) / 16}, q.options().dtype(at::kFloat8_e4m3fn));
+    at::Tensor values = at::empty({q.size(0), q.size(1), q.size(2), out.size(3) / 2}, q.options().dtype(at::kByte));
+    at::Tensor scales = at::empty({q.size(0), q.size(1), q.size(2), out.size(3) / 16}, q.options().dtype(at::kFloat8_e4m3fn));
     const sinkattn_nvfp4 nvfp4{static_cast<uint8_t *>(values.mutable_data_ptr()), static_cast<uint8_t *>(scales.mutable_data_ptr()),
                                global_scale};
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
@@ -407,7 +413,7 @@ Result flash_decode_varlen(const at::Tensor &q, const at::Tensor &k, const at::T
                       "; with pages give a block_table");
     check_hints(max_seqlen_q, max_seqlen_k);
     sinkattn_decode_args args = cache_args(in, q, k, seqused_k, "seqused_k", block_table);
-    Result result = empty_results<Result>(in, q);
+    Result result = empty_results<Result>(in, q, v);
     args.fwd = in.args;
     launch(sinkattn_decode, args, problem, q);
     return result;
@@ -431,7 +437,7 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
                       const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     check_like(out, "out", q, q.scalar_type());
-    check_shape(out, "out", q.sizes());
+    check_shape(out, "out", out_shape(q, v_cache));
     TORCH_CHECK_VALUE(has_usable_rows(out), "sinkattn: out must have contiguous, 16-byte aligned rows, its strides are ", out.strides());
     check_like(lse, "lse", q, lse_dtype(q));
     check_shape(lse, "lse", {q.size(0), q.size(2), q.size(1)});

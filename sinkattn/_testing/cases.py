@@ -56,6 +56,7 @@ class Case:
     invariant: bool = False
     dtype: str = "fp32"
     seed: int = 0
+    head_dim_v: int = 0  # columns of v and out; 0: head_dim
 
     @property
     def decode(self) -> bool:
@@ -67,7 +68,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        c, words = self, [f"d{self.head_dim}"]
+        c, words = self, [f"d{self.head_dim}"] + [f"v{self.head_dim_v}"] * (self.head_dim_v > 0)
 
         def say(when: object, word: str) -> None:
             if when:
@@ -117,6 +118,7 @@ class Case:
 
 _WORDS: list[tuple[str, str, Any]] = [
     (r"d(\d+)", "head_dim", int),
+    (r"v(\d+)", "head_dim_v", int),
     (r"(causal)", "right", lambda _: 0),
     (r"r(\d+)", "right", int),
     (r"w(\d+)", "left", lambda w: int(w) - 1),
@@ -206,4 +208,5 @@ def random_case(seed: str, work: int = 2_000_000) -> Case:
         invariant=invariant,
         dtype=dtype,
         seed=rng.randrange(1, 2**31),
+        head_dim_v=8 * rng.randrange(1, head_dim // 8) if head_dim > 8 and rng.random() < 0.2 else 0,
     )

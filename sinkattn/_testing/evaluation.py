@@ -29,7 +29,8 @@ class Inputs:
     cu_k: Tensor | None
     cache_seqlens: Tensor | None
     block_table: Tensor | None
-    padded: dict[str, Tensor]  # q, k, v, dout [batch, longest, heads, head_dim], dlse [batch, num_q_heads, longest]
+    # q, k, v, dout [batch, longest, heads, head_dim], v and dout head_dim_v, dlse [batch, num_q_heads, longest]
+    padded: dict[str, Tensor]
     seen: Tensor  # bool [batch, longest q, longest k]
     q_valid: Tensor  # bool [batch, longest q]
     k_valid: Tensor  # bool [batch, longest k]
@@ -79,6 +80,8 @@ def make_inputs(case: Case) -> Inputs:
     q = draw(batch, longest_q, heads, case.head_dim).to(dtype)
     k, v = draw(2, batch, longest_k, case.kv_heads, case.head_dim).to(dtype).unbind()
     dout = draw(batch, longest_q, heads, case.head_dim).to(dtype)
+    if case.head_dim_v:
+        v, dout = v[..., : case.head_dim_v], dout[..., : case.head_dim_v]
     dlse = draw(batch, heads, longest_q).to(torch.float64 if case.dtype == "fp64" else torch.float32)
     if case.strides == "expanded":
         k, v = (x[:, :, :1].expand_as(x).clone() for x in (k, v))
@@ -189,17 +192,19 @@ def evaluate(case: Case, t: Inputs, low: torch.dtype | None = None) -> dict[str,
         return x if low is None else x.to(low).to(wide)
 
     batch, longest_q, longest_k = t.seen.shape
-    kv, group, dim = case.kv_heads, case.ratio, case.head_dim
+    kv, group = case.kv_heads, case.ratio
     rows = (batch, kv, group * longest_q)
 
     def fold(x: Tensor) -> Tensor:  # [batch, longest_q, num_q_heads, dim] -> [batch, kv, group * longest_q, dim]
-        return x.to(wide).view(batch, longest_q, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(*rows, dim)
+        dim = x.shape[-1]
+        return x.to(wide).reshape(batch, longest_q, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(*rows, dim)
 
     def unfold(x: Tensor) -> Tensor:
+        dim = x.shape[-1]
         x = x.view(batch, kv, group, longest_q, dim).permute(0, 3, 1, 2, 4)
         return x.reshape(batch, longest_q, kv * group, dim)
 
-    scale = case.scale if case.scale is not None else dim**-0.5
+    scale = case.scale if case.scale is not None else case.head_dim**-0.5
     q, dout = fold(t.padded["q"]), fold(t.padded["dout"])
     k, v = (t.padded[name].to(wide).transpose(1, 2) for name in ("k", "v"))  # [batch, kv, longest_k, dim]
     seen = t.seen[:, None, None].expand(batch, 1, group, longest_q, longest_k).reshape(batch, 1, rows[2], longest_k)
