@@ -53,7 +53,7 @@ class _Device(ctypes.Structure):
 class _VariantInfo(ctypes.Structure):
     _fields_ = (
         *(("name", c_char_p), ("op", c_int), ("backend", c_int), ("arch", c_int32), ("dtypes", c_uint32)),
-        *(("max_head_dim", c_int64), ("tile_q", c_int64), ("tile_k", c_int64)),
+        *(("max_head_dim", c_int64), ("tile_q", c_int64), ("tile_k", c_int64), ("compiled", c_bool)),
     )
 
 
@@ -183,6 +183,7 @@ def variants() -> list[dict[str, Any]]:
                 "max_head_dim": info.max_head_dim,
                 "tile_q": info.tile_q,
                 "tile_k": info.tile_k,
+                "compiled": info.compiled,
             }
         )
     return rows
@@ -235,6 +236,7 @@ def plan(
     row = _library.sinkattn_variant(chosen.variant).contents
     return {
         "variant": row.name.decode(),
+        "compiled": row.compiled,
         "tile_q": row.tile_q,
         "tile_k": row.tile_k,
         "workers": chosen.workers,

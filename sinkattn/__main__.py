@@ -17,6 +17,7 @@ from .check import check, plan
 _PLAN = "Which kernel serves given sizes, and why; on this CPU, or by --cuda or --arch on a GPU. Heads are gpt-oss's."
 _PLANNED = """what is printed:
   variant           the kernel; its name says from which CPU level or compute capability on it runs
+  compiled          whether this build has it: those for CUDA only if nvcc was there
   tile_q, tile_k    rows, (token, head) pairs of one kv head, and keys that it works on at a time; 0: no tiles
   workers           threads or multiprocessors that get some of the work
   num_splits        parts that the keys of a sequence are cut into
@@ -101,6 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, NotImplementedError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
+    chosen["compiled"] = "yes" if chosen["compiled"] else "no, this build was made without nvcc"
     chosen["reason"] = chosen["reason"].replace("; ", "\n" + " " * 17)
     print("\n".join(f"{name:15}  {value}" for name, value in chosen.items()))
     return 0

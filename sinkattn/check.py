@@ -20,15 +20,18 @@ The environment variable SINKATTN_CPU_LEVEL names the highest that is to be used
 
 
 def variants() -> list[dict[str, Any]]:
-    """Every compiled kernel: name, op, backend, arch (the least that runs it), dtypes, max_head_dim, tile_q, tile_k."""
+    """Every kernel: name, op, backend, arch (the least that runs it), dtypes, max_head_dim, tile_q, tile_k, compiled.
+
+    Without nvcc those for CUDA are not compiled: they can be planned for and not run.
+    """
     return _C.variants()
 
 
 def plan(op: str, device: dict[str, Any] | None = None, **sizes: Any) -> dict[str, Any]:
     """Which kernel serves these sizes, how, and why.
 
-    Returns variant, its tile_q and tile_k, workers, num_splits, num_items, workspace_bytes and reason, which also has
-    the one thing that each better row of the table does not serve.
+    Returns variant, whether it is compiled here, its tile_q and tile_k, workers, num_splits, num_items, workspace_bytes
+    and reason, which also has the one thing that each better row of the table does not serve.
 
     op is "fwd", "bwd" or "decode". sizes are dtype ("bf16", "fp16", "fp32" or "fp64"), batch, num_q_heads,
     num_kv_heads, head_dim, q_len and k_len; packed: the rows of the whole tensors; decode: k_len is the capacity of a
@@ -37,7 +40,7 @@ def plan(op: str, device: dict[str, Any] | None = None, **sizes: Any) -> dict[st
     is a dict as `_C.query_cpu` returns it, this CPU with torch's threads if left out; no such device has to be there.
 
     plan("decode", ...)["workspace_bytes"] is the size of the scratch that torch.ops.sinkattn.flash_decode_out takes.
-    Raises ValueError for sizes that break a rule, NotImplementedError when no compiled kernel serves them.
+    Raises ValueError for sizes that break a rule, NotImplementedError when no kernel serves them.
     """
     return _C.plan(op, _C.query_cpu(torch.get_num_threads()) if device is None else device, **sizes)
 
@@ -86,6 +89,8 @@ def check() -> str:
         "cuda": _cuda_line(),
     }
     for variant in variants():
+        if not variant["compiled"]:
+            continue
         served = f"{', '.join(variant['dtypes'])}; head_dim up to {variant['max_head_dim']}"
         tiles = f"; tiles of {variant['tile_q']} rows x {variant['tile_k']} keys" if variant["tile_q"] else ""
         lines[variant["name"]] = served + tiles

@@ -39,8 +39,6 @@ def test_the_batch_from_which_splitting_stops_paying() -> None:
 def test_closed_forms_are_the_planner_s() -> None:
     device = {"backend": "cuda", "arch": 90, "workers": 132}
     sizes = {"dtype": "bf16", "num_q_heads": 64, "num_kv_heads": 8, "head_dim": 64, "q_len": 1, "k_len": 65536}
-    if not any(row["backend"] == "cuda" for row in sinkattn.variants()):
-        pytest.skip("built without nvcc: no CUDA rows to plan for")
     for batch in (1, 3, 16, 17, 64):
         reason = sinkattn.plan("decode", device, batch=batch, window_size_right=0, **sizes)["reason"]
         b_star, parts = re.search(r"B\* = (\d+), P = (\d+)", reason).groups()  # type: ignore[union-attr]

@@ -14,6 +14,8 @@ static sinkattn_status launch(const void *args, const sinkattn_problem *problem,
     if (status.code != SINKATTN_OK) return status;
     if (!context) return sa_status(SINKATTN_INVALID, "context is NULL; it must be given");
     const sa_variant *row = sa_variant_at(plan->variant);
+    if (!row->run)
+        return sa_status(SINKATTN_UNSUPPORTED, "plan.variant is %s; this build must be made with nvcc to have it", row->info.name);
     const int64_t needed = row->workspace_bytes(problem, plan); /* plan.workspace_bytes is the caller's word, this is ours */
     if (context->workspace_bytes < needed)
         return sa_status(SINKATTN_INVALID, "context.workspace_bytes is %" PRId64 "; it must be at least %" PRId64, context->workspace_bytes,

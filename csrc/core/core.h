@@ -54,7 +54,7 @@ typedef int64_t (*sa_workspace)(const sinkattn_problem *problem, const sinkattn_
 
 typedef struct sa_variant {
     sinkattn_variant_info info;
-    sa_launcher run;
+    sa_launcher run; /* NULL where it is not compiled */
     sa_workspace workspace_bytes;
     const char *(*refusal)(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 } sa_variant;

@@ -156,29 +156,28 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
                          "packed rows over a cache have head_dim %" PRId64 "; on CUDA it must be at most 256, or sequences of one q_len be "
                          "decoded with flash_attn_with_kvcache",
                          p->head_dim);
-    char compiled[400] = "";
+    char kernels[400] = "";
     size_t used = 0;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++) {
-        if (row->info.op != p->op || row->info.backend != device->backend || used >= sizeof compiled) continue;
-        used += (size_t)snprintf(compiled + used, sizeof compiled - used, "%s%s (", used ? ", " : "", row->info.name);
+        if (row->info.op != p->op || row->info.backend != device->backend || used >= sizeof kernels) continue;
+        used += (size_t)snprintf(kernels + used, sizeof kernels - used, "%s%s (", used ? ", " : "", row->info.name);
         for (sinkattn_dtype d = SINKATTN_BF16; d <= SINKATTN_FP64; d++)
-            if ((row->info.dtypes & SA_BIT(d)) && used < sizeof compiled)
-                used += (size_t)snprintf(compiled + used, sizeof compiled - used, "%s ", sa_dtype_name(d));
-        if (used < sizeof compiled)
-            used += (size_t)snprintf(compiled + used, sizeof compiled - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
+            if ((row->info.dtypes & SA_BIT(d)) && used < sizeof kernels)
+                used += (size_t)snprintf(kernels + used, sizeof kernels - used, "%s ", sa_dtype_name(d));
+        if (used < sizeof kernels)
+            used += (size_t)snprintf(kernels + used, sizeof kernels - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
     }
-    if (device->backend == SINKATTN_CUDA && used && has_narrow_values(p))
+    if (device->backend == SINKATTN_CUDA && has_narrow_values(p))
         return sa_status(SINKATTN_UNSUPPORTED,
                          "head_dim_v is %" PRId32 " with head_dim %" PRId64
                          "; no %s kernel on %s takes values narrower than keys: give v %" PRId64
                          " columns, zeros behind its own, and cut out",
                          p->head_dim_v, p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text, p->head_dim);
-    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; compiled: %s", sa_op_name(p->op),
+    return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; there are %s", sa_op_name(p->op),
                      sa_dtype_name(p->dtype), p->head_dim,
                      p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
-                     name_arch(device->backend, device->arch).text,
-                     used ? compiled : "none, as this build has no CUDA kernels; build sinkattn where nvcc is on PATH or NVCC names it");
+                     name_arch(device->backend, device->arch).text, kernels);
 }
 
 /* Query tiles over all sequences and kv heads; the heads of a group share a tile, so a tile's rows are (token, head) pairs. Packed
@@ -321,7 +320,7 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
 sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn_plan *plan) {
     if (!plan) return sa_status(SINKATTN_INVALID, "plan is NULL; it must be given");
     const sa_variant *row = sa_variant_at(plan->variant);
-    if (!row) return sa_status(SINKATTN_INVALID, "plan.variant is %" PRId32 "; it must name a compiled kernel", plan->variant);
+    if (!row) return sa_status(SINKATTN_INVALID, "plan.variant is %" PRId32 "; it must name a kernel", plan->variant);
     const char *why = refusal(row, problem);
     if (why)
         return sa_status(SINKATTN_INVALID, "plan.variant is %s; it must serve %s of %s with head_dim %" PRId64 ", but %s", row->info.name,

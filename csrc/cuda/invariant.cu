@@ -10,6 +10,7 @@
 // A contiguous cache is read in place. Of a paged one, the keys that some row sees are gathered into the workspace first. At the end, lse
 // is transposed to a decode's order. The planner chooses the forward, for these heads, this mask and this device.
 
+#include "core/workspace.h"
 #include "cuda/host/backend.h"
 #include "cuda/work/items.cuh"
 #include "cuda/work/launch_counter.cuh"
@@ -17,37 +18,27 @@
 namespace sa {
 namespace {
 
-constexpr int kThreads = 128, kGatherBlocks = 256, kAlignment = 128;
+constexpr int kThreads = 128, kGatherBlocks = 256;
 
 struct Memory {
     int32_t *cu_seqlens_q, *cu_seqlens_k; // [2 * batch + 1]
     float *lse, *lse_raw;                 // [num_q_heads, batch * q_len]
     char *k, *v;                          // paged: [batch, k_len, num_kv_heads, head_dim]
     void *forward;
-    int64_t bytes;
 };
 
 Memory lay_out(const sinkattn_problem &problem, void *workspace) {
-    const auto begin = reinterpret_cast<uintptr_t>(workspace);
-    uintptr_t at = (begin + kAlignment - 1) / kAlignment * kAlignment;
-    const auto take = [&at](int64_t bytes) {
-        const uintptr_t taken = at;
-        at += static_cast<uintptr_t>((bytes + kAlignment - 1) / kAlignment * kAlignment);
-        return reinterpret_cast<char *>(taken);
-    };
-    const int64_t lengths = (2 * problem.batch + 1) * static_cast<int64_t>(sizeof(int32_t));
-    const int64_t rows = problem.batch * problem.num_q_heads * problem.q_len * static_cast<int64_t>(sizeof(float));
-    const int64_t keys =
-        problem.page_size ? problem.batch * problem.k_len * problem.num_kv_heads * problem.head_dim * sa_dtype_bytes(problem.dtype) : 0;
-    Memory memory = {};
-    memory.cu_seqlens_q = reinterpret_cast<int32_t *>(take(lengths));
-    memory.cu_seqlens_k = reinterpret_cast<int32_t *>(take(lengths));
-    memory.lse = reinterpret_cast<float *>(take(rows));
-    memory.lse_raw = reinterpret_cast<float *>(take(rows));
-    memory.k = take(keys);
-    memory.v = take(keys);
-    memory.forward = take(kCounterBytes);
-    memory.bytes = static_cast<int64_t>(at - begin) + kAlignment - 1; // enough at any address
+    const sa_invariant_layout at = sa_invariant_layout_of(&problem);
+    const uintptr_t first = reinterpret_cast<uintptr_t>(workspace) + SA_WORKSPACE_ALIGNMENT - 1;
+    char *base = reinterpret_cast<char *>(first / SA_WORKSPACE_ALIGNMENT * SA_WORKSPACE_ALIGNMENT);
+    Memory memory;
+    memory.cu_seqlens_q = reinterpret_cast<int32_t *>(base + at.cu_seqlens_q);
+    memory.cu_seqlens_k = reinterpret_cast<int32_t *>(base + at.cu_seqlens_k);
+    memory.lse = reinterpret_cast<float *>(base + at.lse);
+    memory.lse_raw = reinterpret_cast<float *>(base + at.lse_raw);
+    memory.k = base + at.k;
+    memory.v = base + at.v;
+    memory.forward = base + at.forward;
     return memory;
 }
 
@@ -205,10 +196,6 @@ sinkattn_status run(const sinkattn_decode_args &args, const sinkattn_context &co
 
 } // namespace
 } // namespace sa
-
-extern "C" int64_t sa_cuda_invariant_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
-    return sa::lay_out(*problem, nullptr).bytes;
-}
 
 extern "C" sinkattn_status sa_decode_cuda_sm80_prefill(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
     return sa::run(*static_cast<const sinkattn_decode_args *>(args), *context);

@@ -113,7 +113,7 @@ SINKATTN_API sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device
  * SINKATTN_CUDA_ARCH in the environment, from 80 to the device's own, lowers the compute capability: 80 runs the sm_80 kernels. */
 SINKATTN_API sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device);
 
-/* One compiled kernel. */
+/* One kernel. A plan may name one that is not compiled, which cannot be run. */
 typedef struct sinkattn_variant_info {
     const char *name;
     sinkattn_op op;
@@ -122,9 +122,10 @@ typedef struct sinkattn_variant_info {
     uint32_t dtypes;        /* bit 1 << sinkattn_dtype for each dtype served */
     int64_t max_head_dim;   /* head_dim is a multiple of 8 up to this */
     int64_t tile_q, tile_k; /* rows and keys a tile; 0: untiled */
+    bool compiled;          /* into this library */
 } sinkattn_variant_info;
 
-/* The i-th compiled kernel, NULL past the last. */
+/* The i-th kernel, NULL past the last. */
 SINKATTN_API const sinkattn_variant_info *sinkattn_variant(int32_t i);
 
 typedef struct sinkattn_plan {

@@ -6,7 +6,6 @@
 
 #include "sample.h"
 
-#ifdef SA_WITH_CUDA
 static const char *chosen(const sinkattn_problem *problem, int32_t arch) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = arch, .workers = 132};
     sinkattn_plan plan;
@@ -78,12 +77,8 @@ static void test_the_largest_head_dim(void) {
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim 264; on CUDA it must be at most 256"), "%s",
           status.message);
 }
-#endif
 
-const test packed_plan_tests[] = {
-#ifdef SA_WITH_CUDA
-    {"packed rows over a cache have the forward's kernel", test_packed_rows_have_the_forwards_kernel},
-    {"a cache without pages", test_a_cache_without_pages},
-    {"the largest head_dim of packed rows", test_the_largest_head_dim},
-#endif
-    {0}};
+const test packed_plan_tests[] = {{"packed rows over a cache have the forward's kernel", test_packed_rows_have_the_forwards_kernel},
+                                  {"a cache without pages", test_a_cache_without_pages},
+                                  {"the largest head_dim of packed rows", test_the_largest_head_dim},
+                                  {0}};

@@ -83,12 +83,10 @@ static void test_values_narrower_than_keys(void) {
     sinkattn_plan plan;
     sinkattn_status status = sinkattn_make_plan(&problem, &cpu, &plan);
     CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "head_dim 64, head_dim_v 56 on"), "%s%s", status.message, plan.reason);
-#ifdef SA_WITH_CUDA
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim_v is 56 with head_dim 64; no fwd kernel on sm_90"), "%s",
           status.message);
-#endif
 }
 
 /* Narrow values take less of the workspace, of an op that keeps sums of them. */
@@ -123,7 +121,6 @@ static void test_partials_that_fit(void) {
     problem.k_len = 255 * SA_CPU_CHUNK;
     status = sinkattn_make_plan(&problem, &cpu, &plan);
     CHECK(status.code == SINKATTN_OK && plan.num_splits == 255, "%s", status.message);
-#ifdef SA_WITH_CUDA
     const sinkattn_device cuda = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     problem.k_len = 1 << 23;
     status = sinkattn_make_plan(&problem, &cuda, &plan);
@@ -132,7 +129,6 @@ static void test_partials_that_fit(void) {
     problem.num_splits--;
     status = sinkattn_make_plan(&problem, &cuda, &plan);
     CHECK(status.code == SINKATTN_OK && plan.num_splits == (1 << 15) - 1, "%s", status.message);
-#endif
 }
 
 /* More positional sink tokens than keys are as many as keys: nothing is counted from the number given. */
@@ -165,7 +161,7 @@ static void test_scales_at_the_edge(void) {
     }
 }
 
-/* On the CPU in one part each, for any number of workers; on CUDA where its rows are compiled. */
+/* On the CPU in one part each, for any number of workers, and on CUDA. */
 static void test_packed_rows_over_a_cache(void) {
     sinkattn_problem problem = causal_window(SINKATTN_DECODE, 127);
     problem.packed = true;
@@ -178,11 +174,7 @@ static void test_packed_rows_over_a_cache(void) {
     for (int i = 0; i < 3; i++) {
         const sinkattn_device gpu = {.backend = SINKATTN_CUDA, .arch = archs[i], .workers = 132};
         status = sinkattn_make_plan(&problem, &gpu, &plan);
-#ifdef SA_WITH_CUDA
         CHECK(status.code == SINKATTN_OK && plan.num_splits == 1, "%s", status.message);
-#else
-        CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "no CUDA kernels"), "%s", status.message);
-#endif
     }
     const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 64};
     for (int64_t splits = 0; splits < 2; splits++) {
@@ -193,7 +185,30 @@ static void test_packed_rows_over_a_cache(void) {
     }
 }
 
-const test rule_tests[] = {{"values narrower than keys", test_values_narrower_than_keys},
+/* A kernel that is not compiled is planned for like the others, and refused where it would run. */
+static void test_what_is_not_compiled_is_planned_and_not_run(void) {
+    const bool with_cuda = strstr(sinkattn_build_info(), "backends: cpu, cuda");
+    const sinkattn_variant_info *info;
+    for (int32_t i = 0; (info = sinkattn_variant(i)); i++)
+        CHECK(info->compiled == (info->backend == SINKATTN_CPU || with_cuda), "%s", info->name);
+    if (with_cuda) return;
+    sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
+    problem.q_len = problem.k_len = 40;
+    sample s = sample_new(&problem, true);
+    const sinkattn_fwd_args args = sample_fwd_args(&s);
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    sinkattn_plan plan;
+    sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_OK && sa_validate_plan(&problem, &plan).code == SINKATTN_OK, "%s", status.message);
+    status = sinkattn_fwd(&args, &plan, &(sinkattn_context){.workspace_bytes = 0});
+    CHECK(status.code == SINKATTN_UNSUPPORTED &&
+              strstr(status.message, "plan.variant is sa_fwd_cuda_sm90_window; this build must be made with nvcc to have it"),
+          "%s", status.message);
+    sample_free(&s);
+}
+
+const test rule_tests[] = {{"what is not compiled is planned and not run", test_what_is_not_compiled_is_planned_and_not_run},
+                           {"values narrower than keys", test_values_narrower_than_keys},
                            {"the workspace of narrow values", test_the_workspace_of_narrow_values},
                            {"rows and devices", test_rows_and_devices},
                            {"the local window's edge", test_the_local_windows_edge},

@@ -448,10 +448,6 @@ sinkattn_status launch_dtype(const void *arguments, const sinkattn_context *cont
 
 } // namespace
 
-extern "C" int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
-    return bwd_workspace_bytes(*problem);
-}
-
 extern "C" sinkattn_status sa_bwd_cuda_sm80_d64(const void *args, const sinkattn_plan *, const sinkattn_context *context) {
     return launch_dtype<64, sa_bwd_cuda_sm80_d64_tile_q, 64, 2, sa_bwd_cuda_sm80_d64_tile_k, 32, 2>(args, context);
 }

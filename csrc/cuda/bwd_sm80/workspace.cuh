@@ -3,6 +3,7 @@
 // The backward's workspace: of each row, lse and g - delta for the blocks that own keys, and its term of ds_aux for the sink kernel.
 #pragma once
 
+#include "core/workspace.h"
 #include "cuda/work/items.cuh"
 #include "cuda/work/sink_terms.cuh"
 
@@ -11,6 +12,8 @@ namespace sa::bwd_sm80 {
 struct Stats {
     float lse, bias; // lse: in log2 units, 0 for a row without keys and sink; bias: g - delta
 };
+constexpr int kStatsAlignment = SA_BWD_SM80_STATS_BYTES; // each is copied in one piece
+static_assert(sizeof(Stats) == SA_BWD_SM80_STATS_BYTES, "as the planner counts them");
 
 // stats: [batch, num_kv_heads, q_len * group], packed [num_kv_heads, total_q * group]. terms: shaped as lse; NULL without ds_aux.
 struct Workspace {
@@ -18,21 +21,10 @@ struct Workspace {
     float *terms;
 };
 
-static inline int64_t num_stats(const sinkattn_problem &problem) {
-    return (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len;
-}
-
-constexpr int kStatsAlignment = 8; // each is copied in one piece
-
-static inline int64_t bwd_workspace_bytes(const sinkattn_problem &problem) {
-    const int64_t term_bytes = problem.s_aux_dtype ? sizeof(float) : 0;
-    return num_stats(problem) * (static_cast<int64_t>(sizeof(Stats)) + term_bytes) + kStatsAlignment - 1;
-}
-
 static inline Workspace workspace_of(const sinkattn_bwd_args &args, const sinkattn_context &context) {
     const uintptr_t end = reinterpret_cast<uintptr_t>(context.workspace) + kStatsAlignment - 1;
     auto *stats = reinterpret_cast<Stats *>(end / kStatsAlignment * kStatsAlignment);
-    return {stats, args.ds_aux ? reinterpret_cast<float *>(stats + num_stats(args.fwd.problem)) : nullptr};
+    return {stats, args.ds_aux ? reinterpret_cast<float *>(stats + sa_bwd_sm80_num_stats(&args.fwd.problem)) : nullptr};
 }
 
 __device__ __forceinline__ int64_t stats_index(const sinkattn_problem &problem, const Work &work, int64_t r) {

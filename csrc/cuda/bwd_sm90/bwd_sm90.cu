@@ -252,7 +252,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 
 template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const BwdSizes sizes = sizes_of<C>(problem, plan.workers);
+    const sa_bwd_sm90_layout sizes = sa_bwd_sm90_layout_of(&problem, &plan);
+    static_assert(C::kTileFloats == C::kRows * C::kHeadDim, "as the planner counts them");
     const int64_t items = sizes.items * problem.num_kv_heads, item_writers = sa_ceil_div(items, 128);
     if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",
@@ -310,14 +311,6 @@ sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, c
 }
 
 } // namespace
-
-extern "C" int64_t sa_cuda_bwd_sm90_d64_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    return sizes_of<Config<Bf16, 64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>>(*problem, plan->workers).bytes;
-}
-
-extern "C" int64_t sa_cuda_bwd_sm90_d128_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    return sizes_of<Config<Bf16, 128, sa_bwd_cuda_sm90_d128_tile_q, sa_bwd_cuda_sm90_d128_tile_k>>(*problem, plan->workers).bytes;
-}
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
     return launch_dtype<64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>(args, plan, context);

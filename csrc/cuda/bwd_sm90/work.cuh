@@ -7,6 +7,7 @@
 #pragma once
 
 #include "core/chains.h"
+#include "core/workspace.h"
 #include "cuda/ptx/sm80.cuh"
 #include "cuda/work/items.cuh"
 #include "cuda/work/sink_terms.cuh"
@@ -45,6 +46,8 @@ struct alignas(16) Item {
     __device__ __forceinline__ int part_of(int t) const { return part + (tiles.end - 1 - blind) / round_tiles - (t - blind) / round_tiles; }
 };
 
+static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD_SM90_ITEM_BYTES, "as the planner counts them");
+
 struct BwdProblem {
     int64_t num_entries, num_carries; // carries that items share; one a block follows them
     sa_chain_room room;
@@ -77,15 +80,6 @@ __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, 
     const int64_t row = sa_first_seeing_row(&band);
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
 }
-
-// A tile reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more than kMostTiles
-// is cut into rounds, later tiles first, over which dK and dV are summed; with is_local it is not. A window of 4096 keys has 44 MiB of
-// tiles in use; at head_dim 64 the statistics leave no room for that.
-constexpr int64_t kMostBytes = 36 << 20, kSlotsBytes = 64 << 20, kRoundBytes = 18 << 20;
-template <class C> constexpr int64_t kMostTiles = kMostBytes / (4 * C::kTileFloats);
-template <class C> constexpr int64_t kSlotTiles = kSlotsBytes / (4 * C::kTileFloats);
-template <class C> constexpr int64_t kLocalTiles = (C::kHeadDim == 64 ? kMostBytes : 44 << 20) / (4 * C::kTileFloats);
-template <class C> constexpr int64_t kRoundTiles = kRoundBytes / (4 * C::kTileFloats);
 
 // The rows of the tail see no keys, its keys are seen by none.
 __device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const sa_sequence &sequence, bool is_tail) {
@@ -351,66 +345,6 @@ static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_
     if (threadIdx.x > 0) return;
     for (int warp = 1; warp < kSinkThreads / 32; warp++) sum += sums[warp];
     sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
-}
-
-// ---- the workspace ----
-
-struct BwdSizes {
-    int64_t entries, tiles, items, carries, own_carries, entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at,
-        row_terms_at, key_terms_at, bytes;
-    sa_chain_room room;
-};
-
-template <class C> BwdSizes sizes_of(const sinkattn_problem &problem, int64_t workers) {
-    const int64_t heads = problem.num_kv_heads, group = problem.num_q_heads / heads, tokens = C::kRows / group,
-                  tile_bytes = C::kTileFloats * 4, longest = sa_ceil_div(problem.q_len, tokens);
-    const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
-    BwdSizes sizes;
-    sizes.entries = problem.batch + problem.packed;
-    sizes.tiles = (problem.packed ? packed_tiles(problem.q_len, tokens, problem.batch + 1) : problem.batch * longest) * heads;
-    const int64_t blocks =
-        problem.packed ? packed_tiles(problem.k_len, C::kKeys, sizes.entries) : problem.batch * sa_ceil_div(problem.k_len, C::kKeys);
-    sa_chain_room &room = sizes.room;
-    room.num_heads = static_cast<int32_t>(heads);
-    room.most_tiles = kMostTiles<C>;
-    room.round_tiles = kRoundTiles<C>;
-    room.is_local = sa_window_keys(&problem.mask) < INT64_MAX && !problem.mask.num_sink_tokens &&
-                    sa_ceil_div(C::kKeys + sa_window_size(&band) - 1, tokens) + 2 <= kMostTiles<C>;
-    room.merges = blocks * heads >= SA_MANY_BLOCKS;
-    const bool has_long = !room.is_local && longest > kMostTiles<C>;
-    room.num_slots = static_cast<int32_t>(sa_min(sizes.tiles, problem.packed  ? kSlotTiles<C>
-                                                              : room.is_local ? kLocalTiles<C>
-                                                              : has_long      ? kRoundTiles<C>
-                                                                              : kSlotTiles<C>));
-    // A packed batch may be one sequence, or any number of them.
-    const sa_chains dense = sa_chains_of(&band, static_cast<sa_position_t>(tokens), C::kKeys, &room);
-    const bool may_have_rounds = problem.packed ? !room.is_local && longest >= 2 * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long;
-    const int64_t most_short = sa_min(problem.batch, longest / (2 * SA_LEAST_ROUND));
-    sizes.items = blocks * (has_long ? sa_ceil_div(longest, kRoundTiles<C>) : 1);
-    if (!problem.packed)
-        sizes.items = blocks * (dense.split ? dense.rounds : 1);
-    else if (may_have_rounds && !room.merges)
-        sizes.items += most_short * (sa_ceil_div(SA_ROUND_BLOCKS, heads) + 1);
-    sizes.carries = !may_have_rounds || room.merges ? 0 : blocks * heads;
-    if (has_long) sizes.carries += problem.packed ? packed_tiles(problem.k_len, C::kKeys, longest / kMostTiles<C> + 1) : blocks;
-    sizes.own_carries = may_have_rounds && room.merges ? workers : 0;
-    int64_t at = 0;
-    const auto take = [&](int64_t bytes) {
-        const int64_t from = at;
-        at = sa_ceil_div(at + bytes, 128) * 128;
-        return from;
-    };
-    sizes.entries_at = take((sizes.entries + 1) * static_cast<int64_t>(sizeof(Entry)));
-    sizes.items_at = take(sizes.items * heads * static_cast<int64_t>(sizeof(Item)));
-    sizes.turns_at = take((room.num_slots + 1) * 8);
-    sizes.carry_turns_at = take(sizes.carries * 8);
-    sizes.stats_at = take(sizes.tiles * stats_length<C>(problem.s_aux_dtype) * 4);
-    sizes.slots_at = take(room.num_slots * tile_bytes);
-    sizes.carries_at = take((sizes.carries + sizes.own_carries) * 2 * C::kKeys * C::kHeadDim * 4);
-    sizes.row_terms_at = take(problem.s_aux_dtype ? group * sizes.tiles * 4 : 0);
-    sizes.key_terms_at = take(problem.s_aux_dtype ? problem.num_q_heads * sizes.items * 4 : 0);
-    sizes.bytes = at + 127;
-    return sizes;
 }
 
 } // namespace sa::bwd_sm90

@@ -391,19 +391,13 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
 #endif
 }
 
-static inline int64_t num_sums(const sinkattn_problem &problem, const sinkattn_plan &plan) {
-    const int parts = problem.mask.num_sink_tokens ? Config<Bf16, true, false, kSinkKeys>::kParts : Config<Bf16, true, false, 0>::kParts;
-    return problem.s_aux_dtype ? problem.num_q_heads * plan.workers * parts : 0;
-}
-
-static inline int64_t workspace_alignment(const sinkattn_problem &problem) { return problem.mask.num_sink_tokens ? 16 : 4; }
-
 template <class Element, bool kSums, int kSinkTokens>
 sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     using First = Config<Element, kSums, false, kSinkTokens>;
     using Second = Config<Element, kSums, true, kSinkTokens>;
     constexpr int kSmemBytes = sizeof(SmemOf<First>);
     static_assert(kSmemBytes <= 227 * 1024, "what a block of compute capability 9.0 may use");
+    static_assert(First::kParts == (kSinkTokens ? SA_BWD_WINDOW_SINK_PARTS : SA_BWD_WINDOW_PARTS), "as the planner counts them");
     const sinkattn_problem &problem = args.fwd.problem;
     Problem p;
     p.max_distance = static_cast<int>(sa_window_keys(&problem.mask)) - 1;
@@ -413,17 +407,18 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     while (p.head_shift < 3 && p.group % (2 << p.head_shift) == 0) p.head_shift++;
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
-    const uintptr_t align = workspace_alignment(problem),
-                    workspace = (reinterpret_cast<uintptr_t>(context.workspace) + align - 1) / align * align;
+    const sa_bwd_window_layout layout = sa_bwd_window_layout_of(&problem, &plan);
+    const auto align = static_cast<uintptr_t>(layout.alignment),
+               workspace = (reinterpret_cast<uintptr_t>(context.workspace) + align - 1) / align * align;
     p.num_sink_tokens = static_cast<int>(problem.mask.num_sink_tokens);
-    p.row_tiles = num_row_tiles(problem);
+    p.row_tiles = layout.row_tiles;
     const int64_t tasks = num_sink_tasks(problem);
     if (tasks > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld sums of sink tokens; a launch holds at most 2^31", static_cast<long long>(tasks));
     p.num_sink_tasks = static_cast<unsigned>(tasks);
     p.partials = reinterpret_cast<float *>(workspace);
-    p.sums = p.partials + num_partials(problem);
-    p.redo = reinterpret_cast<unsigned *>(p.sums) + num_sums(problem, plan);
+    p.sums = p.partials + layout.partials;
+    p.redo = reinterpret_cast<unsigned *>(p.sums) + layout.sums;
     const int heads = 1 << p.head_shift, tokens = kRows / heads;
     unsigned *error_word;
     Maps maps;
@@ -453,10 +448,6 @@ sinkattn_status launch_for(const sinkattn_bwd_args &args, const sinkattn_plan &p
 }
 
 } // namespace
-
-extern "C" int64_t sa_cuda_bwd_sm90_window_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    return 4 * (num_partials(*problem) + num_sums(*problem, *plan) + plan->workers + 1) + workspace_alignment(*problem) - 1;
-}
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_window(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);

@@ -10,27 +10,19 @@
 // launches, and NaN put where a row sees them.
 #pragma once
 
+#include "core/workspace.h"
 #include "cuda/bwd_window_sm90/smem.cuh"
 #include "cuda/tile/finite.cuh"
 #include "cuda/tile/mma.cuh"
 
 namespace sa::bwd_window_sm90 {
 
-constexpr int kPartial = 2 * 64; // of one sink token: dK, then dV
+constexpr int kPartial = SA_BWD_WINDOW_PARTIAL; // of one sink token: dK, then dV
 constexpr int kSlices = kThreads / 32;
+static_assert(kPartial == 2 * 64, "head_dim is at most 64");
 static_assert(kSinkKeys == 16, "two columns of accumulators, one k16 step");
 
-// ---- partial sums in the workspace ----
-
-// Tiles of 64 positions that hold rows. Those of sequence b begin at (rows before it) / 64 + 2 b: room for the tiles that it begins and
-// ends in, found without a sum over the lengths.
-static inline int64_t num_row_tiles(const sinkattn_problem &problem) {
-    return problem.packed ? packed_tiles(problem.q_len, kKeys, 2 * problem.batch) : problem.batch * packed_tiles(problem.q_len, kKeys, 2);
-}
-
-static inline int64_t num_partials(const sinkattn_problem &problem) {
-    return problem.mask.num_sink_tokens * problem.num_kv_heads * num_row_tiles(problem) * kPartial;
-}
+// ---- partial sums in the workspace, by sa_bwd_window_layout ----
 
 __device__ __forceinline__ int64_t first_slot(const sinkattn_problem &problem, const sa_sequence &sequence, int64_t b) {
     if (problem.packed) return sa_tile_of(static_cast<sa_position_t>(sequence.q_begin), kKeys) + 2 * b;

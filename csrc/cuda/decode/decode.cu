@@ -226,16 +226,6 @@ int64_t row_tiles_of(const sinkattn_problem &problem) {
     return sa_ceil_div(problem.q_len * (problem.num_q_heads / problem.num_kv_heads), kTileQ);
 }
 
-int64_t rows_a_slot(const sinkattn_problem &problem) {
-    return sa_min(kTileQ, problem.q_len * (problem.num_q_heads / problem.num_kv_heads));
-}
-
-// A slot for each part; with shares, two a block: see sa_share_of.
-int64_t num_slots(const sinkattn_problem &problem, const sinkattn_plan &plan) {
-    if (plan.num_splits == 1) return 0;
-    return sa_is_balanced(&problem, &plan) ? 2 * plan.num_items : plan.num_items;
-}
-
 sinkattn_status check_sizes(const sinkattn_decode_args &args, const sinkattn_plan &plan) {
     const sinkattn_problem &problem = args.fwd.problem;
     const int64_t group = problem.num_q_heads / problem.num_kv_heads;
@@ -327,7 +317,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.by_heads = divisor(params.num_heads);
     params.by_splits = divisor(params.num_splits);
     params.by_row_tiles = divisor(params.row_tiles);
-    params.head_slots = static_cast<uint32_t>(num_slots(problem, plan) / problem.num_kv_heads);
+    params.head_slots = static_cast<uint32_t>(sa_decode_num_slots(&problem, &plan) / problem.num_kv_heads);
     params.k = static_cast<const uint16_t *>(args.fwd.k.data);
     params.v = static_cast<const uint16_t *>(args.fwd.v.data);
     params.k_page = args.fwd.k.batch_stride;
@@ -350,7 +340,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     params.s_aux = args.fwd.s_aux;
     params.s_aux_dtype = problem.s_aux_dtype;
     params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
-    params.slot_floats = static_cast<uint32_t>(rows_a_slot(problem) * C::kHeads * C::kPartialRow);
+    params.slot_floats = static_cast<uint32_t>(sa_decode_rows_a_slot(&problem, &plan) * C::kHeads * C::kPartialRow);
     params.tag = next_launch_tag();
     params.out = static_cast<uint16_t *>(args.fwd.out.data);
     params.out_batch = args.fwd.out.batch_stride;
@@ -434,12 +424,6 @@ template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, cons
 }
 
 } // namespace
-
-extern "C" int64_t sa_cuda_decode_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    const int64_t slots = num_slots(*problem, *plan);
-    const int64_t row_bytes = (sinkattn_variant(plan->variant)->max_head_dim + 8) * static_cast<int64_t>(sizeof(float));
-    return slots ? 16 + slots * rows_a_slot(*problem) * row_bytes : 0;
-}
 
 #define SA_DECODE(head_dim)                                                                                                                \
     extern "C" sinkattn_status sa_decode_cuda_sm80_d##head_dim(const void *args, const sinkattn_plan *plan,                                \

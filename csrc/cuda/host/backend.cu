@@ -11,7 +11,6 @@
 
 #include "cuda/host/backend.h"
 #include "cuda/work/items.cuh"
-#include "cuda/work/launch_counter.cuh"
 
 static sinkattn_status device_error(int32_t ordinal, const char *what, cudaError_t error) {
     sinkattn_status status = {SINKATTN_DEVICE, ""};
@@ -114,8 +113,4 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
     const char *slots = errors & sa::kBadSlotMapping ? "slot_mapping named a slot outside the cache, whose row was not written; " : "";
     return sa_status(SINKATTN_INVALID, "CUDA device %d: %s%s%s%sthe call clamped them, so its results are not what was meant", (int)ordinal,
                      cu_seqlens, cache_seqlens, block_table, slots);
-}
-
-extern "C" int64_t sa_cuda_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *) {
-    return problem->packed ? sa::kCounterBytes : 0;
 }

@@ -57,13 +57,9 @@ __device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args 
     return {0, begin, args.problem.q_len - begin, 0, 0};
 }
 
-// The most tiles of `size` that packed sequences of `total` rows or keys need. Those of sequence b begin at (rows or keys before it) / size
-// + b: room for each sequence, found without a prefix sum.
-static inline int64_t packed_tiles(int64_t total, int64_t size, int64_t sequences) { return total / size + sequences; }
-
 static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t tile_rows) {
     const int64_t group = problem.num_q_heads / problem.num_kv_heads;
-    if (problem.packed) return packed_tiles(problem.q_len * group, tile_rows, problem.batch + 1);
+    if (problem.packed) return sa_packed_tiles(problem.q_len * group, tile_rows, problem.batch + 1);
     return problem.batch * sa_ceil_div(problem.q_len * group, tile_rows);
 }
 

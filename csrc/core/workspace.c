@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "workspace.h"
+
+#include "core.h"
+#include "layout.h"
+
+static int64_t take(int64_t *at, int64_t bytes) {
+    const int64_t from = *at;
+    *at = sa_ceil_div(from + bytes, SA_WORKSPACE_ALIGNMENT) * SA_WORKSPACE_ALIGNMENT;
+    return from;
+}
+
+static int64_t group_of(const sinkattn_problem *p) { return p->num_q_heads / p->num_kv_heads; }
+
+/* ---- forward ---- */
+
+int64_t sa_cuda_fwd_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    (void)plan;
+    return p->packed ? SA_COUNTER_BYTES : 0;
+}
+
+/* ---- decode ---- */
+
+int64_t sa_decode_num_slots(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    if (plan->num_splits == 1) return 0;
+    return sa_is_balanced(p, plan) ? 2 * plan->num_items : plan->num_items;
+}
+
+int64_t sa_decode_rows_a_slot(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    return sa_min(sinkattn_variant(plan->variant)->tile_q, p->q_len * group_of(p));
+}
+
+/* A row of a partial: O, pivot and sum, padded. */
+int64_t sa_cuda_decode_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    const int64_t slots = sa_decode_num_slots(p, plan), row_bytes = (sinkattn_variant(plan->variant)->max_head_dim + 8) * 4;
+    return slots ? 16 + slots * sa_decode_rows_a_slot(p, plan) * row_bytes : 0;
+}
+
+sa_invariant_layout sa_invariant_layout_of(const sinkattn_problem *p) {
+    const int64_t lengths = (2 * p->batch + 1) * 4, rows = p->batch * p->num_q_heads * p->q_len * 4,
+                  keys = p->page_size ? p->batch * p->k_len * p->num_kv_heads * p->head_dim * sa_dtype_bytes(p->dtype) : 0;
+    sa_invariant_layout to;
+    int64_t at = 0;
+    to.cu_seqlens_q = take(&at, lengths);
+    to.cu_seqlens_k = take(&at, lengths);
+    to.lse = take(&at, rows);
+    to.lse_raw = take(&at, rows);
+    to.k = take(&at, keys);
+    to.v = take(&at, keys);
+    to.forward = take(&at, SA_COUNTER_BYTES);
+    to.bytes = at + SA_WORKSPACE_ALIGNMENT - 1;
+    return to;
+}
+
+int64_t sa_cuda_invariant_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    (void)plan;
+    return sa_invariant_layout_of(p).bytes;
+}
+
+/* ---- backward of sm_80 ---- */
+
+int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *p) { return (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len; }
+
+int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    (void)plan;
+    return sa_bwd_sm80_num_stats(p) * (SA_BWD_SM80_STATS_BYTES + (p->s_aux_dtype ? 4 : 0)) + SA_BWD_SM80_STATS_BYTES - 1;
+}
+
+/* ---- backward of sm_90 ---- */
+
+/* A tile of dQ reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more tiles than
+ * these bytes hold is cut into rounds, later tiles first, over which dK and dV are summed; under a window it is not. A window of 4096 keys
+ * has 44 MiB of tiles in use; at head_dim 64 the statistics leave no room for that. */
+#define SA_MOST_BYTES (INT64_C(36) << 20)
+#define SA_LOCAL_BYTES (INT64_C(44) << 20)
+#define SA_SLOTS_BYTES (INT64_C(64) << 20)
+#define SA_ROUND_BYTES (INT64_C(18) << 20)
+
+sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
+    const int64_t heads = p->num_kv_heads, group = group_of(p), tokens = info->tile_q / group,
+                  tile_bytes = info->tile_q * info->max_head_dim * 4, longest = sa_ceil_div(p->q_len, tokens),
+                  most_tiles = SA_MOST_BYTES / tile_bytes, slot_tiles = SA_SLOTS_BYTES / tile_bytes,
+                  round_tiles = SA_ROUND_BYTES / tile_bytes,
+                  local_tiles = (info->max_head_dim == 64 ? SA_MOST_BYTES : SA_LOCAL_BYTES) / tile_bytes;
+    const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
+    sa_bwd_sm90_layout to;
+    to.entries = p->batch + p->packed;
+    to.tiles = (p->packed ? sa_packed_tiles(p->q_len, tokens, p->batch + 1) : p->batch * longest) * heads;
+    const int64_t blocks = p->packed ? sa_packed_tiles(p->k_len, info->tile_k, to.entries) : p->batch * sa_ceil_div(p->k_len, info->tile_k);
+    sa_chain_room *room = &to.room;
+    room->num_heads = (int32_t)heads;
+    room->most_tiles = (int32_t)most_tiles;
+    room->round_tiles = (int32_t)round_tiles;
+    room->is_local = sa_window_keys(&p->mask) < INT64_MAX && !p->mask.num_sink_tokens &&
+                     sa_ceil_div(info->tile_k + sa_window_size(&band) - 1, tokens) + 2 <= most_tiles;
+    room->merges = blocks * heads >= SA_MANY_BLOCKS;
+    const bool has_long = !room->is_local && longest > most_tiles;
+    room->num_slots = (int32_t)sa_min(to.tiles, p->packed        ? slot_tiles
+                                                : room->is_local ? local_tiles
+                                                : has_long       ? round_tiles
+                                                                 : slot_tiles);
+    /* A packed batch may be one sequence, or any number of them. */
+    const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
+    const bool may_have_rounds = p->packed ? !room->is_local && longest >= 2 * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long;
+    const int64_t most_short = sa_min(p->batch, longest / (2 * SA_LEAST_ROUND));
+    to.items = blocks * (has_long ? sa_ceil_div(longest, round_tiles) : 1);
+    if (!p->packed)
+        to.items = blocks * (dense.split ? dense.rounds : 1);
+    else if (may_have_rounds && !room->merges)
+        to.items += most_short * (sa_ceil_div(SA_ROUND_BLOCKS, heads) + 1);
+    to.carries = !may_have_rounds || room->merges ? 0 : blocks * heads;
+    if (has_long) to.carries += p->packed ? sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1) : blocks;
+    to.own_carries = may_have_rounds && room->merges ? plan->workers : 0;
+    int64_t at = 0;
+    to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
+    to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);
+    to.turns_at = take(&at, (room->num_slots + 1) * 8);
+    to.carry_turns_at = take(&at, to.carries * 8);
+    to.stats_at = take(&at, to.tiles * (p->s_aux_dtype ? 3 : 2) * info->tile_q * 4);
+    to.slots_at = take(&at, room->num_slots * tile_bytes);
+    to.carries_at = take(&at, (to.carries + to.own_carries) * 2 * info->tile_k * info->max_head_dim * 4);
+    to.row_terms_at = take(&at, p->s_aux_dtype ? group * to.tiles * 4 : 0);
+    to.key_terms_at = take(&at, p->s_aux_dtype ? p->num_q_heads * to.items * 4 : 0);
+    to.bytes = at + SA_WORKSPACE_ALIGNMENT - 1;
+    return to;
+}
+
+int64_t sa_cuda_bwd_sm90_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) { return sa_bwd_sm90_layout_of(p, plan).bytes; }
+
+/* Tiles of tile_k positions that hold rows. Those of sequence b begin at (rows before it) / tile_k + 2 b: room for the tiles that it begins
+ * and ends in. */
+sa_bwd_window_layout sa_bwd_window_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    const int64_t keys = sinkattn_variant(plan->variant)->tile_k, num_sink_tokens = p->mask.num_sink_tokens;
+    sa_bwd_window_layout to;
+    to.row_tiles = p->packed ? sa_packed_tiles(p->q_len, keys, 2 * p->batch) : p->batch * sa_packed_tiles(p->q_len, keys, 2);
+    to.partials = num_sink_tokens * p->num_kv_heads * to.row_tiles * SA_BWD_WINDOW_PARTIAL;
+    to.sums = p->s_aux_dtype ? p->num_q_heads * plan->workers * (num_sink_tokens ? SA_BWD_WINDOW_SINK_PARTS : SA_BWD_WINDOW_PARTS) : 0;
+    to.alignment = num_sink_tokens ? 16 : 4;
+    to.bytes = 4 * (to.partials + to.sums + plan->workers + 1) + to.alignment - 1;
+    return to;
+}
+
+int64_t sa_cuda_bwd_sm90_window_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    return sa_bwd_window_layout_of(p, plan).bytes;
+}

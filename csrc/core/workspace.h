@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * How the CUDA kernels' workspaces are laid out: for their launchers, and for plans where no CUDA kernel is compiled. Positions count
+ * from the workspace's first multiple of its alignment; `bytes` is enough at any address.
+ */
+#ifndef SA_WORKSPACE_H
+#define SA_WORKSPACE_H
+
+#include "chains.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What the kernels put there; they assert their own sizes against these. */
+enum {
+    SA_WORKSPACE_ALIGNMENT = 128,
+    SA_COUNTER_BYTES = 16,       /* a launch counter, however the workspace is aligned */
+    SA_BWD_SM80_STATS_BYTES = 8, /* of a row: lse and g - delta */
+    SA_BWD_SM90_ENTRY_BYTES = 80,
+    SA_BWD_SM90_ITEM_BYTES = 128,
+    SA_BWD_WINDOW_PARTS = 12,      /* of ds_aux, a block and head, */
+    SA_BWD_WINDOW_SINK_PARTS = 16, /* with positional sink tokens; */
+    SA_BWD_WINDOW_PARTIAL = 128    /* floats of one sink token: dK, then dV */
+};
+
+/* Decode: a slot for each part; where the kernel cuts by lengths, two a block: see sa_share_of. A slot has so many rows. */
+int64_t sa_decode_num_slots(const sinkattn_problem *problem, const sinkattn_plan *plan);
+int64_t sa_decode_rows_a_slot(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
+/* Decode by the prefill's kernel: its packed lengths, lse and lse_raw, the gathered pages, and the forward's own workspace. */
+typedef struct sa_invariant_layout {
+    int64_t cu_seqlens_q, cu_seqlens_k, lse, lse_raw, k, v, forward, bytes;
+} sa_invariant_layout;
+
+sa_invariant_layout sa_invariant_layout_of(const sinkattn_problem *problem);
+
+/* sm_80's backward: rows that have statistics. */
+int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *problem);
+
+/* The general backward of sm_90. entries, tiles, items, carries, own_carries: how many there are, items those of a kv head. */
+typedef struct sa_bwd_sm90_layout {
+    int64_t entries, tiles, items, carries, own_carries;
+    int64_t entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at, key_terms_at, bytes;
+    sa_chain_room room;
+} sa_bwd_sm90_layout;
+
+sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
+/* The backward of windows: partials and sums in floats, one after the other, then a flag a block and a count. */
+typedef struct sa_bwd_window_layout {
+    int64_t row_tiles, partials, sums, alignment, bytes;
+} sa_bwd_window_layout;
+
+sa_bwd_window_layout sa_bwd_window_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
