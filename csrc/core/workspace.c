@@ -102,8 +102,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                                                                  : slot_tiles);
     /* A packed batch may be one sequence, or any number of them. */
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
-    const bool may_have_rounds = p->packed ? !room->is_local && longest >= 2 * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long;
-    const int64_t most_short = sa_min(p->batch, longest / (2 * SA_LEAST_ROUND));
+    const bool may_have_rounds = p->packed ? !room->is_local && longest >= INT64_C(2) * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long;
+    const int64_t most_short = sa_min(p->batch, longest / (INT64_C(2) * SA_LEAST_ROUND));
     to.items = blocks * (has_long ? sa_ceil_div(longest, round_tiles) : 1);
     if (!p->packed)
         to.items = blocks * (dense.split ? dense.rounds : 1);
@@ -115,7 +115,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);
-    to.turns_at = take(&at, (room->num_slots + 1) * 8);
+    to.turns_at = take(&at, (room->num_slots + INT64_C(1)) * 8);
     to.carry_turns_at = take(&at, to.carries * 8);
     to.stats_at = take(&at, to.tiles * (p->s_aux_dtype ? 3 : 2) * info->tile_q * 4);
     to.slots_at = take(&at, room->num_slots * tile_bytes);
