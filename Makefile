@@ -61,6 +61,9 @@ CUDA_FLAGS := -std=c++17 -O3 -DSA_WITH_CUDA -Icsrc -Icsrc/include -Xcompiler -fP
 # nvcc may be a wrapper, far from its toolkit: it says itself where its libraries are.
 CUDA_LIBRARIES := $(shell $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | sed -n 's/^\#\$$ LIBRARIES= *//p' | tr -d '"' | tr ' ' '\n' | grep -v stubs)
 LINK_LIBS += $(CUDA_LIBRARIES) -lcudart_static -ldl -lpthread -lrt
+# Without them an object names a temporary file, and its symbols have a hash of this folder.
+NVCC_PATH_NAME := $(shell $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | grep -o -m 1 -e --orig_src_path_name)
+CUDA_SAME_BYTES = -objtemp $(if $(NVCC_PATH_NAME),-Xcudafe $(NVCC_PATH_NAME)=$<)
 endif
 
 ARCHIVE := $(BUILD)/libsinkattn.a
@@ -83,7 +86,7 @@ $(BUILD)/csrc/cpu/cpu_neon_bf16.c.o: ROW_FLAGS := -march=armv8.2-a+bf16
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install binding package wheel test-wheel show-torches ext ext-test ext-docs ext-demo test test-c test-aarch64 test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
+.PHONY: lib install binding package wheel wheel-headers test-wheel show-torches ext ext-test ext-docs ext-demo test test-c test-aarch64 test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -111,7 +114,7 @@ endef
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(call say,NVCC,$< ($(strip $(cuda_progress)))) $(CCACHE) $(NVCC) $(CUDA_FLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(call say,NVCC,$< ($(strip $(cuda_progress)))) $(CCACHE) $(NVCC) $(CUDA_FLAGS) $(CUDA_SAME_BYTES) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(ARCHIVE): $(OBJECTS)
 	@rm -f $@
@@ -344,11 +347,13 @@ wheel: build/wheel-env/installed $(TORCH_INCLUDES)
 	PATH=build/wheel-env/bin:$$PATH $(WHEEL_PY) -m auditwheel repair --exclude libc10.so --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 	$(WHEEL_PY) tools/check_wheel.py dist/*.whl
 
-# The wheel under other torches, on a CPU, hundreds of tests each. A torch is 600 MB to download, so this is no part of CI.
-WHEEL_TORCHES ?= $(TORCHES)
-test-wheel: $(WHEEL_TORCHES:%=test-wheel-%)
+wheel-headers: $(TORCH_INCLUDES)
+
+# The wheel under other torches, and with -3.14, say, under another Python, on a CPU, hundreds of tests each. 600 MB each to download.
+WHEEL_LEGS ?= $(TORCHES) 2.14-3.10 2.15-3.14
+test-wheel: $(WHEEL_LEGS:%=test-wheel-%)
 test-wheel-%:
-	build/wheel-env/bin/python tools/try_wheel.py dist/*.whl $* build/try/$* $(patsubst %,tests/test_%.py,append func varlen_cache raw_lse edges)
+	@$(WHEEL_PY) tools/try_wheel.py dist/*.whl $* build/try/$* $(patsubst %,tests/test_%.py,ops func raw_lse append varlen_cache cache_batch_idx)
 
 show-torches:
 	@echo $(TORCHES)

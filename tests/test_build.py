@@ -327,6 +327,20 @@ def test_a_wheel_is_as_promised_and_faults_are_found(wheel: Path, tmp_path: Path
         assert fault in found, found
 
 
+def test_nvcc_makes_the_same_bytes_in_any_folder(tmp_path: Path) -> None:
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc")
+    objects = []
+    for folder in (tmp_path / "one", tmp_path / "another" / "deeper"):
+        shutil.copytree(ROOT / "csrc", folder / "csrc")
+        shutil.copy(ROOT / "Makefile", folder)
+        made = run("make", "-C", folder, "build/native/csrc/cuda/append.cu.o")
+        assert made.returncode == 0, made.stderr
+        objects.append((folder / "build" / "native" / "csrc" / "cuda" / "append.cu.o").read_bytes())
+    assert objects[0] == objects[1]
+    assert str(tmp_path).encode() not in objects[0]
+
+
 def test_the_wheel_runs_away_from_its_sources(wheel: Path, tmp_path: Path) -> None:
     said = re.search(r"A wheel has ([\d.]+) MB without CUDA and\s([\d.]+) MB with", (ROOT / "README.md").read_text())
     assert said
