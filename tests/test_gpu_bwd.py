@@ -128,19 +128,24 @@ def test_gradients_in_rounds(left: int, right: int, num_sink_tokens: int, lens: 
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (-1, -1)])
+@pytest.mark.parametrize(
+    ("window", "num_sink_tokens"), [((-1, 0), 0), ((-1, -1), 0), ((9300, 0), 0), ((300, 0), 140), ((130, 20), 1)]
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rounds_are_the_same_alone_and_in_whole_items(window: tuple[int, int], head_dim: int) -> None:
+def test_rounds_are_the_same_alone_and_in_whole_items(
+    window: tuple[int, int], num_sink_tokens: int, head_dim: int
+) -> None:
     """Alone an item is a round; in a batch of many key blocks it is a whole block, and adds its rounds itself."""
+    mask = {"window_size": window, "num_sink_tokens": num_sink_tokens}
     torch.manual_seed(0)
     q = torch.randn(9, 1030, 64, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 9, 1030, 8, head_dim, device="cuda", dtype=torch.bfloat16)
     s_aux = torch.randn(64, device="cuda")
-    whole = gradients(q, k, v, s_aux, window_size=window)
+    whole = gradients(q, k, v, s_aux, **mask)
     cu = torch.arange(10, dtype=torch.int32, device="cuda") * 1030
-    packed = gradients(*(x.flatten(0, 1) for x in (q, k, v)), s_aux, cu, window_size=window)
+    packed = gradients(*(x.flatten(0, 1) for x in (q, k, v)), s_aux, cu, **mask)
     for b in (0, 8):
-        alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, window_size=window)
+        alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, **mask)
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole[:4], alone[:4], strict=True))
     assert all(torch.equal(x, y.flatten(0, 1)) for x, y in zip(packed[:4], whole[:4], strict=True))
 
@@ -153,10 +158,14 @@ def test_gradients_of_a_batch_are_one_by_one() -> None:
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole[:4], alone[:4], strict=True))
 
 
-@pytest.mark.parametrize(("head_dim", "window"), [(64, (-1, 0)), (64, (127, 0)), (128, (-1, 0)), (256, (-1, 0))])
-def test_gradients_repeat_bitwise_under_load(head_dim: int, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "window", "num_sink_tokens"),
+    [(64, (-1, 0), 0), (64, (127, 0), 0), (128, (-1, 0), 0), (128, (127, 0), 130), (256, (-1, 0), 0)],
+)
+def test_gradients_repeat_bitwise_under_load(head_dim: int, window: tuple[int, int], num_sink_tokens: int) -> None:
     q, k, v, s_aux = gpt_oss_like(1, 1000, head_dim)
-    assert different_under_load(lambda: gradients(q, k, v, s_aux, window_size=window)) == 0
+    mask = {"window_size": window, "num_sink_tokens": num_sink_tokens}
+    assert different_under_load(lambda: gradients(q, k, v, s_aux, **mask)) == 0
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

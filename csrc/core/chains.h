@@ -9,6 +9,13 @@
  * dK and dV of a block are summed over the tiles of a round, then over rounds, later rows first. Rounds depend on the sequence, the heads
  * and the mask alone, so a sequence has the same bits in every batch. Where items are few, a chain is a round; where they are many, it is
  * all rounds, and the item itself adds them.
+ *
+ * Under a window, a chain is all rows of a kv head, and its slots follow its rows. Key blocks with positional sink tokens are seen by all
+ * rows, so they alone have rounds there, an item each, earlier rows first:
+ *
+ *     round 0, round 1 | block 1 | round 2 | block 2 | block 3 | round 3 | ...
+ *
+ * A round comes `lead` tiles before the first block that sees one of its tiles, so that its sums are there when that block needs them.
  */
 #ifndef SA_CHAINS_H
 #define SA_CHAINS_H
@@ -19,7 +26,10 @@ enum {
     SA_FEW_BLOCKS = 256,   /* of all kv heads: a sequence of fewer has rounds, */
     SA_ROUND_BLOCKS = 512, /* so many that blocks times rounds are about this, */
     SA_LEAST_ROUND = 32,   /* but none shorter than this */
-    SA_MANY_BLOCKS = 512   /* of all sequences and kv heads: items are whole blocks */
+    SA_MANY_BLOCKS = 512,  /* of all sequences and kv heads: items are whole blocks */
+    SA_SINK_BLOCKS = 4,    /* under a window, as many blocks with sink tokens have rounds */
+    SA_SINK_ROUND = 16,    /* of so many tiles, */
+    SA_SINK_LEAD = 32      /* that come so many tiles early */
 };
 
 /* What a launch has. */
@@ -29,6 +39,7 @@ typedef struct sa_chain_room {
     int32_t round_tiles;
     int32_t num_slots; /* accumulator slots */
     bool is_local;     /* under a window, whose items' tiles fit the slots */
+    int32_t span;      /* under a window: at most so many tiles see a block without sink tokens */
     bool merges;       /* items are many: a chain is all rounds */
 } sa_chain_room;
 
@@ -40,6 +51,7 @@ typedef struct sa_chains {
     bool split;                  /* a chain is a round, not all of them */
     int32_t count, together;     /* chains of all heads; worked on side by side */
     int32_t uses;                /* slot uses of a chain: its tiles, and in a shorter round idle ones */
+    int32_t sinks, lead;         /* under a window: blocks with sink tokens, which alone have rounds, and how early they come, in tiles */
 } sa_chains;
 
 /* tokens: of a row tile; keys: of a block. */
@@ -52,15 +64,19 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     const int32_t seeing = c.tiles - c.blind;
     const int64_t all_blocks = (int64_t)c.blocks * room->num_heads;
     c.is_long = !room->is_local && c.tiles > room->most_tiles;
+    c.sinks = room->is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
+    c.lead = 0;
     c.rounds = 1;
-    if (c.is_long)
+    if (c.sinks)
+        c.rounds = sa_tile_from(seeing, SA_SINK_ROUND);
+    else if (c.is_long)
         c.rounds = sa_tile_from(seeing, room->round_tiles);
     else if (!room->is_local && all_blocks > 0 && all_blocks < SA_FEW_BLOCKS)
         c.rounds = (int32_t)sa_min(sa_ceil_div(SA_ROUND_BLOCKS, all_blocks), seeing / SA_LEAST_ROUND);
     c.rounds = (int32_t)sa_last(c.rounds, 1);
-    c.round_tiles = (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
+    c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
-    c.split = c.rounds > 1 && (c.is_long || !room->merges);
+    c.split = !c.sinks && c.rounds > 1 && (c.is_long || !room->merges);
     c.count = (int32_t)((int64_t)room->num_heads * (c.split ? c.rounds : 1));
     c.uses = c.split ? c.round_tiles : seeing;
     c.together = 1;
@@ -68,60 +84,130 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
         const int32_t most = (int32_t)sa_within(room->num_slots / c.uses, 1, c.count);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
     }
+    if (c.sinks) {
+        /* A round needs slots whose last tiles no later block sees: those of `span` tiles before it and of `lead` are taken. Chains are as
+         * many as leave each room for two spans more, lest items wait for slots. */
+        const int32_t least = SA_SINK_ROUND + room->span, most = room->num_slots / (least + 2 * room->span + SA_SINK_LEAD);
+        for (c.together = (int32_t)sa_within(most, 1, c.count); c.count % c.together;) c.together--;
+        c.lead = (int32_t)sa_within(room->num_slots / c.together - least, 0, SA_SINK_LEAD);
+    }
     return c;
 }
 
 typedef struct sa_chain_item {
-    int32_t head, block, round; /* round: of a split chain, else 0 */
+    int32_t head, block, round; /* round: of a split chain, or of a block with sink tokens, else 0 */
+    int32_t nth;                /* number of the item in its head */
+    int32_t round_tiles;        /* of the item's rounds, from the first row that sees a key */
     sa_row_tiles tiles;         /* not the full ones; where there are none, begin and end are 0 */
-    int32_t part, num_parts;    /* the first round of the block that the item adds, counted from the later rows, and how many there are */
+    int32_t part, num_parts;    /* the first round of the block that the item adds, in the order of sums, and how many there are */
     int32_t use, step;          /* slot use of the item's last tile, and what is added to it from a tile to the one before */
     int32_t idle_use, idle;     /* uses that no tile has, from the first of them in steps; the item passes them on */
     bool exists;
 } sa_chain_item;
 
 /* The number of items, also those that do not exist. */
-SA_HD int32_t sa_num_chain_items(const sa_chains *c) { return c->count * c->blocks; }
+SA_HD int32_t sa_num_chain_items(const sa_chains *c) { return c->count * (c->sinks * c->rounds + c->blocks - c->sinks); }
 
-/* Item n in the order in which they are taken. Chains end together: a chain of earlier rows, whose rows see fewer blocks, begins later. */
+/* Blocks of a head whose dK and dV items hand on. */
+SA_HD int32_t sa_num_carries(const sa_chains *c) { return c->split ? c->blocks : c->rounds > 1 ? c->sinks : 0; }
+
+/* How many rounds of a set come before block x. Blocks without sink tokens and rounds are counted over all sets. */
+SA_HD int32_t sa_rounds_before(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t x) {
+    const int32_t seeing = c->tiles - c->blind, sets = c->count / c->together, set = x / (c->blocks - c->sinks),
+                  block = c->sinks + x - set * (c->blocks - c->sinks);
+    const sa_range of_block = {block * keys, sa_first((block + 1) * keys, band->k_len)};
+    const int32_t end = (int32_t)sa_last(sa_tile_from(sa_keys_rows(band, of_block).end, tokens) - c->blind, 0);
+    if (!seeing) return sets * c->rounds;
+    const int32_t before = set * seeing + end + c->lead, whole = before / seeing;
+    return whole >= sets ? sets * c->rounds : whole * c->rounds + sa_tile_from(before - whole * seeing, c->round_tiles);
+}
+
+/* Where an item stands: the number of its set of chains, of its chain in the set, and how many chains the set has. */
+typedef struct sa_chain_place {
+    int32_t set, nth, together;
+} sa_chain_place;
+
+/* The row tiles of a round, or of all. */
+SA_HD sa_range sa_tiles_of_round(const sa_chains *c, int32_t round, bool is_round) {
+    sa_range tiles;
+    tiles.begin = is_round ? c->blind + round * c->round_tiles : c->blind;
+    tiles.end = is_round ? sa_first(tiles.begin + c->round_tiles, c->tiles) : c->tiles;
+    return tiles;
+}
+
+/* Places item n where a window has sink tokens. */
+SA_HD sa_chain_place sa_place_beside_sinks(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n,
+                                           sa_chain_item *item) {
+    const int32_t row = n / c->together, plain = c->blocks - c->sinks, all = c->count / c->together * plain;
+    int32_t low = 0, high = all; /* the first block without sink tokens that is item n or comes after it */
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2;
+        if (middle + c->sinks * sa_rounds_before(c, band, tokens, keys, middle) < row)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    const bool is_plain = low < all && low + c->sinks * sa_rounds_before(c, band, tokens, keys, low) == row;
+    const int32_t x = is_plain ? low : row - low, each = is_plain ? plain : c->sinks * c->rounds, set = x / each, in_set = x - set * each;
+    const sa_chain_place place = {set, n - row * c->together, c->together};
+    item->head = set * c->together + place.nth;
+    item->round = is_plain ? 0 : in_set / c->sinks;
+    item->block = is_plain ? c->sinks + in_set : in_set - item->round * c->sinks;
+    item->nth = is_plain ? c->sinks * c->rounds + in_set : in_set;
+    item->exists = true;
+    return place;
+}
+
+/* Places item n elsewhere. Chains end together: a chain of earlier rows, whose rows see fewer blocks, begins later. */
+SA_HD sa_chain_place sa_place_in_set(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n,
+                                     sa_chain_item *item) {
+    const int32_t set = n / (c->together * c->blocks), in_set = n - set * c->together * c->blocks, first = set * c->together,
+                  together = (int32_t)sa_first(c->together, c->count - first), wave = in_set / together;
+    const sa_chain_place place = {set, in_set - wave * together, together};
+    const int32_t chain = first + place.nth;
+    item->head = c->split ? chain / c->rounds : chain;
+    item->round = c->split ? c->rounds - 1 - (chain - item->head * c->rounds) : 0;
+    const int32_t end = (int32_t)sa_tiles_of_round(c, item->round, c->split).end;
+    const int32_t blocks = end < c->tiles ? sa_tile_from(sa_row_band(band, end * tokens - 1).end, keys) : c->blocks;
+    item->exists = wave >= c->blocks - blocks;
+    item->block = item->exists ? wave - (c->blocks - blocks) : blocks + wave;
+    item->nth = item->round * c->blocks + item->block;
+    return place;
+}
+
+/* Item n in the order in which they are taken. */
 SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys,
                                      const sa_chain_room *room, int32_t n) {
     sa_chain_item item;
-    const int32_t set = n / (c->together * c->blocks), in_set = n - set * c->together * c->blocks, first_chain = set * c->together,
-                  together = (int32_t)sa_first(c->together, c->count - first_chain), wave = in_set / together,
-                  nth = in_set - wave * together, chain = first_chain + nth;
-    item.head = c->split ? chain / c->rounds : chain;
-    item.round = c->split ? c->rounds - 1 - (chain - item.head * c->rounds) : 0;
-    const int32_t begin = c->blind + item.round * c->round_tiles,
-                  end = c->split ? (int32_t)sa_first(begin + c->round_tiles, c->tiles) : c->tiles;
-    int32_t blocks = c->blocks;
-    if (end < c->tiles) blocks = sa_tile_from(sa_row_band(band, end * tokens - 1).end, keys);
-    item.exists = wave >= c->blocks - blocks;
-    item.block = item.exists ? wave - (c->blocks - blocks) : blocks + wave;
-    const sa_range of_block = {item.block * keys, sa_first((item.block + 1) * keys, band->k_len)}, rows = sa_keys_rows(band, of_block);
+    const sa_chain_place place =
+        c->sinks ? sa_place_beside_sinks(c, band, tokens, keys, n, &item) : sa_place_in_set(c, band, tokens, keys, n, &item);
+    const bool is_sink = item.block < c->sinks, is_round = c->split || is_sink;
+    const sa_range of_block = {item.block * keys, sa_first((item.block + 1) * keys, band->k_len)}, rows = sa_keys_rows(band, of_block),
+                   of_round = sa_tiles_of_round(c, item.round, is_round);
+    const int32_t begin = (int32_t)of_round.begin, end = (int32_t)of_round.end, first_use = place.set * c->together * c->uses + place.nth;
+    item.round_tiles = c->sinks && !is_sink ? (int32_t)sa_last(c->tiles, 1) : c->round_tiles;
     item.tiles.begin = item.tiles.end = item.part = item.num_parts = 0;
     item.use = item.idle_use = item.idle = 0;
-    item.step = room->is_local ? -1 : together;
-    const int32_t first_use = first_chain * c->uses + nth;
+    item.step = room->is_local ? -place.together : place.together;
     if (rows.begin < rows.end) {
         const int32_t first = sa_tile_of(rows.begin, tokens), past = sa_tile_from(rows.end, tokens),
-                      last_round = (past - 1 - c->blind) / c->round_tiles;
-        item.num_parts = last_round - (first - c->blind) / c->round_tiles + 1;
+                      first_round = (first - c->blind) / item.round_tiles, last_round = (past - 1 - c->blind) / item.round_tiles;
+        item.num_parts = last_round - first_round + 1;
         item.tiles.begin = (int32_t)sa_last(first, begin);
         item.tiles.end = (int32_t)sa_first(past, end);
-        if (c->split) item.part = last_round - item.round;
+        if (is_round) item.part = is_sink ? item.round - first_round : last_round - item.round;
     }
     if (item.tiles.begin < item.tiles.end)
-        item.use = room->is_local ? first_use + item.tiles.end - 1 - c->blind : first_use + (end - item.tiles.end) * together;
+        item.use = first_use + (room->is_local ? item.tiles.end - 1 - c->blind : end - item.tiles.end) * place.together;
     else
         item.tiles.begin = item.tiles.end = 0;
-    if (item.block == 0 && item.exists) {
+    if (item.block == 0 && item.exists && !c->sinks) {
         item.idle = c->uses - (end - begin);
-        item.idle_use = first_use + (end - begin) * together;
+        item.idle_use = first_use + (end - begin) * place.together;
     }
     if (item.tiles.begin < item.tiles.end) return item;
     /* Without tiles: dK and dV of a block that no row sees are zero, and one item writes them. */
-    const bool writes = !item.num_parts && (!c->split || item.round == c->rounds - 1);
+    const bool writes = !item.num_parts && (!is_round || item.round == c->rounds - 1);
     item.num_parts = writes;
     item.part = 0;
     item.exists = item.exists && (writes || item.idle);

@@ -92,8 +92,11 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     room->num_heads = (int32_t)heads;
     room->most_tiles = (int32_t)most_tiles;
     room->round_tiles = (int32_t)round_tiles;
-    room->is_local = sa_window_keys(&p->mask) < INT64_MAX && !p->mask.num_sink_tokens &&
-                     sa_ceil_div(info->tile_k + sa_window_size(&band) - 1, tokens) + 2 <= most_tiles;
+    /* Of the mask alone, as the order of sums depends on it. */
+    const int64_t window = sa_window_keys(&p->mask), span = sa_ceil_div(sa_min(window, 1 << 30) + info->tile_k - 1, tokens) + 1,
+                  sink_blocks = sa_ceil_div(sa_min(p->mask.num_sink_tokens, 1 << 30), info->tile_k);
+    room->is_local = span + (sink_blocks ? SA_SINK_ROUND : 1) <= most_tiles && sink_blocks <= SA_SINK_BLOCKS;
+    room->span = (int32_t)span;
     room->merges = blocks * heads >= SA_MANY_BLOCKS;
     const bool has_long = !room->is_local && longest > most_tiles;
     room->num_slots = (int32_t)sa_min(to.tiles, p->packed        ? slot_tiles
@@ -102,14 +105,16 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                                                                  : slot_tiles);
     /* A packed batch may be one sequence, or any number of them. */
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
-    const bool may_have_rounds = p->packed ? !room->is_local && longest >= INT64_C(2) * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long;
-    const int64_t most_short = sa_min(p->batch, longest / (INT64_C(2) * SA_LEAST_ROUND));
-    to.items = blocks * (has_long ? sa_ceil_div(longest, round_tiles) : 1);
+    const bool may_have_rounds =
+        !room->is_local && (p->packed ? longest >= INT64_C(2) * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long);
+    const int64_t most_short = sa_min(p->batch, longest / (INT64_C(2) * SA_LEAST_ROUND)), sinks = room->is_local ? sink_blocks : 0;
+    to.items = blocks * (has_long ? sa_ceil_div(longest, round_tiles) : 1) + sinks * (to.tiles / heads / SA_SINK_ROUND);
     if (!p->packed)
-        to.items = blocks * (dense.split ? dense.rounds : 1);
+        to.items = p->batch * sa_num_chain_items(&dense) / heads;
     else if (may_have_rounds && !room->merges)
         to.items += most_short * (sa_ceil_div(SA_ROUND_BLOCKS, heads) + 1);
     to.carries = !may_have_rounds || room->merges ? 0 : blocks * heads;
+    to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     if (has_long) to.carries += p->packed ? sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1) : blocks;
     to.own_carries = may_have_rounds && room->merges ? plan->workers : 0;
     int64_t at = 0;

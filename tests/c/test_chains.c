@@ -24,16 +24,18 @@ static sequence pick_sequence(void) {
     sinkattn_mask mask = {.has_right = one_in(2), .right = one_in(4) ? pick(1, 100) : 0};
     const bool has_window = mask.has_right && one_in(2);
     if (has_window) mask.has_left = true, mask.left = pick(0, one_in(2) ? 300 : 2000);
-    if (one_in(3)) mask.num_sink_tokens = pick(1, 300);
+    if (one_in(2)) mask.num_sink_tokens = pick(1, one_in(2) ? 20 : SA_SINK_BLOCKS * kKeys);
     s.band = sa_band_of(&mask, q_len, k_len);
     s.tokens = one_in(3) ? 9 : 1 << pick(0, 4);
     s.room.num_heads = (int32_t)pick(1, 9);
     s.room.most_tiles = one_in(2) ? 1152 : 150;
     s.room.round_tiles = s.room.most_tiles == 150 ? 80 : 608;
     s.room.num_slots = s.room.most_tiles == 150 ? 150 : 2048;
-    s.room.is_local = has_window && !mask.num_sink_tokens;
+    s.room.is_local = has_window;
     s.room.merges = one_in(2);
-    if (s.room.is_local) s.room.num_slots = (int32_t)((kKeys + mask.left + mask.right) / s.tokens + 3);
+    s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, s.tokens) + 1;
+    if (s.room.is_local)
+        s.room.num_slots = s.room.span + (mask.num_sink_tokens ? SA_SINK_ROUND : 1) + (one_in(2) ? 0 : (int32_t)pick(0, 2000));
     s.chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
     return s;
 }
@@ -91,8 +93,7 @@ static void test_chains_meet_all_tiles_in_order(void) {
     }
 }
 
-/* The rounds of a block are added one after another, later rows first, by items that come in this order; then dK and dV are written once.
- */
+/* The rounds of a block are added one after another by items that come in this order; then dK and dV are written once. */
 static void test_rounds_of_a_block_are_added_in_order(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
@@ -105,7 +106,7 @@ static void test_rounds_of_a_block_are_added_in_order(void) {
             int32_t part = item.part, begin = item.tiles.end;
             while (begin > item.tiles.begin) {
                 const int32_t end = begin;
-                begin = sa_round_begin(s.chains.blind, s.chains.round_tiles, end);
+                begin = sa_round_begin(s.chains.blind, item.round_tiles, end);
                 if (begin < item.tiles.begin) begin = item.tiles.begin;
                 CHECK_ITEM(added[block]++ == part++, &s, n);
                 if (s.chains.split) CHECK_ITEM(begin == item.tiles.begin, &s, n);
@@ -131,6 +132,44 @@ static void test_rounds_do_not_depend_on_the_batch(void) {
     }
 }
 
+/* Every item has a place of its own among those of its head. */
+static void test_items_of_a_head_have_numbers(void) {
+    for (int i = 0; i < 400; i++) {
+        const sequence s = pick_sequence();
+        const int32_t all = sa_num_chain_items(&s.chains), each = all / s.room.num_heads;
+        char *taken = calloc((size_t)(all + 1), 1);
+        for (int32_t n = 0; n < all; n++) {
+            const sa_chain_item item = item_of(&s, n);
+            if (CHECK_ITEM(item.head >= 0 && item.head < s.room.num_heads && item.nth >= 0 && item.nth < each, &s, n))
+                CHECK_ITEM(!taken[item.head * each + item.nth]++, &s, n);
+        }
+        if (s.room.is_local) CHECK_ITEM(each <= s.chains.blocks + s.chains.sinks * (s.chains.tiles / SA_SINK_ROUND), &s, each);
+        free(taken);
+    }
+}
+
+/* Under a window, an item with sink tokens is a round, which comes before the rows that need it, and not long before. */
+static void test_blocks_with_sink_tokens_have_rounds(void) {
+    const sinkattn_mask mask = {.has_left = true, .has_right = true, .left = 127, .num_sink_tokens = 4};
+    const sequence s = {.band = sa_band_of(&mask, 16384, 16384),
+                        .tokens = 16,
+                        .room = {.num_heads = 8, .num_slots = 1152, .is_local = true, .merges = true, .span = 17}};
+    const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
+    CHECK(chains.rounds == 64 && chains.together == 8 && chains.lead == SA_SINK_LEAD, "%d rounds, %d together", (int)chains.rounds,
+          (int)chains.together);
+    int32_t seen_to = 16; /* of block 0 alone */
+    for (int32_t n = 0; n < sa_num_chain_items(&chains); n++) {
+        const sa_chain_item item = sa_chain_item_of(&chains, &s.band, s.tokens, kKeys, &s.room, n);
+        CHECK(item.exists && item.tiles.end - item.tiles.begin <= 17, "item %d has tiles %d to %d", (int)n, (int)item.tiles.begin,
+              (int)item.tiles.end);
+        if (item.block > 0)
+            seen_to = item.tiles.end;
+        else
+            CHECK(item.tiles.begin < seen_to + 8 + SA_SINK_LEAD, "item %d begins at tile %d after %d", (int)n, (int)item.tiles.begin,
+                  (int)seen_to);
+    }
+}
+
 /* 4096 tokens of 8 kv heads of 8 fill an H200 with whole blocks, and 8192 of one kv head of 16 do not. */
 static void test_few_blocks_have_rounds(void) {
     const sinkattn_mask causal = {.has_right = true};
@@ -149,5 +188,7 @@ static void test_few_blocks_have_rounds(void) {
 const test chain_tests[] = {{"chains meet all tiles in order", test_chains_meet_all_tiles_in_order},
                             {"rounds of a block are added in order", test_rounds_of_a_block_are_added_in_order},
                             {"rounds do not depend on the batch", test_rounds_do_not_depend_on_the_batch},
+                            {"items of a head have numbers", test_items_of_a_head_have_numbers},
+                            {"blocks with sink tokens have rounds", test_blocks_with_sink_tokens_have_rounds},
                             {"few blocks have rounds", test_few_blocks_have_rounds},
                             {0}};

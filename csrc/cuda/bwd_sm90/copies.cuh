@@ -47,11 +47,11 @@ struct Slot {
 
     __device__ __forceinline__ Slot(int use, int num_slots) : index(use % num_slots), generation(use / num_slots) {}
 
-    // Moves to the slot of use + step; step is at least -1 and at most num_slots.
+    // Moves to the slot of use + step; step is at least -num_slots and at most num_slots.
     __device__ __forceinline__ void advance(int step, int num_slots) {
         index += step;
         if (index >= num_slots) index -= num_slots, generation++;
-        if (index < 0) index = num_slots - 1, generation--;
+        if (index < 0) index += num_slots, generation--;
     }
 };
 

@@ -156,9 +156,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_const
         const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
         const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens), own_uses = static_cast<int64_t>(chains.count) * chains.uses,
                       own_items = sa_num_chain_items(&chains),
-                      own_carries = !chains.split    ? 0
-                                    : chains.is_long ? chains.blocks
-                                                     : p.room.num_heads * chains.blocks;
+                      own_carries = chains.is_long ? chains.split * chains.blocks : p.room.num_heads * sa_num_carries(&chains);
         const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), uses_to = uses + warp_scan(own_uses, sum),
                       items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
         entry.first_tile = tiles_to - own_tiles;
@@ -212,16 +210,16 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     item.idle_use = static_cast<int>(entry.first_use) + own.idle_use;
     item.idle = own.idle;
     item.blind = chains.blind;
-    item.round_tiles = chains.round_tiles;
+    item.round_tiles = own.round_tiles;
     item.part = own.part;
     item.num_parts = own.num_parts;
     item.carry = -1;
     item.carry_turn = 0;
-    if (chains.split) {
-        item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * chains.blocks) + own.block;
+    if (own.block < sa_num_carries(&chains)) {
+        item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * sa_num_carries(&chains)) + own.block;
         item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
     }
-    item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + own.round * chains.blocks + own.block;
+    item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + own.nth;
     const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)};
     item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
     item.tiles.full_begin = item.tiles.full_end = 0;
