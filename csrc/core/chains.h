@@ -35,6 +35,7 @@ enum {
 /* What a launch has. */
 typedef struct sa_chain_room {
     int32_t num_heads;  /* kv heads */
+    int32_t copies;     /* sequences of the same lengths, whose chains are those of one sequence with so many times the heads */
     int32_t most_tiles; /* longer sequences have rounds of at most round_tiles, since their tiles do not fit the slots */
     int32_t round_tiles;
     int32_t num_slots; /* accumulator slots */
@@ -49,6 +50,7 @@ typedef struct sa_chains {
     int32_t rounds, round_tiles; /* the last round may be shorter */
     bool is_long;                /* rounds because of slots: heads one after another */
     bool split;                  /* a chain is a round, not all of them */
+    int32_t heads;               /* of all copies */
     int32_t count, together;     /* chains of all heads; worked on side by side */
     int32_t uses;                /* slot uses of a chain: its tiles, and in a shorter round idle ones */
     int32_t sinks, lead;         /* under a window: blocks with sink tokens, which alone have rounds, and how early they come, in tiles */
@@ -77,7 +79,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
     c.split = !c.sinks && c.rounds > 1 && (c.is_long || !room->merges);
-    c.count = (int32_t)((int64_t)room->num_heads * (c.split ? c.rounds : 1));
+    c.heads = room->num_heads * room->copies;
+    c.count = (int32_t)((int64_t)c.heads * (c.split ? c.rounds : 1));
     c.uses = c.split ? c.round_tiles : seeing;
     c.together = 1;
     if (!room->is_local && !c.is_long && c.uses) {
@@ -95,7 +98,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
 }
 
 typedef struct sa_chain_item {
-    int32_t head, block, round; /* round: of a split chain, or of a block with sink tokens, else 0 */
+    int32_t head, block, round; /* head: counted over copies; round: of a split chain, or of a block with sink tokens, else 0 */
     int32_t nth;                /* number of the item in its head */
     int32_t round_tiles;        /* of the item's rounds, from the first row that sees a key */
     sa_row_tiles tiles;         /* not the full ones; where there are none, begin and end are 0 */

@@ -90,6 +90,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const int64_t blocks = p->packed ? sa_packed_tiles(p->k_len, info->tile_k, to.entries) : p->batch * sa_ceil_div(p->k_len, info->tile_k);
     sa_chain_room *room = &to.room;
     room->num_heads = (int32_t)heads;
+    room->copies = 1;
     room->most_tiles = (int32_t)most_tiles;
     room->round_tiles = (int32_t)round_tiles;
     /* Of the mask alone, as the order of sums depends on it. */
@@ -116,6 +117,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.carries = !may_have_rounds || room->merges ? 0 : blocks * heads;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     if (has_long) to.carries += p->packed ? sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1) : blocks;
+    if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
     to.own_carries = may_have_rounds && room->merges ? plan->workers : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);

@@ -28,6 +28,7 @@ static sequence pick_sequence(void) {
     s.band = sa_band_of(&mask, q_len, k_len);
     s.tokens = one_in(3) ? 9 : 1 << pick(0, 4);
     s.room.num_heads = (int32_t)pick(1, 9);
+    s.room.copies = one_in(2) ? 1 : (int32_t)pick(1, 4);
     s.room.most_tiles = one_in(2) ? 1152 : 150;
     s.room.round_tiles = s.room.most_tiles == 150 ? 80 : 608;
     s.room.num_slots = s.room.most_tiles == 150 ? 150 : 2048;
@@ -62,7 +63,7 @@ static int32_t blocks_before(const sequence *s, int32_t tile, int32_t block) {
 static void test_chains_meet_all_tiles_in_order(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
-        const int32_t heads = s.room.num_heads, tiles = s.chains.tiles, uses = s.chains.count * s.chains.uses, num_slots = s.room.num_slots;
+        const int32_t heads = s.chains.heads, tiles = s.chains.tiles, uses = s.chains.count * s.chains.uses, num_slots = s.room.num_slots;
         int32_t *met = calloc((size_t)(heads * tiles + 1), sizeof *met), *use_of = calloc((size_t)(heads * tiles + 1), sizeof *use_of),
                 *first = calloc((size_t)(uses + 1), sizeof *first), *last = calloc((size_t)(uses + 1), sizeof *last);
         for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
@@ -97,7 +98,7 @@ static void test_chains_meet_all_tiles_in_order(void) {
 static void test_rounds_of_a_block_are_added_in_order(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
-        const int32_t all = s.room.num_heads * s.chains.blocks;
+        const int32_t all = s.chains.heads * s.chains.blocks;
         int32_t *added = calloc((size_t)(all + 1), sizeof *added), *written = calloc((size_t)(all + 1), sizeof *written);
         for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
             const sa_chain_item item = item_of(&s, n);
@@ -126,6 +127,7 @@ static void test_rounds_do_not_depend_on_the_batch(void) {
         sa_chain_room other = s.room;
         other.merges = !other.merges;
         other.num_slots += (int32_t)pick(0, 1000);
+        other.copies = (int32_t)pick(1, 5);
         const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &other);
         CHECK_ITEM(chains.rounds == s.chains.rounds && chains.round_tiles == s.chains.round_tiles && chains.blind == s.chains.blind, &s,
                    -1);
@@ -136,11 +138,11 @@ static void test_rounds_do_not_depend_on_the_batch(void) {
 static void test_items_of_a_head_have_numbers(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
-        const int32_t all = sa_num_chain_items(&s.chains), each = all / s.room.num_heads;
+        const int32_t all = sa_num_chain_items(&s.chains), each = all / s.chains.heads;
         char *taken = calloc((size_t)(all + 1), 1);
         for (int32_t n = 0; n < all; n++) {
             const sa_chain_item item = item_of(&s, n);
-            if (CHECK_ITEM(item.head >= 0 && item.head < s.room.num_heads && item.nth >= 0 && item.nth < each, &s, n))
+            if (CHECK_ITEM(item.head >= 0 && item.head < s.chains.heads && item.nth >= 0 && item.nth < each, &s, n))
                 CHECK_ITEM(!taken[item.head * each + item.nth]++, &s, n);
         }
         if (s.room.is_local) CHECK_ITEM(each <= s.chains.blocks + s.chains.sinks * (s.chains.tiles / SA_SINK_ROUND), &s, each);
@@ -153,7 +155,7 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
     const sinkattn_mask mask = {.has_left = true, .has_right = true, .left = 127, .num_sink_tokens = 4};
     const sequence s = {.band = sa_band_of(&mask, 16384, 16384),
                         .tokens = 16,
-                        .room = {.num_heads = 8, .num_slots = 1152, .is_local = true, .merges = true, .span = 17}};
+                        .room = {.num_heads = 8, .copies = 1, .num_slots = 1152, .is_local = true, .merges = true, .span = 17}};
     const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
     CHECK(chains.rounds == 64 && chains.together == 8 && chains.lead == SA_SINK_LEAD, "%d rounds, %d together", (int)chains.rounds,
           (int)chains.together);
@@ -173,7 +175,7 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
 /* 4096 tokens of 8 kv heads of 8 fill an H200 with whole blocks, and 8192 of one kv head of 16 do not. */
 static void test_few_blocks_have_rounds(void) {
     const sinkattn_mask causal = {.has_right = true};
-    sa_chain_room room = {.num_heads = 8, .most_tiles = 1152, .round_tiles = 608, .num_slots = 2048};
+    sa_chain_room room = {.num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .num_slots = 2048};
     sa_band band = sa_band_of(&causal, 4096, 4096);
     CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
     room.num_heads = 1;

@@ -154,9 +154,11 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_const
         if (b <= p.num_entries) entry = buffers.entries[b];
         const sa_band band = band_of(args, entry.sequence, b >= problem.batch);
         const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
-        const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens), own_uses = static_cast<int64_t>(chains.count) * chains.uses,
-                      own_items = sa_num_chain_items(&chains),
-                      own_carries = chains.is_long ? chains.split * chains.blocks : p.room.num_heads * sa_num_carries(&chains);
+        const int chained = b % p.room.copies == 0; // the first of the sequences whose chains are side by side has all their items
+        const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens),
+                      own_uses = chained * static_cast<int64_t>(chains.count) * chains.uses,
+                      own_items = chained * sa_num_chain_items(&chains),
+                      own_carries = chained * sa_num_carries(&chains) * (chains.is_long ? 1 : chains.heads);
         const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), uses_to = uses + warp_scan(own_uses, sum),
                       items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
         entry.first_tile = tiles_to - own_tiles;
@@ -191,20 +193,22 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n);
     if (e >= p.num_entries) return;
     const Entry &entry = buffers.entries[e];
-    const sa_sequence sequence = entry.sequence;
-    const sa_band band = band_of(args, sequence, args.fwd.problem.packed && e == p.num_entries - 1);
+    const sa_band band = band_of(args, entry.sequence, args.fwd.problem.packed && e == p.num_entries - 1);
     const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
     const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, &p.room, static_cast<int32_t>(n - entry.first_item));
+    const int copy = own.head / p.room.num_heads, kv_head = own.head - copy * p.room.num_heads;
+    const Entry &of_copy = buffers.entries[e + copy];
+    const sa_sequence sequence = of_copy.sequence;
     Item item = {};
     item.exists = own.exists;
     item.batch = static_cast<int>(sequence.batch);
     item.q_begin = static_cast<int>(sequence.q_begin);
     item.k_begin = static_cast<int>(sequence.k_begin);
-    item.kv_head = own.head;
+    item.kv_head = kv_head;
     item.key = own.block * C::kKeys;
     item.band = band;
     item.tiles = own.tiles;
-    item.first_tile = static_cast<int>(p.room.num_heads * entry.first_tile) + own.head * chains.tiles;
+    item.first_tile = static_cast<int>(p.room.num_heads * of_copy.first_tile) + kv_head * chains.tiles;
     item.use = static_cast<int>(entry.first_use) + own.use;
     item.step = own.step;
     item.idle_use = static_cast<int>(entry.first_use) + own.idle_use;
@@ -219,7 +223,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
         item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * sa_num_carries(&chains)) + own.block;
         item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
     }
-    item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + own.nth;
+    item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + copy * (sa_num_chain_items(&chains) / chains.heads) + own.nth;
     const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)};
     item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
     item.tiles.full_begin = item.tiles.full_end = 0;
@@ -230,7 +234,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     }
     buffers.items[n] = item;
     if (item.exists || !buffers.row_terms) return;
-    for (int head = own.head * p.group; head < (own.head + 1) * p.group; head++) buffers.key_terms[head * p.num_items + item.nth] = 0.0f;
+    for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; head++) buffers.key_terms[head * p.num_items + item.nth] = 0.0f;
 }
 
 // ---- rows ----
