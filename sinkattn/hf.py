@@ -138,18 +138,19 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention of one layer, called by transformers.
 
-    query is [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]. attention_mask
-    is None, a mask that the function attention_mask made, or the caller's own: bool or integers [batch, kv_len], 0 for
-    padding. kv_len <= k_len: keys past it are the unused end of a static cache. s_aux is [num_q_heads]; sliding_window
-    counts the row itself. whole_sequence is said by a caller that has traded heads for the sequence's other parts;
-    invariant is register()'s. Returns out [batch, q_len, num_q_heads, head_dim], and None for the weights.
+    query is [batch, num_q_heads, q_len, head_dim], key and value [batch, num_kv_heads, k_len, head_dim]; value, and
+    with it out, may be narrower. attention_mask is None, a mask that the function attention_mask made, or the caller's
+    own: bool or integers [batch, kv_len], 0 for padding. kv_len <= k_len: keys past it are the unused end of a static
+    cache. s_aux is [num_q_heads]; sliding_window counts the row itself. whole_sequence is said by a caller that has
+    traded heads for the sequence's other parts; invariant is register()'s. Returns out [batch, q_len, num_q_heads,
+    head_dim], and None for the weights.
 
     Raises ValueError for arguments at odds with each other, NotImplementedError for what is not computed.
     """
     widths = value.shape[-1], query.shape[-1]
-    if widths[0] != widths[1]:
+    if widths[0] > widths[1]:
         raise NotImplementedError(
-            f"sinkattn: value has head_dim {widths[0]}, query {widths[1]}; they must be equal: use eager attention"
+            f"sinkattn: value has head_dim {widths[0]}, query {widths[1]}; value must not be wider: use eager attention"
         )
     _refuse(module, query.shape[1], s_aux, dropout, softcap, output_attentions, kwargs)
     if not whole_sequence:

@@ -105,8 +105,12 @@ def behind_cache(keys: Keys, kv_len: int) -> Sequences:
 def decode(q: Tensor, k: Tensor, v: Tensor, keys: Keys | None, **options: Any) -> Tensor:
     """out, as q, of q [batch, q_len, num_q_heads, head_dim] over a cache k, v [batch, kv_len, num_kv_heads, head_dim].
 
-    Sequences whose columns are given have pages of one key, which are the cache itself.
+    Sequences whose columns are given have pages of one key, which are the cache itself. v, and with it out, may be
+    narrower; CUDA's flash_decode takes it as wide as k, so there the cache's values are copied with zeros behind them.
     """
+    head_dim_v = v.shape[-1]
+    if v.is_cuda and head_dim_v < k.shape[-1]:
+        v = pad(v.transpose(1, 2), (0, k.shape[-1] - head_dim_v)).transpose(1, 2)  # laid out as the cache's keys
     lengths, table = None, None
     if keys is not None:
         lengths = keys.cache_seqlens
@@ -119,7 +123,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, keys: Keys | None, **options: Any) -
                 keys.tables[pitch] = torch.where(keys.columns < 0, 0, keys.columns + first)
             k, v, table = _pages_of_one(k), _pages_of_one(v), keys.tables[pitch]
     out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, causal=True, **options)
-    return cast(Tensor, out)
+    return cast(Tensor, out)[..., :head_dim_v]
 
 
 def _pitch(cache: Tensor) -> int:

@@ -36,13 +36,13 @@ SIZES = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GRANITE = {"head_dim": 16, "layer_rope_theta": [0, 10000.0], "attention_multiplier": 0.2}  # no rotation on full layers
-MIMO = {"mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4, "head_dim": 16, "v_head_dim": 16, **EXPERTS}
+MIMO = {"mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4, "head_dim": 24, "v_head_dim": 16, **EXPERTS}
 # model type -> the first transformers that has it, and what its configuration wants beside SIZES
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_swa": ("5.15", GRANITE),
     "granitemoe_swa": ("5.15", GRANITE | {"num_local_experts": 4}),
     "flint": ("5.21", {"head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS}),
-    "mimo_v2_flash": ("5.13", MIMO),  # as none is: with values as wide as keys
+    "mimo_v2_flash": ("5.13", MIMO),  # values of 16 beside keys of 24
 }
 LATENT = {
     "q_lora_rank": 16,
@@ -53,7 +53,7 @@ LATENT = {
     **EXPERTS,
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mimo_v2_flash": ("5.13", MIMO | {"head_dim": 24}, "value has head_dim 16, query 24"),
+    "mimo_v2_flash": ("5.13", MIMO | {"v_head_dim": 32}, "value has head_dim 32, query 24"),
     "hy_v4": (
         "5.17",
         {"num_key_value_heads": 8, "layer_types": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}

@@ -92,7 +92,7 @@ TINY: dict[str, Any] = {
     "sliding_window": WINDOW,
     "topk_group": 1,
     "use_sliding_window": True,
-    "v_head_dim": 24,
+    "v_head_dim": 8,
     "vision_intermediate_size": 64,
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
