@@ -40,7 +40,6 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     static constexpr int kStages = 2, kSums = 2; // stages of row tiles; buffers of dQ, one an adder
     static constexpr int kTileFloats = kRows * kHeadDim;
-    static constexpr int kTermPairs = kRows == 128 ? 8 : 7; // as shared memory allows
     static constexpr int kLoaderRegisters = 24, kMathRegisters = 240;
     static_assert(kKeys == 128, "two math warpgroups of 64 keys");
     static_assert(kRows / 64 * kHalves == 2, "a math warpgroup gets 64 x 64 of dQ");
@@ -100,7 +99,8 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<0>();
             pin(dp);
         }
-        find_ds<C, kMasked, kTerms>(dp, s, smem, p, stats, seen);
+        find_ds<C, kMasked, kTerms>(dp, s, smem, stats, seen);
+        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats);
         pack<typename C::Element>(ds, dp);
     }
 
@@ -169,7 +169,7 @@ template <class C, TermsOf kTerms> struct Math {
             smem.item_full.wait(items);
             if (!item.exists) return;
             Gradients dk, dv;
-            for (int i = 0; i < num_terms<C, kTerms>(p); i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
+            for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
             smem.kv_full.wait({items.n});
             if (item.has_tiles()) prepare_keys<C>(smem, item);
             for (;;) {
@@ -268,8 +268,6 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     p.scale_log2 = p.scale * kLog2e;
     p.num_tiles = sizes.tiles / problem.num_kv_heads;
     p.num_items = sizes.items;
-    for (p.term_period = 1; 8 * p.term_period % p.group;) p.term_period++;
-    for (int n = 0; n < 16; n++) p.term_at[n] = 2 * (n % p.term_period) * C::kMathThreads;
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
     const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
@@ -293,10 +291,9 @@ template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const s
     void *stream = context.stream;
     SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
     SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
-    const auto launch_keys = !args.ds_aux       ? launch_blocks<bwd_kernel<C, kNoTerms>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
-                             : 8 % p.group == 0 ? launch_blocks<bwd_kernel<C, kTermsOf8>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
-                             : p.term_period <= C::kTermPairs
-                                 ? launch_blocks<bwd_kernel<C, kTermsOfPairs>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+    const auto launch_keys = !args.ds_aux ? launch_blocks<bwd_kernel<C, kNoTerms>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+                             : 8 % p.group == 0
+                                 ? launch_blocks<bwd_kernel<C, kTermsOf8>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
                                  : launch_blocks<bwd_kernel<C, kTermsOfAny>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>;
     SA_TRY(launch_keys(name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
     if (!args.ds_aux) return sa_ok();

@@ -25,9 +25,9 @@ template <class C> struct Smem {
     alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
     alignas(128) float dq[C::kSums][C::kTileFloats];
     RowStats<C> stats[C::kStages];
-    float terms[2 * C::kTermPairs][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
-    int64_t dq_offset[C::kRows];                     // of each row of a tile, in elements from its first
-    int token[C::kRows];                             // of each row of a tile, counted in the tile
+    float terms[C::kRows / 32][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
+    int64_t dq_offset[C::kRows];                 // of each row of a tile, in elements from its first
+    int token[C::kRows];                         // of each row of a tile, counted in the tile
     Item items[2];
     sa_range seen_by[C::kKeys];     // rows that see each key
     bool poisoned[C::kKeys], hides; // keys of K that were not finite; whether clean_rows zeroed any dO

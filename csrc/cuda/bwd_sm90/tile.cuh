@@ -108,10 +108,10 @@ __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const Row
     }
 }
 
-// Which sums of p_sink dS a thread keeps. Where the GQA group divides 8, the thread's columns belong to two heads, a sum each. Columns 8 n
-// and 8 (n + period) after a column have its head, so with a short period each thread has a pair of sums for each n below it. Otherwise
+// Which sums of p_sink dS a thread keeps. Where the GQA group divides 8, the thread's columns belong to two heads, a sum each; otherwise
 // each lane keeps the sum of one column in 32.
-enum TermsOf { kNoTerms, kTermsOf8, kTermsOfPairs, kTermsOfAny };
+enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
+template <class C, TermsOf kTerms> constexpr int kNumTerms = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kRows / 32;
 
 // The column, of 32, whose sum the lane keeps.
 __device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + fragment_column() + threadIdx.x / 4 % 2; }
@@ -130,12 +130,12 @@ __device__ __forceinline__ float sum_column(float (&columns)[8]) {
     return columns[0];
 }
 
-// dp becomes dS; terms gain p_sink dS.
+// dp becomes dS. With kTermsOf8, terms gain p_sink dS.
 template <class C, bool kMasked, TermsOf kTerms>
-__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], Smem<C> &smem, const BwdProblem &problem,
-                                        const RowStats<C> &stats, const Seen &seen) {
+__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], Smem<C> &smem, const RowStats<C> &stats,
+                                        const Seen &seen) {
     const int column = fragment_column();
-    float of_tile[2] = {0.0f, 0.0f}, columns[8];
+    float of_tile[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < C::kRows / 8; n++) {
         const float2 bias = *reinterpret_cast<const float2 *>(&stats.bias[8 * n + column]);
@@ -144,34 +144,26 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (
             float &x = dp[4 * n + i];
             x = !kMasked || seen(i / 2, 8 * n + i % 2) ? p[4 * n + i] * (x + (i % 2 ? bias.y : bias.x)) : 0.0f;
         }
-        if (kTerms == kNoTerms) continue;
-        const float even = dp[4 * n] + dp[4 * n + 2], odd = dp[4 * n + 1] + dp[4 * n + 3];
-        if (kTerms == kTermsOfPairs) {
-            const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
-            float *pair = &smem.terms[0][problem.term_at[n] + pinned(threadIdx.x) - 128];
-            pair[0] = fmaf(p_sink.x, even, pair[0]);
-            __syncwarp();
-            pair[C::kMathThreads] = fmaf(p_sink.y, odd, pair[C::kMathThreads]);
-            __syncwarp();
-        } else if (kTerms == kTermsOf8) {
-            const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
-            of_tile[0] = fmaf(p_sink.x, even, of_tile[0]);
-            of_tile[1] = fmaf(p_sink.y, odd, of_tile[1]);
-        } else {
-            columns[2 * n % 8] = even;
-            columns[2 * n % 8 + 1] = odd;
-            if (n % 4 < 3) continue;
-            __syncwarp();
-            const float sum = sum_column(columns);
-            float &term = smem.terms[n / 4][pinned(threadIdx.x) - 128];
-            term = fmaf(stats.p_sink[n / 4 * 32 + lane_column()], sum, term);
-            __syncwarp();
-        }
+        if (kTerms != kTermsOf8) continue;
+        const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
+        of_tile[0] = fmaf(p_sink.x, dp[4 * n] + dp[4 * n + 2], of_tile[0]);
+        of_tile[1] = fmaf(p_sink.y, dp[4 * n + 1] + dp[4 * n + 3], of_tile[1]);
     }
-    if (kTerms == kTermsOf8) {
-        const int thread = pinned(threadIdx.x) - 128;
-        smem.terms[0][thread] += of_tile[0];
-        smem.terms[1][thread] += of_tile[1];
+    if (kTerms != kTermsOf8) return;
+    const int thread = pinned(threadIdx.x) - 128;
+    smem.terms[0][thread] += of_tile[0];
+    smem.terms[1][thread] += of_tile[1];
+}
+
+// With kTermsOfAny, when all of dS is there, as registers are short before: terms gain p_sink dS.
+template <class C> __device__ __forceinline__ void add_terms(const float (&ds)[C::kRows / 2], Smem<C> &smem, const RowStats<C> &stats) {
+    const int thread = pinned(threadIdx.x) - 128;
+#pragma unroll
+    for (int i = 0; i < C::kRows / 32; i++) {
+        float columns[8];
+#pragma unroll
+        for (int n = 0; n < 8; n++) columns[n] = ds[16 * i + n / 2 * 4 + n % 2] + ds[16 * i + n / 2 * 4 + n % 2 + 2];
+        smem.terms[i][thread] += stats.p_sink[32 * i + lane_column()] * sum_column(columns);
     }
 }
 
@@ -222,25 +214,21 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem
     }
 }
 
-// How many floats of Smem::terms a thread uses.
-template <class C, TermsOf kTerms> __device__ __forceinline__ int num_terms(const BwdProblem &p) {
-    return kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : kTerms == kTermsOfPairs ? 2 * p.term_period : C::kRows / 32;
-}
-
 // Writes the item's terms of ds_aux, one a head.
 template <class C, TermsOf kTerms>
 __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, const Item &item) {
-    const int thread = threadIdx.x - 128, columns = kTerms == kTermsOf8 ? 8 : kTerms == kTermsOfPairs ? 8 * p.term_period : C::kRows;
+    constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kRows;
+    const int thread = threadIdx.x - 128;
     auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
-    auto *own = sums + thread / 32 * columns;
+    auto *own = sums + thread / 32 * kColumns;
     bar_sync<C::kMathThreads>(kMathBarrier); // both math warpgroups have finished dQ, which reads dS: its buffer is free
-    if constexpr (kTerms == kTermsOfAny) {
-        for (int i = 0; i < C::kRows / 32; i++) own[32 * i + lane_column()] = smem.terms[i][thread];
-    } else {
-        for (int i = 0; i < num_terms<C, kTerms>(p); i++) {
-            float sum = smem.terms[i][thread];
+    for (int i = 0; i < kNumTerms<C, kTerms>; i++) {
+        float sum = smem.terms[i][thread];
+        if constexpr (kTerms == kTermsOfAny) {
+            own[32 * i + lane_column()] = sum;
+        } else {
             for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-            if (threadIdx.x % 32 < 4) own[i / 2 * 8 + fragment_column() + i % 2] = sum;
+            if (threadIdx.x % 32 < 4) own[fragment_column() + i] = sum;
         }
     }
     bar_sync<C::kMathThreads>(kMathBarrier);
@@ -248,7 +236,7 @@ __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, 
     if (head >= p.group) return;
     float sum = 0.0f;
     for (int warp = 0; warp < C::kMathWarps; warp++)
-        for (int column = head; column < columns; column += p.group) sum += sums[warp * columns + column];
+        for (int column = head; column < kColumns; column += p.group) sum += sums[warp * kColumns + column];
     buffers.key_terms[(item.kv_head * p.group + head) * p.num_items + item.nth] = -sum;
 }
 

@@ -54,7 +54,6 @@ struct BwdProblem {
     int group, tokens; // heads and tokens of a tile of rows
     float scale, scale_log2;
     int64_t num_tiles, num_items; // upper bounds for one kv head
-    int term_period, term_at[16]; // see TermsOf: the period of heads in columns, and the first of the thread's sums for columns 8 n
 };
 
 struct BwdBuffers {
