@@ -97,6 +97,13 @@ const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_v
     return p->invariant ? "its parts depend on the batch" : NULL;
 }
 
+/* A decode that must have the forward's bits, under a window that its kernel for one key tile serves. */
+const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->packed) return packed_rows;
+    if (!p->invariant) return "it is for invariant alone";
+    return sa_refusal_one_key_tile(p, info);
+}
+
 /* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits. */
 const char *sa_refusal_packed_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     return p->packed ? sa_refusal_any(p, info) : "it is for packed rows";
@@ -203,7 +210,8 @@ int64_t sa_most_chunks(const sinkattn_problem *p) { return most_tiles(p, SA_CPU_
 
 /* What a decode's parts are made of: chunks on a CPU, key tiles on a GPU. */
 static int64_t most_parts(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (!may_split(p)) return 1;
+    const bool one_key_tile = info->backend == SINKATTN_CUDA && info->arch >= 90; /* the decode for windows */
+    if (!may_split(p) || one_key_tile) return 1;
     return info->backend == SINKATTN_CPU && info->tile_k ? sa_most_chunks(p) : most_tiles(p, info->tile_k);
 }
 

@@ -57,6 +57,12 @@ int64_t sa_cuda_invariant_workspace(const sinkattn_problem *p, const sinkattn_pl
     return sa_invariant_layout_of(p).bytes;
 }
 
+int64_t sa_cuda_decode_window_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    (void)p;
+    (void)plan;
+    return 0;
+}
+
 /* ---- backward of sm_80 ---- */
 
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *p) { return (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len; }

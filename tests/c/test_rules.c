@@ -102,6 +102,38 @@ static void test_the_workspace_of_narrow_values(void) {
     }
 }
 
+/* Decodes with invariant, in one part. */
+static void test_which_decodes_have_one_key_tile(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, ""};
+    const struct {
+        const sinkattn_device *device;
+        int64_t q_len, num_q_heads, left, num_sink_tokens, num_splits;
+        bool invariant;
+        const char *name;
+    } cases[] = {{&device, 1, 64, 127, 0, 0, false, "sm80_d64"},     {&device, 1, 64, 127, 0, 0, true, "sm90_window"},
+                 {&device, 1, 64, 127, 0, 1, true, "sm90_window"},   {&device, 1, 64, 136, 0, 0, true, "sm90_window"},
+                 {&device, 1, 64, 137, 0, 0, true, "sm80_prefill"},  {&device, 2, 64, 127, 0, 0, false, "sm80_d64"},
+                 {&device, 2, 64, 127, 0, 0, true, "sm90_window"},   {&device, 1, 64, 127, 16, 0, true, "sm90_window"},
+                 {&device, 1, 64, 127, 17, 0, true, "sm80_prefill"}, {&device, 1, 512, 127, 0, 0, true, "sm90_window"},
+                 {&device, 1, 8, 127, 0, 0, true, "sm80_prefill"},   {&older, 1, 64, 127, 0, 0, true, "sm80_prefill"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sinkattn_problem problem = causal_window(SINKATTN_DECODE, cases[i].left);
+        problem.num_q_heads = cases[i].num_q_heads;
+        problem.num_kv_heads = 8;
+        problem.q_len = cases[i].q_len;
+        problem.mask.num_sink_tokens = cases[i].num_sink_tokens;
+        problem.num_splits = cases[i].num_splits;
+        problem.invariant = cases[i].invariant;
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, cases[i].device, &plan);
+        const char *name = status.code ? status.message : sinkattn_variant(plan.variant)->name;
+        CHECK(strcmp(name + strlen("sa_decode_cuda_"), cases[i].name) == 0, "case %zu: %s", i, name);
+        CHECK(strcmp(cases[i].name, "sm90_window") != 0 || (plan.num_splits == 1 && plan.workspace_bytes == 0), "case %zu: %s", i,
+              plan.reason);
+        CHECK(sa_validate_plan(&problem, &plan).code == SINKATTN_OK, "case %zu", i);
+    }
+}
+
 /* 2^16 rows of 2^8 chunks are 2^24 partials, which a CPU does not cut; in 2^15 parts they are 2^31, of which a GPU plans one fewer. */
 static void test_partials_that_fit(void) {
     const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
@@ -213,6 +245,7 @@ const test rule_tests[] = {{"what is not compiled is planned and not run", test_
                            {"rows and devices", test_rows_and_devices},
                            {"the local window's edge", test_the_local_windows_edge},
                            {"the single key tile's edge", test_the_single_tiles_edge},
+                           {"decodes with one key tile", test_which_decodes_have_one_key_tile},
                            {"partials that fit", test_partials_that_fit},
                            {"sink tokens beyond the keys", test_sink_tokens_beyond_the_keys},
                            {"scales at the edge", test_scales_at_the_edge},

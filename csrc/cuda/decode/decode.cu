@@ -21,7 +21,6 @@
 #include "cuda/decode/keys.cuh"
 #include "cuda/decode/load.cuh"
 #include "cuda/decode/merge.cuh"
-#include "cuda/decode/nvfp4.cuh"
 #include "cuda/decode/tile.cuh"
 #include "cuda/decode/work.cuh"
 #include "cuda/host/launch.cuh"

@@ -6,8 +6,8 @@
 
 #include "cuda/decode/load.cuh"
 #include "cuda/decode/merge.cuh"
-#include "cuda/decode/nvfp4.cuh"
 #include "cuda/tile/sink.cuh"
+#include "cuda/work/nvfp4.cuh"
 
 namespace sa::decode {
 
@@ -68,7 +68,9 @@ __device__ __forceinline__ void write_out(const Quad &quad, const typename C::Sm
     *reinterpret_cast<uint2 *>(to) = halves;
     if constexpr (C::kExtras) {
         const int64_t out_row = (wide(part.batch) * params.band.q_len + at.token) * params.num_heads * params.group + at.head;
-        if (params.nvfp4_values) write_nvfp4<typename C::Element>(params, out_row, column, halves);
+        if (params.nvfp4_values)
+            write_nvfp4<typename C::Element>(params.nvfp4_values, params.nvfp4_scales, params.global_scale, params.head_dim, out_row,
+                                             column, halves);
     }
 }
 
