@@ -5,12 +5,14 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/macros/Macros.h>
 #include <c10/util/Exception.h>
+#include <torch/headeronly/version.h>
 
 C10_DIAGNOSTIC_PUSH_AND_IGNORED_IF_DEFINED("-Winterference-size") // of the included file
 #include <ATen/core/CachingHostAllocator.h>
 C10_DIAGNOSTIC_POP()
 
 #include <cstdlib>
+#include <dlfcn.h>
 
 namespace sinkattn {
 
@@ -140,7 +142,19 @@ at::Tensor block_table_of(const at::Tensor &tensor, int64_t batch, const at::Ten
 
 static c10::Stream current_stream(const at::Tensor &q) { return c10::impl::VirtualGuardImpl(q.device().type()).getStream(q.device()); }
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 11
 void *stream_of(const at::Tensor &q) { return current_stream(q).native_handle(); }
+#else
+// torch 2.10's stream does not say its handle; a function of its CUDA library does, which is loaded where there is a CUDA tensor.
+void *stream_of(const at::Tensor &q) {
+    using get_current_stream = int32_t (*)(int32_t, void **);
+    static const auto get = reinterpret_cast<get_current_stream>(
+        dlsym(dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD), "aoti_torch_get_current_cuda_stream"));
+    void *stream = nullptr;
+    TORCH_CHECK(get && get(current_stream(q).device_index(), &stream) == 0, "sinkattn: torch ", TORCH_VERSION, " tells no CUDA stream");
+    return stream;
+}
+#endif
 
 void keep_until_read(const at::Tensor &host, const at::Tensor &q) {
     if (q.is_cpu() || !host.is_cpu()) return;
