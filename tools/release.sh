@@ -20,7 +20,7 @@ make wheel && mkdir -p build/first && mv dist/*.whl build/first
 rm -rf build/native && make wheel && have 'make wheel, twice, the second from nothing'
 build/wheel-env/bin/python tools/check_wheel.py dist/*.whl build/first/*.whl && have 'the wheel is as promised, its two builds have the same bytes' ||
     need 'tools/check_wheel.py'
-make test-wheel && have 'the wheel under each torch of WHEEL_TORCHES' || need 'make test-wheel'
+make test-wheel && have 'the wheel under each torch and Python of WHEEL_LEGS' || need 'make test-wheel'
 sha256sum dist/*.whl
 cat << END
 What a person does then:

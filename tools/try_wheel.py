@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python tools/try_wheel.py WHEEL RELEASE FOLDER [PYTEST...]: the wheel under a torch of that release, on a CPU.
+"""python tools/try_wheel.py WHEEL RELEASE[-PYTHON] FOLDER TEST...: the wheel under a torch of that release, on a CPU.
+
+RELEASE-PYTHON, 2.15-3.14 say, does it under another Python; where there is none, that is said and nothing is run.
+Prints a line of what was run, and all of it if a test failed.
 
 The package index has torch built for CUDA, which wants gigabytes of CUDA libraries before it imports. None is called
 on a CPU, so each gets an empty one of its name, whose functions return an error.
@@ -8,11 +11,13 @@ on a CPU, so each gets an empty one of its name, whose functions return an error
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("filelock", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools", "numpy")
 TESTING = ("pytest", "hypothesis")
 OF_THE_SYSTEM = ("libc.so", "libm.so", "libz.so", "libdl", "librt", "libgcc_s", "libquadmath", "libpthread", "ld-linux")
@@ -60,26 +65,61 @@ def empty_cuda_libraries(folder: Path) -> None:
         subprocess.run(command, check=True)
 
 
-def install(wheel: Path, release: str, folder: Path) -> Path:
+def install(wheel: Path, release: str, version: str, folder: Path) -> Path:
     site = folder / "site"
-    if not (site / "torch").exists():
-        site.mkdir(parents=True)
-        pip = [sys.executable, "-m", "pip"]
-        subprocess.run([*pip, "install", "--quiet", "--target", site, *NEEDED, *TESTING], check=True)
-        download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder, f"torch=={release}.*"]
-        subprocess.run([*pip, *download], check=True)
-        (torch,) = folder.glob("torch-*.whl")
-        zipfile.ZipFile(torch).extractall(site)
-        torch.unlink()
-        empty_cuda_libraries(site / "torch" / "lib")
+    site.mkdir(parents=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    chosen = ["--quiet", "--only-binary=:all:", "--python-version", version]
+    subprocess.run([*pip, "install", *chosen, "--target", site, *NEEDED, *TESTING], check=True)
+    download = ["download", *chosen, "--no-deps", "--dest", folder, f"torch=={release}.*"]
+    subprocess.run([*pip, *download], check=True)
+    (torch,) = folder.glob("torch-*.whl")
+    zipfile.ZipFile(torch).extractall(site)
+    torch.unlink()
+    empty_cuda_libraries(site / "torch" / "lib")
     zipfile.ZipFile(wheel).extractall(site)
     return site
 
 
+def find_python(version: str, folder: Path) -> str | None:
+    if not version:
+        return sys.executable
+    found = subprocess.run(
+        [sys.executable, ROOT / "tools" / "get_python.py", version, folder],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return found.stdout.strip() or None
+
+
+def run(python: str, site: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    """From the folder of the tests, as a Python before 3.11 imports first what lies in the current one."""
+    paths = os.pathsep.join(map(str, (site, ROOT, ROOT / "tests")))
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(ROOT / test for test in tests)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, cwd=ROOT / "tests", env=environment, check=False, **pipe)
+
+
+def main(wheel: Path, leg: str, folder: Path, tests: list[str]) -> int:
+    release, _, version = leg.partition("-")
+    shutil.rmtree(folder, ignore_errors=True)
+    python = find_python(version, folder)
+    if not python:
+        print(f"torch {release}, Python {version}: not run, this Python is neither here nor in Debian")
+        return 0
+    say = "import platform; print(platform.python_version())"
+    version = subprocess.run([python, "-c", say], capture_output=True, text=True, check=True).stdout.strip()
+    site = install(wheel, release, version.rpartition(".")[0], folder)
+    done = run(python, site, tests)
+    torch = next(site.glob("torch-*.dist-info")).name.split("-")[1]
+    last = done.stdout.splitlines()[-1]
+    print(f"{wheel.name}, torch {torch}, Python {version}: {last}" if not done.returncode else done.stdout)
+    if not done.returncode:
+        shutil.rmtree(folder)
+    return done.returncode
+
+
 if __name__ == "__main__":
-    site = install(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]).resolve())
-    root = Path(__file__).resolve().parent.parent
-    paths = os.pathsep.join(map(str, (site, root, root / "tests")))
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sys.argv[4:]]
-    sys.exit(subprocess.run(command, cwd=root, env=environment).returncode)
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]).resolve(), sys.argv[4:]))
