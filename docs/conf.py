@@ -32,7 +32,7 @@ autodoc_typehints_format = "short"
 def support_matrix() -> list[list[str]]:
     """op, backend, kernel, dtypes, max_head_dim, tile and serves of each row of variants.def, compiled here or not."""
     rows = []
-    for row in re.findall(r"^SA_VARIANT\((.*)\)$", VARIANTS.read_text(), re.MULTILINE):
+    for row in re.findall(r"^SA_(?:ROOMY_)?VARIANT\((.*)\)$", VARIANTS.read_text(), re.MULTILINE):
         op, backend, arch, _, dtypes, max_head_dim, tile_q, tile_k, _, serves = row.split(", ")
         dtypes = dtypes.replace("SA_HALVES", "bf16, fp16").replace("SA_FLOATS", "bf16, fp16, fp32").replace(" | ", ", ")
         dtypes = re.sub(r"SA_BIT\(SINKATTN_(\w+)\)", lambda dtype: dtype[1].lower(), dtypes)

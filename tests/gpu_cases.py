@@ -66,7 +66,7 @@ def gpu_case(seed: str) -> Case:
         s_aux="rand" if case.s_aux == "none" and case.seed % 8 else case.s_aux,
         layout="dense" if case.layout == "dense" else "varlen",
         head_dim=min(case.head_dim, 256),
-        head_dim_v=0,
+        head_dim_v=case.head_dim_v if case.head_dim_v < min(case.head_dim, 256) else 0,
         dtype=case.dtype if case.dtype in ("bf16", "fp16") else "bf16",
         page_size=0,
         shared=False,

@@ -6,7 +6,6 @@
 
 #include "core.h"
 #include "mask.h"
-#include "numerics.h"
 
 static sinkattn_status launch(const void *args, const sinkattn_problem *problem, const sinkattn_plan *plan,
                               const sinkattn_context *context) {
@@ -45,12 +44,6 @@ sinkattn_status sinkattn_append(const sinkattn_append_args *args, sinkattn_backe
     if (status.code != SINKATTN_OK) return status;
     if (!context) return sa_status(SINKATTN_INVALID, "context is NULL; it must be given");
     if (backend == SINKATTN_CPU) return sa_append_cpu(args);
-    const sinkattn_problem *p = &args->cache.fwd.problem;
-    if (backend == SINKATTN_CUDA && sa_head_dim_v(p) != p->head_dim)
-        return sa_status(SINKATTN_UNSUPPORTED,
-                         "head_dim_v is %" PRId32 " with head_dim %" PRId64 "; a CUDA append takes values as wide as keys: give v and its "
-                         "cache %" PRId64 " columns, zeros behind their own",
-                         p->head_dim_v, p->head_dim, p->head_dim);
     if (backend == SINKATTN_CUDA) return sa_append_cuda(args, context);
     return sa_status(SINKATTN_INVALID, "backend is %d; it must be cpu (0) or cuda (1)", (int)backend);
 }

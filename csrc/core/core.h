@@ -57,10 +57,12 @@ typedef struct sa_variant {
     sa_launcher run; /* NULL where it is not compiled */
     sa_workspace workspace_bytes;
     const char *(*refusal)(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+    bool roomy; /* past head_dim 128, a block takes more shared memory than some devices have: SA_ROOMY_VARIANT */
 } sa_variant;
 
 /* plan.c: what rows of variants.def ask for beside dtype and head_dim; NULL, or the one reason why a row does not serve. */
 const char *sa_refusal_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
@@ -69,11 +71,13 @@ const char *sa_refusal_whole_rows(const sinkattn_problem *problem, const sinkatt
 const char *sa_refusal_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_packed_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 
-/* Whether a row has code for the device. */
+/* Whether a row has code for the device; whether a block of a problem's finds the shared memory that it takes there. */
 bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device);
+bool sa_finds_room(const sa_variant *row, const sinkattn_problem *problem, const sinkattn_device *device);
 
 /* A CUDA decode whose parts the kernel cuts by the lengths it finds, rather than each sequence into plan.num_splits. */
 bool sa_is_balanced(const sinkattn_problem *problem, const sinkattn_plan *plan);

@@ -28,7 +28,14 @@ static bool has_narrow_values(const sinkattn_problem *p) { return sa_head_dim_v(
 static const char *const narrow_values = "values are narrower than keys";
 
 const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return info->backend == SINKATTN_CUDA && has_narrow_values(p) ? narrow_values : NULL;
+    (void)p;
+    (void)info;
+    return NULL;
+}
+
+const char *sa_refusal_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)info;
+    return has_narrow_values(p) ? narrow_values : NULL;
 }
 
 /* Packed rows over a cache: no decode of a few rows, but the forward's, whose keys are never split. */
@@ -106,7 +113,12 @@ const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkatt
 
 /* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits. */
 const char *sa_refusal_packed_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return p->packed ? sa_refusal_any(p, info) : "it is for packed rows";
+    (void)info;
+    return p->packed ? NULL : "it is for packed rows";
+}
+
+const char *sa_refusal_packed_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return p->packed ? sa_refusal_one_width(p, info) : "it is for packed rows";
 }
 
 const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
@@ -135,12 +147,23 @@ bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device
     return info->backend == device->backend && (exact ? info->arch == device->arch : info->arch <= device->arch);
 }
 
+/* 99 KiB a block; other devices have 163 KiB and more. */
+static bool has_small_blocks(const sinkattn_device *device) {
+    const int32_t arch = device->arch;
+    return device->backend == SINKATTN_CUDA && (arch == 86 || arch == 89 || arch / 10 == 12);
+}
+
+bool sa_finds_room(const sa_variant *row, const sinkattn_problem *problem, const sinkattn_device *device) {
+    const bool smaller = problem->head_dim <= 128 && !has_narrow_values(problem); /* then a smaller kernel runs */
+    return !row->roomy || smaller || !has_small_blocks(device);
+}
+
 /* The index of the last row that serves, -1 for a miss. */
 static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *device) {
     int32_t best = -1;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
-        if (sa_runs_on(&row->info, device) && !refusal(row, p)) best = i;
+        if (sa_runs_on(&row->info, device) && sa_finds_room(row, p, device) && !refusal(row, p)) best = i;
     return best;
 }
 
@@ -163,6 +186,21 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
                          "packed rows over a cache have head_dim %" PRId64 "; on CUDA it must be at most 256, or sequences of one q_len be "
                          "decoded with flash_attn_with_kvcache",
                          p->head_dim);
+    sinkattn_problem wide = *p;
+    wide.head_dim_v = 0;
+    if (has_narrow_values(p) && best_variant(&wide, device) >= 0)
+        return sa_status(SINKATTN_UNSUPPORTED,
+                         "head_dim_v is %" PRId32 " with head_dim %" PRId64
+                         "; no %s kernel on %s takes values narrower than keys: give v %" PRId64
+                         " columns, zeros behind its own, and cut out",
+                         p->head_dim_v, p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text, p->head_dim);
+    const sinkattn_device roomy = {.backend = SINKATTN_CUDA, .arch = 80};
+    if (has_small_blocks(device) && best_variant(p, &roomy) >= 0)
+        return sa_status(SINKATTN_UNSUPPORTED,
+                         "head_dim is %" PRId64
+                         "; for a %s on %s it must be at most 128, as a block has 99 KiB of shared memory there: take "
+                         "a device of 8.0 or 9.0, or the model's eager attention",
+                         p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text);
     char kernels[400] = "";
     size_t used = 0;
     const sa_variant *row;
@@ -175,12 +213,6 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
         if (used < sizeof kernels)
             used += (size_t)snprintf(kernels + used, sizeof kernels - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
     }
-    if (device->backend == SINKATTN_CUDA && has_narrow_values(p))
-        return sa_status(SINKATTN_UNSUPPORTED,
-                         "head_dim_v is %" PRId32 " with head_dim %" PRId64
-                         "; no %s kernel on %s takes values narrower than keys: give v %" PRId64
-                         " columns, zeros behind its own, and cut out",
-                         p->head_dim_v, p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text, p->head_dim);
     return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; there are %s", sa_op_name(p->op),
                      sa_dtype_name(p->dtype), p->head_dim,
                      p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
@@ -287,8 +319,9 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
     for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
         if (row->info.op != p->op || row->info.backend != device->backend) continue;
         const sinkattn_variant_info *info = &row->info;
+        const char *why = sa_finds_room(row, p, device) ? refusal(row, p) : "a block takes more than 99 KiB of shared memory";
         if (sa_runs_on(info, device))
-            say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, refusal(row, p));
+            say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, why);
         else
             say(plan, "; not %s: it is for %s", info->name, name_arch(info->backend, info->arch).text);
     }

@@ -20,12 +20,15 @@ enum { SA_OP_fwd = SINKATTN_FWD, SA_OP_bwd = SINKATTN_BWD, SA_OP_decode = SINKAT
 enum { SA_BACKEND_cpu = SINKATTN_CPU, SA_BACKEND_cuda = SINKATTN_CUDA };
 
 static const sa_variant sa_variants[] = {
-#define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves)                                      \
+#define SA_VARIANT(...) SA_ROW(false, __VA_ARGS__)
+#define SA_ROOMY_VARIANT(...) SA_ROW(true, __VA_ARGS__)
+#define SA_ROW(roomy, op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves)                                   \
     {{"sa_" #op "_" #backend "_" #arch, (sinkattn_op)SA_OP_##op, (sinkattn_backend)SA_BACKEND_##backend, needs, dtypes, max_head_dim,      \
       tile_q, tile_k, SA_HAS_##backend},                                                                                                   \
      SA_CODE_##backend(sa_##op##_##backend##_##arch),                                                                                      \
      sa_##workspace##_workspace,                                                                                                           \
-     sa_refusal_##serves},
+     sa_refusal_##serves,                                                                                                                  \
+     roomy},
 #include "variants.def"
 };
 

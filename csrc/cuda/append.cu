@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Copies new keys and values behind those in use: a block copies one new row of a sequence, a thread 16 bytes of K and of V. Lengths and
-// pages are read on the device, so that a captured graph serves all of them. Rows past the capacity or in unmapped pages are left out and
-// reported in the error word. Two sequences that write one slot leave a mixture of both. A second kernel writes packed rows to numbered
-// slots.
+// Copies new keys and values behind those in use: a block copies one new row of a sequence, a thread 16 bytes of K and, as far as its rows
+// reach, of V. Lengths and pages are read on the device, so that a captured graph serves all of them. Rows past the capacity or in unmapped
+// pages are left out and reported in the error word. Two sequences that write one slot leave a mixture of both. A second kernel writes
+// packed rows to numbered slots.
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/sm80.cuh"
@@ -16,8 +16,8 @@ constexpr int kThreads = 128, kChunkBytes = 16;
 
 struct Params {
     sinkattn_append_args args;
-    uint32_t blocks; // of a sequence: one for each new row, at least one
-    uint32_t chunks_a_head, num_chunks;
+    uint32_t blocks;                                     // of a sequence: one for each new row, at least one
+    uint32_t chunks_a_head, v_chunks_a_head, num_chunks; // num_chunks: of a row of k
     unsigned *error_word;
 };
 
@@ -33,14 +33,13 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
     const uint32_t b = blockIdx.x / params.blocks, row = blockIdx.x - b * params.blocks;
     const uint32_t x = blockIdx.y * kThreads + threadIdx.x, head = x / params.chunks_a_head, chunk = x - head * params.chunks_a_head;
     const int64_t bytes = sa_dtype_bytes(problem.dtype);
-    const bool copies = x < params.num_chunks && row < problem.q_len;
+    const bool copies = x < params.num_chunks && row < problem.q_len, copies_v = copies && chunk < params.v_chunks_a_head;
     wait_for_previous_kernel();
     let_next_kernel_start();
     uint4 k = {}, v = {};
-    if (copies) { // in flight while the length is read
-        k = *chunk_at<const uint4>(args.k, sa_offset(&args.k, b, row, head), bytes, chunk);
-        v = *chunk_at<const uint4>(args.v, sa_offset(&args.v, b, row, head), bytes, chunk);
-    }
+    // In flight while the length is read.
+    if (copies) k = *chunk_at<const uint4>(args.k, sa_offset(&args.k, b, row, head), bytes, chunk);
+    if (copies_v) v = *chunk_at<const uint4>(args.v, sa_offset(&args.v, b, row, head), bytes, chunk);
     const int32_t used = cache.cache_seqlens[b];
     const sa_range slots = sa_new_slots(&args, b);
     const int64_t slot = slots.begin + row;
@@ -55,7 +54,7 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
         return;
     }
     *chunk_at<uint4>(cache.fwd.k, k_offset, bytes, chunk) = k;
-    *chunk_at<uint4>(cache.fwd.v, sa_cache_offset(&cache, &cache.fwd.v, b, slot, head), bytes, chunk) = v;
+    if (copies_v) *chunk_at<uint4>(cache.fwd.v, sa_cache_offset(&cache, &cache.fwd.v, b, slot, head), bytes, chunk) = v;
 }
 
 __global__ __launch_bounds__(kThreads) void append_slots_kernel(const __grid_constant__ Params params) {
@@ -75,6 +74,7 @@ __global__ __launch_bounds__(kThreads) void append_slots_kernel(const __grid_con
     }
     *chunk_at<uint4>(cache.k, sa_slot_offset(&problem, &cache.k, slot, head), bytes, chunk) =
         *chunk_at<const uint4>(args.k, sa_offset(&args.k, 0, row, head), bytes, chunk);
+    if (chunk >= params.v_chunks_a_head) return;
     *chunk_at<uint4>(cache.v, sa_slot_offset(&problem, &cache.v, slot, head), bytes, chunk) =
         *chunk_at<const uint4>(args.v, sa_offset(&args.v, 0, row, head), bytes, chunk);
 }
@@ -93,7 +93,12 @@ extern "C" sinkattn_status sa_append_cuda(const sinkattn_append_args *args, cons
         return sa_status(SINKATTN_UNSUPPORTED,
                          "batch * q_len is %lld * %lld, num_kv_heads %lld; a CUDA append takes less than 2^31 rows of at most 2^27 bytes",
                          static_cast<long long>(batch), static_cast<long long>(rows), static_cast<long long>(problem.num_kv_heads));
-    sa::Params params = {*args, static_cast<uint32_t>(rows), static_cast<uint32_t>(chunks_a_head), static_cast<uint32_t>(num_chunks),
+    const int64_t v_chunks_a_head = sa_head_dim_v(&problem) * sa_dtype_bytes(problem.dtype) / sa::kChunkBytes;
+    sa::Params params = {*args,
+                         static_cast<uint32_t>(rows),
+                         static_cast<uint32_t>(chunks_a_head),
+                         static_cast<uint32_t>(v_chunks_a_head),
+                         static_cast<uint32_t>(num_chunks),
                          nullptr};
     SA_TRY(sa_cuda_error_word(&params.error_word));
     const dim3 grid(static_cast<unsigned>(batch * rows), static_cast<unsigned>(layers));

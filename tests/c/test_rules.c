@@ -59,34 +59,76 @@ static void test_the_single_tiles_edge(void) {
     CHECK(sa_refusal_one_key_tile(&longer, &info), "left %" PRId64, longer.mask.left);
 }
 
-/* CPU kernels take values narrower than keys, CUDA kernels do not; a plan and a refusal say how wide they are. */
+/* The CPU's kernels and the widest of sm_80 take values narrower than keys, others do not; a plan and a refusal say how wide they are. */
 static void test_values_narrower_than_keys(void) {
-    static const char *(*const refusals[])(const sinkattn_problem *, const sinkattn_variant_info *) = {
-        sa_refusal_any,          sa_refusal_whole_tokens,        sa_refusal_one_key_tile,
-        sa_refusal_local_window, sa_refusal_whole_rows,          sa_refusal_not_invariant,
-        sa_refusal_packed_any,   sa_refusal_packed_whole_tokens, sa_refusal_packed_one_key_tile};
-    const sinkattn_variant_info cuda = {.backend = SINKATTN_CUDA, .tile_q = 64, .tile_k = 144}, on_cpu = {.backend = SINKATTN_CPU};
+    static const char *(*const refusals[])(const sinkattn_problem *,
+                                           const sinkattn_variant_info *) = {sa_refusal_any,
+                                                                             sa_refusal_packed_any, /* these take them */
+                                                                             sa_refusal_packed_one_width,
+                                                                             sa_refusal_packed_whole_tokens,
+                                                                             sa_refusal_packed_one_key_tile,
+                                                                             sa_refusal_one_width,
+                                                                             sa_refusal_whole_tokens,
+                                                                             sa_refusal_one_key_tile,
+                                                                             sa_refusal_local_window,
+                                                                             sa_refusal_whole_rows,
+                                                                             sa_refusal_not_invariant};
+    const sinkattn_variant_info info = {.backend = SINKATTN_CUDA, .tile_q = 64, .tile_k = 144};
     for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
-        problem.packed = i >= 6;
-        CHECK(!refusals[i](&problem, &cuda), "rule %zu", i);
+        problem.packed = i >= 1 && i <= 4;
+        CHECK(!refusals[i](&problem, &info), "rule %zu", i);
         problem.head_dim_v = 64;
-        CHECK(!refusals[i](&problem, &cuda), "rule %zu: 64 is head_dim", i);
+        CHECK(!refusals[i](&problem, &info), "rule %zu: 64 is head_dim", i);
         problem.head_dim_v = 56;
-        const char *why = refusals[i](&problem, &cuda);
-        CHECK(why && strstr(why, "values are narrower than keys"), "rule %zu: %s", i, why ? why : "it serves");
+        const char *why = refusals[i](&problem, &info);
+        CHECK(i < 2 ? !why : why && strstr(why, "values are narrower than keys"), "rule %zu: %s", i, why ? why : "it serves");
     }
     sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
     problem.head_dim_v = 56;
-    CHECK(!sa_refusal_any(&problem, &on_cpu), "CPU kernels take them");
     const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
     sinkattn_plan plan;
     sinkattn_status status = sinkattn_make_plan(&problem, &cpu, &plan);
     CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "head_dim 64, head_dim_v 56 on"), "%s%s", status.message, plan.reason);
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     status = sinkattn_make_plan(&problem, &device, &plan);
-    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim_v is 56 with head_dim 64; no fwd kernel on sm_90"), "%s",
+    CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "sa_fwd_cuda_sm80_d256 is the best") &&
+              strstr(plan.reason, "not sa_fwd_cuda_sm90_window (64 x 144): values are narrower than keys"),
+          "%s%s", status.message, plan.reason);
+    problem.op = SINKATTN_DECODE;
+    status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim_v is 56 with head_dim 64; no decode kernel on sm_90"),
+          "%s", status.message);
+    const sinkattn_device small = {.backend = SINKATTN_CUDA, .arch = 86, .workers = 84};
+    problem.op = SINKATTN_FWD;
+    status = sinkattn_make_plan(&problem, &small, &plan);
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "no fwd kernel on sm_86 takes values narrower"), "%s",
           status.message);
+    problem.dtype = SINKATTN_FP32;
+    status = sinkattn_make_plan(&problem, &device, &plan);
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "no fwd kernel serves fp32"), "%s", status.message);
+}
+
+/* Past head_dim 128 a block of some rows takes more shared memory than 8.6, 8.9 and 12.x have: forward, backward, packed rows over a cache,
+ * invariant decode. */
+static void test_room_for_a_block(void) {
+    static const int32_t small[] = {86, 89, 120, 121}, large[] = {80, 87, 90, 100, 103, 110};
+    for (int i = 0; i < 40; i++) {
+        const int form = i % 4, at = i / 4;
+        const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = at < 4 ? small[at] : large[at - 4], .workers = 100};
+        sinkattn_problem problem = causal_window(form == 1 ? SINKATTN_BWD : form ? SINKATTN_DECODE : SINKATTN_FWD, 127);
+        problem.packed = form == 2;
+        problem.invariant = form == 3;
+        problem.head_dim = 128;
+        sinkattn_plan plan;
+        sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        CHECK(status.code == SINKATTN_OK, "form %d on %d: %s", form, (int)device.arch, status.message);
+        problem.head_dim = 136;
+        status = sinkattn_make_plan(&problem, &device, &plan);
+        const bool told = strstr(status.message, "head_dim is 136; for a ") && strstr(status.message, "it must be at most 128");
+        CHECK(at < 4 ? status.code == SINKATTN_UNSUPPORTED && told : status.code == SINKATTN_OK, "form %d on %d: %s", form,
+              (int)device.arch, status.message);
+    }
 }
 
 /* Narrow values take less of the workspace, of an op that keeps sums of them. */
@@ -242,6 +284,7 @@ static void test_what_is_not_compiled_is_planned_and_not_run(void) {
 const test rule_tests[] = {{"what is not compiled is planned and not run", test_what_is_not_compiled_is_planned_and_not_run},
                            {"values narrower than keys", test_values_narrower_than_keys},
                            {"the workspace of narrow values", test_the_workspace_of_narrow_values},
+                           {"room for a block", test_room_for_a_block},
                            {"rows and devices", test_rows_and_devices},
                            {"the local window's edge", test_the_local_windows_edge},
                            {"the single key tile's edge", test_the_single_tiles_edge},

@@ -32,6 +32,16 @@ template <class Element_, bool kOwnsKeys_, int kHeadDim, int kTile_, int kStep_,
     static constexpr int kRowWarps = kTile / kWarpRows, kThreads = 32 * kRowWarps * kColumnParts;
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = kHeadDim * 2, kGradients = kOwnsKeys ? 2 : 1;
     static constexpr int kRowStep = kThreads / kChunks; // rows that the threads copy at once
+
+    // Columns of V, dO and dV, and whether a real one of K or Q is one of theirs. Smaller kernels, whose values are as wide as keys, have
+    // no register for it.
+    __device__ __forceinline__ static int64_t head_dim_v(const sinkattn_problem &problem) {
+        return kHeadDim > 128 ? sa_head_dim_v(&problem) : problem.head_dim;
+    }
+    __device__ __forceinline__ static bool is_value(bool is_real, int column, const sinkattn_problem &problem) {
+        return kHeadDim > 128 ? is_real && column < sa_head_dim_v(&problem) : is_real;
+    }
+
     static_assert(kHeadDim % 64 == 0 && kStep % 16 == 0 && kTile % kWarpRows == 0, "whole swizzled rows, 16 met rows a product");
     static_assert(kThreads % kChunks == 0 && kTile % kRowStep == 0 && kStep % kRowStep == 0 && kStep <= kThreads,
                   "threads share the copies evenly");
@@ -81,7 +91,8 @@ template <class C> __device__ __forceinline__ int warp_chunk() { return threadId
 template <class C> __device__ __forceinline__ int copy_row() { return threadIdx.x / C::kChunks; }
 template <class C> __device__ __forceinline__ int copy_chunk() { return threadIdx.x % C::kChunks; }
 
-// Loads rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real`, where nothing is read.
+// Loads rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real` and past head_dim, of dout head_dim_v,
+// where nothing is read.
 template <class C, int kCount>
 __device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_args &args, const Smem<C> &smem, int32_t first,
                                           sa_range real) {
@@ -98,9 +109,10 @@ __device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_
     for (int n = 0; n < kCount / C::kRowStep; n++) {
         const int i = copy_row<C>() + n * C::kRowStep;
         const bool is_real = column < args.fwd.problem.head_dim && i >= begin && i < end;
+        const bool has_dout = C::is_value(is_real, column, args.fwd.problem);
         const uint32_t at = shared_address(to) + swizzled<C::kRowBytes>(i, copy_chunk<C>());
         cp_async_16(at, is_real ? q : args.fwd.q.data, is_real);
-        cp_async_16(at + kCount * C::kRowBytes, is_real ? dout : args.dout.data, is_real);
+        cp_async_16(at + kCount * C::kRowBytes, has_dout ? dout : args.dout.data, has_dout);
         head += smem.steps.head;
         q += smem.steps.q;
         dout += smem.steps.dout;
@@ -122,9 +134,10 @@ __device__ __forceinline__ void load_keys(unsigned char *to, const sinkattn_fwd_
     for (int n = 0; n < kCount / C::kRowStep; n++) {
         const int i = copy_row<C>() + n * C::kRowStep;
         const bool is_real = column < args.problem.head_dim && i >= begin && i < end;
+        const bool has_v = C::is_value(is_real, column, args.problem);
         const uint32_t at = shared_address(to) + swizzled<C::kRowBytes>(i, copy_chunk<C>());
         cp_async_16(at, is_real ? k : args.k.data, is_real);
-        cp_async_16(at + kCount * C::kRowBytes, is_real ? v : args.v.data, is_real);
+        cp_async_16(at + kCount * C::kRowBytes, has_v ? v : args.v.data, has_v);
         k += C::kRowStep * args.k.row_stride;
         v += C::kRowStep * args.v.row_stride;
     }
@@ -191,7 +204,7 @@ template <class C> __device__ __forceinline__ void find_stats(Smem<C> &smem, con
 #pragma unroll
     for (int n = 0; n < kCopies; n++) {
         const int own = copy_row<C>() + n * C::kRowStep;
-        if (own < count && copy_chunk<C>() * 8 < args.fwd.problem.head_dim)
+        if (own < count && copy_chunk<C>() * 8 < C::head_dim_v(args.fwd.problem))
             outs[n] = *reinterpret_cast<const uint4 *>(out + row_offset(args.fwd.out, work, begin + own));
     }
     const int own = threadIdx.x;
@@ -397,7 +410,7 @@ __global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant_
     }
     if constexpr (C::kOwnsKeys) {
         write_gradient<C>(smem.owned[0], sums.gradients[0], scale, smem, args.dk, problem.head_dim);
-        write_gradient<C>(smem.owned[1], sums.gradients[1], 1.0f, smem, args.dv, problem.head_dim);
+        write_gradient<C>(smem.owned[1], sums.gradients[1], 1.0f, smem, args.dv, C::head_dim_v(problem));
     } else {
         if (workspace.terms) write_terms<C>(sums.p_dp, smem, args, workspace.terms);
         write_gradient<C>(smem.owned[0], sums.gradients[0], scale, smem, args.dq, problem.head_dim);
@@ -411,7 +424,7 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &wo
     if (num_blocks > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of %s; a CUDA launch holds less than 2^31", static_cast<long long>(num_blocks),
                          C::kOwnsKeys ? "keys" : "rows");
-    static_assert(C::kChunks > 16 || sizeof(Smem<C>) <= 99 * 1024, "the shared memory of a block of compute capability 8.6");
+    static_assert(C::kChunks > 16 || sizeof(Smem<C>) <= 99 * 1024, "a block of 8.6 has room: SA_ROOMY_VARIANT");
     unsigned *error_word;
     SA_TRY(sa_cuda_error_word(&error_word));
     const float scale = static_cast<float>(sa_softmax_scale(&args.fwd.problem));

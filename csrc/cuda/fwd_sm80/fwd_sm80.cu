@@ -8,7 +8,8 @@
 // A block has one tile of rows, all heads of a GQA group side by side; Q stays in shared memory, S, P and O in registers. A warp owns
 // kRowBlocks x 16 rows alone, so the softmax needs no shared memory. A row's sums run over key tiles anchored at key 0, and a masked key
 // adds zero: the row's bits do not depend on its neighbours. Shared memory: Q, then K and V of each stage, 25 to 130 KiB; swizzled rows of
-// kHeadDim elements, zero-filled by the loads past head_dim. Registers: 80 or 255; docs/kernels/fwd_sm80.md has the budget.
+// kHeadDim elements, zero-filled by the loads past head_dim, of V past head_dim_v. Registers: 80 or 255; docs/kernels/fwd_sm80.md has the
+// budget.
 
 #include "cuda/host/launch.cuh"
 #include "cuda/tile/mma.cuh"
@@ -32,6 +33,12 @@ template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, 
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = kHeadDim * 2;
     static constexpr int kQueryBytes = kTileQ * kRowBytes, kKeyBytes = kTileK * kRowBytes, kStageBytes = 2 * kKeyBytes;
     static constexpr int kSharedBytes = kQueryBytes + 2 * kStageBytes;
+
+    // Of V and out. Smaller kernels, whose values are as wide as keys, have no register for it.
+    __device__ __forceinline__ static int64_t head_dim_v(const sinkattn_problem &problem) {
+        return kHeadDim > 128 ? sa_head_dim_v(&problem) : problem.head_dim;
+    }
+
     static_assert(kHeadDim % 64 == 0 && kTileK % 16 == 0, "a warp reads whole swizzled rows, and 16 keys a product");
     static_assert(kTileQ % kWarpRows == 0 && kThreads % kChunks == 0 && kTileK % (kThreads / kChunks) == 0,
                   "threads share the work evenly");
@@ -122,10 +129,11 @@ template <class C> __device__ __forceinline__ void start_rows(Rows<C> &rows) {
 template <class C> struct Loader {
     static constexpr int kRowStep = C::kThreads / C::kChunks;
     int row, chunk;
-    bool valid;
+    bool valid, valid_v; // the chunk lies within head_dim, within head_dim_v
 
-    __device__ __forceinline__ explicit Loader(int64_t head_dim)
-        : row(threadIdx.x / C::kChunks), chunk(threadIdx.x % C::kChunks), valid(chunk * 8 < head_dim) {}
+    __device__ __forceinline__ explicit Loader(const sinkattn_problem &problem)
+        : row(threadIdx.x / C::kChunks), chunk(threadIdx.x % C::kChunks), valid(chunk * 8 < problem.head_dim),
+          valid_v(chunk * 8 < C::head_dim_v(problem)) {}
 
     __device__ __forceinline__ uint32_t offset(int i) const { return swizzled<C::kRowBytes>(row + i * kRowStep, chunk); }
 
@@ -147,10 +155,11 @@ template <class C> struct Loader {
             for (int x = 0; x < 4; x++) reinterpret_cast<uint32_t *>(q + offset(i))[x] ^= 0x80008000u;
     }
 
-    // Keys outside [keys.begin, keys.end) become zeros: a key that no row sees is never read.
-    __device__ __forceinline__ void load_keys(uint32_t to, const uint16_t *base, int64_t row_stride, int32_t first, sa_range keys) const {
+    // Keys outside [keys.begin, keys.end) become zeros: a key that no row sees is never read. in_row: the chunk lies within the row.
+    __device__ __forceinline__ void load_keys(uint32_t to, const uint16_t *base, int64_t row_stride, int32_t first, sa_range keys,
+                                              bool in_row) const {
         const uint16_t *from = base + (first + row) * row_stride + chunk * 8;
-        const auto at = static_cast<unsigned>(first + row - keys.begin), count = static_cast<unsigned>(valid ? keys.end - keys.begin : 0);
+        const auto at = static_cast<unsigned>(first + row - keys.begin), count = static_cast<unsigned>(in_row ? keys.end - keys.begin : 0);
 #pragma unroll
         for (int i = 0; i < C::kTileK / kRowStep; i++) {
             cp_async_16(to + offset(i), from, at + i * kRowStep < count);
@@ -168,11 +177,11 @@ template <class C> struct Loader {
             const int32_t at = row + i * kRowStep, key = first + at, page = pages[at];
             const bool seen = sees_some(tiles, key, key + 1), exists = seen && cache.has_page(page);
             complete &= exists || !seen;
-            const auto load = [&](uint32_t tile, const uint16_t *base, const sinkattn_tensor &tensor) {
-                cp_async_16(tile + offset(i), base + (exists ? cache.offset(tensor, page, key) : 0) + chunk * 8, exists && valid);
+            const auto load = [&](uint32_t tile, const uint16_t *base, const sinkattn_tensor &tensor, bool in_row) {
+                cp_async_16(tile + offset(i), base + (exists ? cache.offset(tensor, page, key) : 0) + chunk * 8, exists && in_row);
             };
-            load(to, block.k, args.k);
-            load(to + C::kKeyBytes, block.v, args.v);
+            load(to, block.k, args.k, valid);
+            load(to + C::kKeyBytes, block.v, args.v, valid_v);
         }
         return complete;
     }
@@ -333,7 +342,7 @@ __device__ __forceinline__ void write_out(unsigned char *shared, const Rows<C> &
 #pragma unroll
     for (int x = lane; x < C::kWarpRows * C::kChunks; x += 32) {
         const int row = warp_row<C>() + x / C::kChunks, chunk = x % C::kChunks;
-        if (first + row >= end || chunk * 8 >= args.problem.head_dim) continue;
+        if (first + row >= end || chunk * 8 >= C::head_dim_v(args.problem)) continue;
         *reinterpret_cast<uint4 *>(out + TokenHead(first + row, group, by_group).offset(args.out) + chunk * 8) =
             *reinterpret_cast<const uint4 *>(shared + swizzled<C::kRowBytes>(row, chunk));
     }
@@ -379,7 +388,7 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
     if (!block.has_work) return;
 
     const uint32_t q = shared_address(shared), stages = q + C::kQueryBytes;
-    const Loader<C> loader(args.problem.head_dim);
+    const Loader<C> loader(args.problem);
     const sa_key_tiles tiles = block.work.tiles;
     const uint16_t *k_data = block.k, *v_data = block.v;
     const auto load = [&](int t, int stage) {
@@ -390,8 +399,8 @@ __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const _
             if (next.exists()) page_table.fetch(stage ^ 1, keys, block.work, next.t);
         } else {
             const sa_range seen = sa_key_tile(&block.work.tiles, t);
-            loader.load_keys(to, k_data, args.k.row_stride, t * C::kTileK, seen);
-            loader.load_keys(to + C::kKeyBytes, v_data, args.v.row_stride, t * C::kTileK, seen);
+            loader.load_keys(to, k_data, args.k.row_stride, t * C::kTileK, seen, loader.valid);
+            loader.load_keys(to + C::kKeyBytes, v_data, args.v.row_stride, t * C::kTileK, seen, loader.valid_v);
         }
         cp_async_commit();
     };
@@ -433,6 +442,8 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const t
     if (num_blocks == 0) return sa_ok();
     if (num_blocks > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_blocks));
+    static_assert(C::kHeadDim > 128 || C::kSharedBytes + sizeof(Block) + sizeof(RowTable<C>) + sizeof(PageTable<C>) <= 99 * 1024,
+                  "a block of 8.6 has room: SA_ROOMY_VARIANT");
     unsigned *error_word;
     SA_TRY(sa_cuda_error_word(&error_word));
     const sa_divisor by_group = sa_divisor_of(static_cast<uint32_t>(args.problem.num_q_heads / args.problem.num_kv_heads));

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values narrower than keys on a CUDA device: the kernels of sm_80 take them, on every device. Random ones are
+among the cases of test_gpu_fwd.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import assert_right_on_device
+from gpus import needs_gpus
+from test_narrow_values import CACHES
+from torch import Tensor
+from torch.nn.functional import pad
+
+import sinkattn
+from sinkattn._testing import Case
+from sinkattn.hf_decode import decode
+
+pytestmark = needs_gpus()
+
+WIDTHS = ("192-v128", "256-v8", "256-v200", "128-v64", "64-v16", "72-v64", "16-v8")
+MASKS = ("causal-w128-g8-q300x2-k300x2", "causal-w33-sink3-g4-h2-varlen-q1.70.0.130-k7.90.5.131-tail3", "g2-q90-k40")
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_forward_and_backward(widths: str, mask: str, dtype: str) -> None:
+    assert_right_on_device(Case.parse(f"d{widths}-{mask}-{dtype}-seed1"))
+
+
+@pytest.mark.parametrize("poison", ["poison", "sliced-poison"])
+def test_rows_are_not_read_past_their_end(poison: str) -> None:
+    """NaN lies behind the rows of V, and in keys that nobody sees."""
+    assert_right_on_device(Case.parse(f"d192-v128-causal-w40-g4-h2-q100x2-k300x2-{poison}-bf16-seed1"))
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_zeros_behind_the_values_change_nothing(head_dim: int) -> None:
+    """Above 128 the same kernel serves both, and so they have the same bits, gradients too."""
+    torch.manual_seed(0)
+    q, k, v = drawn(2, 300, 8, head_dim), drawn(2, 400, 2, head_dim), drawn(2, 400, 2, 40)
+    s_aux, dout = torch.randn(8, device="cuda"), drawn(2, 300, 8, 40)
+    results = []
+    for values, seed in ((v, dout), (pad(v, (0, head_dim - 40)), pad(dout, (0, head_dim - 40)))):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, values, s_aux)]
+        out, lse = sinkattn.flash_attn_func(*leaves[:3], causal=True, s_aux=leaves[3], return_lse=True)
+        grads = torch.autograd.grad((out, lse), leaves, (seed, torch.ones_like(lse)))
+        results.append((out[..., :40], lse, grads[0], grads[1], grads[2][..., :40], grads[3]))
+    for narrow, wide in zip(*results, strict=True):
+        if head_dim > 128:
+            assert torch.equal(narrow, wide)
+        torch.testing.assert_close(narrow, wide, rtol=2e-2, atol=2e-2)
+
+
+def test_packed_rows_over_a_cache() -> None:
+    torch.manual_seed(0)
+    rows, k, v = drawn(40, 8, 192), drawn(9, 16, 2, 192), drawn(9, 16, 2, 128)
+    cu = torch.tensor([0, 30, 40], dtype=torch.int32, device="cuda")
+    used = torch.tensor([50, 33], dtype=torch.int32, device="cuda")
+    table = torch.tensor([[8, 1, 5, 0], [2, 7, 3, 0]], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {"causal": True, "s_aux": torch.randn(8, device="cuda")}
+    out = sinkattn.flash_attn_varlen_func(rows, k, v, cu, seqused_k=used, block_table=table, **options)
+    for b in range(2):
+        keys, values = (x[table[b].long()].flatten(0, 1)[None, : used[b]] for x in (k, v))
+        alone = sinkattn.flash_attn_func(rows[None, cu[b] : cu[b + 1]], keys, values, **options)
+        assert torch.equal(out[cu[b] : cu[b + 1]], alone[0])
+
+
+@pytest.mark.parametrize("layout", CACHES)
+def test_new_keys_and_values(layout: str) -> None:
+    k, v = (torch.randn(3, 2, n, device="cuda") for n in (24, 16))
+    for slots in (True, False):
+        with torch.device("cuda"):
+            k_cache, v_cache = CACHES[layout]()
+        if slots:
+            torch.ops.sinkattn.append_kv_slots(k_cache, v_cache, k, v, torch.tensor([19, -1, 6], device="cuda"))
+            to, written = [19, 6], [0, 2]
+        else:
+            used, table = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([3], [[4, 1]]))
+            after = torch.ops.sinkattn.append_kv(k_cache, v_cache, k[None], v[None], used, table)
+            assert after.tolist() == [6]
+            to, written = [19, 4, 5], [0, 1, 2]
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            want = torch.zeros(20, *new.shape[1:], device="cuda")
+            want[to] = new[written]
+            assert torch.equal(cache.reshape(want.shape), want)
+
+
+def test_decoding_names_the_way_out() -> None:
+    q, k, v = drawn(1, 1, 8, 192), drawn(1, 50, 2, 192), drawn(1, 50, 2, 128)
+    with pytest.raises(NotImplementedError, match="head_dim_v is 128 with head_dim 192; no decode kernel on sm_"):
+        sinkattn.flash_attn_with_kvcache(q, k, v, causal=True)
+    out = sinkattn.flash_attn_with_kvcache(q, k, pad(v, (0, 64)), causal=True)[..., :128]
+    torch.testing.assert_close(out, sinkattn.flash_attn_func(q, k, v, causal=True), rtol=2e-2, atol=2e-2)
+
+
+def test_one_token_of_a_model() -> None:
+    """What sinkattn.hf does there: a copy of the values, zeros behind them."""
+    torch.manual_seed(0)
+    q, k, v = drawn(2, 1, 8, 192), drawn(2, 2, 50, 192).transpose(1, 2), drawn(2, 2, 50, 128).transpose(1, 2)
+    options: dict[str, Any] = {"s_aux": torch.randn(8, device="cuda"), "window_size": (30, 0)}
+    out = decode(q, k, v, None, **options)
+    torch.testing.assert_close(out, sinkattn.flash_attn_func(q, k, v, **options), rtol=2e-2, atol=2e-2)
