@@ -160,7 +160,14 @@ def test_gradients_of_a_batch_are_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "window", "num_sink_tokens"),
-    [(64, (-1, 0), 0), (64, (127, 0), 0), (128, (-1, 0), 0), (128, (127, 0), 130), (256, (-1, 0), 0)],
+    [
+        (64, (-1, 0), 0),
+        (64, (-1, -1), 0),
+        (64, (127, 0), 0),
+        (128, (-1, 0), 0),
+        (128, (127, 0), 130),
+        (256, (-1, 0), 0),
+    ],
 )
 def test_gradients_repeat_bitwise_under_load(head_dim: int, window: tuple[int, int], num_sink_tokens: int) -> None:
     q, k, v, s_aux = gpt_oss_like(1, 1000, head_dim)

@@ -128,7 +128,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);
-    to.turns_at = take(&at, (room->num_slots + INT64_C(1)) * 8);
+    to.turns_at = take(&at, (room->num_slots * INT64_C(2) + 1) * 8); /* of a slot in two parts, and the counter */
     to.carry_turns_at = take(&at, to.carries * 8);
     to.stats_at = take(&at, to.tiles * (p->s_aux_dtype ? 3 : 2) * info->tile_q * 4);
     to.slots_at = take(&at, room->num_slots * tile_bytes);

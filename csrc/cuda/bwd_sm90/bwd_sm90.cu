@@ -7,7 +7,7 @@
 //     keys    an item is 128 keys of a kv head, and the row tiles of a chain (core/chains.h) that see some of them:
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
 //         2 warpgroups  S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dQ = dS^T K,  dK += dS Q       64 keys each
-//         two adders    dQ of every other tile, added in fp32 to the sum of the key blocks before
+//         adders        dQ of tiles, or of halves of them, added in fp32 to the sum of the key blocks before
 //     sink    ds_aux of a head: the sum of its row tiles' and key blocks' terms
 //
 // A row tile is tokens x the heads of a GQA group. Its dQ is the sum over key blocks, in ascending order, in an accumulator slot of fp32:
@@ -38,7 +38,11 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
-    static constexpr int kStages = 2, kSums = 2; // stages of row tiles; buffers of dQ, one an adder
+    // With kIsLate the warpgroups compute dQ a tile late, half a tile apart, and each hands over its part. It does not pay at head_dim 128.
+    static constexpr bool kIsLate = kHeadDim == 64;
+    static constexpr int kStages = 2, kDsStages = kIsLate ? 2 : 1; // of row tiles; of dS
+    // Parts of a tile's dQ; buffers of a part, one an adder; their uses until a warpgroup has the same buffer again.
+    static constexpr int kParts = kIsLate ? 2 : 1, kSums = kIsLate ? 3 : 2, kSumUses = kSums * kParts;
     static constexpr int kTileFloats = kRows * kHeadDim;
     static constexpr int kLoaderRegisters = 24, kMathRegisters = 240;
     static_assert(kKeys == 128, "two math warpgroups of 64 keys");
@@ -58,11 +62,12 @@ template <class C, TermsOf kTerms> struct Math {
     const int math_warpgroup;
     const uint32_t begin; // address of smem, in a uniform register
     Ring<C::kStages> ring;
-    Ring<C::kSums> dq_ring;
+    Ring<C::kSumUses> dq_ring;
 
-    // Uniform, as operands of wgmma should be.
+    // Uniform, as operands of wgmma should be. With kIsLate it is found at each use, as ptxas would spill what it keeps.
     __device__ __forceinline__ uint32_t address(const void *at) const {
-        return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
+        return (C::kIsLate ? static_cast<uint32_t>(pinned(static_cast<int>(begin))) : begin) +
+               static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
     }
 
     // begin_scores issues S of the ring's stage, begin_dp its dP; the caller waits.
@@ -104,26 +109,64 @@ template <class C, TermsOf kTerms> struct Math {
         pack<typename C::Element>(ds, dp);
     }
 
-    // Waits for dQ, with kPending products issued after it. Hands this warpgroup's dQ to the adder; where the tile has no later key block,
-    // adds the sum to it and writes dq instead.
-    template <int kPending> __device__ __forceinline__ void hand_over(float (&dq)[32], const Item &item, int t) {
-        const uint32_t sum = dq_ring.stage();
-        smem.dq_ready[sum].wait(dq_ring);
+    // The same in two branches, so that ptxas does not move the wait for dP before P.
+    __device__ __forceinline__ void find_operands_late(Scores &s, Scores &dp, Operands &weights, Operands &ds, bool is_full, int t) {
+        const RowStats<C> &stats = smem.stats[ring.stage()];
+        Seen seen;
+        if (is_full) {
+            wgmma_wait<1>();
+            pin(s);
+            find_weights<C, false>(s, stats, seen, p.scale_log2);
+        } else {
+            seen = find_seen<C>(smem, p, math_warpgroup, t);
+            wgmma_wait<0>();
+            pin(s);
+            pin(dp);
+            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage());
+            find_weights<C, true>(s, stats, seen, p.scale_log2);
+        }
+        if (is_full) {
+            wgmma_wait<0>();
+            pin(dp);
+            find_ds<C, false, kTerms>(dp, s, smem, stats, seen);
+        } else {
+            wgmma_wait<0>();
+            pin(dp);
+            find_ds<C, true, kTerms>(dp, s, smem, stats, seen);
+        }
+        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats);
+        pack<typename C::Element>(weights, s);
+        pack<typename C::Element>(ds, dp);
+    }
+
+    // Issues this warpgroup's part of dQ from dS in buffer `of`.
+    __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t of) {
+        dq_product<C>(dq, address(smem.ds[0][C::kRows == 64 ? 0 : math_warpgroup]) + of * static_cast<uint32_t>(sizeof smem.ds[0]),
+                      address(smem.keys) + (C::kRows == 64 ? math_warpgroup * C::kKeyHalf : 0));
+    }
+
+    // Waits for dQ, with kPending products issued after it, from dS in buffer `of`. Hands this warpgroup's dQ to the adder; where the tile
+    // has no later key block, adds the sum to it and writes dq instead.
+    template <int kPending> __device__ __forceinline__ void hand_over(float (&dq)[32], const Item &item, int t, uint32_t of) {
+        const uint32_t sum = dq_ring.stage() % C::kSums;
+        smem.dq_ready.wait(dq_ring);
         if (t < item.finish_end) {
             wgmma_wait<kPending>();
             pin(dq);
+            if (C::kIsLate) smem.ds_empty[of].arrive();
             finish_tile<C>(dq, sum, smem, args, p, item, t, math_warpgroup);
         } else {
             wgmma_wait<kPending>();
             pin(dq);
-            auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + math_warpgroup * 1024 + pinned(threadIdx.x % 128);
+            if (C::kIsLate) smem.ds_empty[of].arrive();
+            auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + (C::kIsLate ? 0 : math_warpgroup * 1024) + pinned(threadIdx.x % 128);
 #pragma unroll
             for (int i = 0; i < 8; i++) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
         }
         async_fence();
         __syncwarp();
         smem.dq_full[sum].arrive();
-        dq_ring.n++;
+        dq_ring.n += C::kParts;
     }
 
     // Walks over the row tiles of a round of the item, the last one first.
@@ -132,7 +175,6 @@ template <class C, TermsOf kTerms> struct Math {
         float dq[32];
         begin_scores(s);
         begin_dp(dp);
-        const int begin = item.round_begin; // kept where that spills less
         for (int t = item.round_end - 1;; t--) {
             // t descends: S(t), dP(t) running; dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
@@ -145,29 +187,89 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
             const Ring<C::kSums> last = {dq_ring.n - 1};
             if (dq_ring.n > 0) smem.dq_full[last.stage()].wait(last); // dS of the previous tile has been read
-            write_ds<C>(smem, ds, math_warpgroup);
+            write_ds<C>(smem, ds, math_warpgroup, 0);
             async_fence();
             bar_sync<C::kMathThreads>(kMathBarrier);
-            dq_product<C>(dq, address(smem.ds[C::kRows == 64 ? 0 : math_warpgroup]),
-                          address(smem.keys) + (C::kRows == 64 ? math_warpgroup * C::kKeyHalf : 0));
+            begin_dq(dq, 0);
             wgmma_wait<1>(); // dV, dK complete; dQ(t) still running
             pin(dv);
             pin(dk);
             smem.row_empty[stage].arrive();
             ring.n++;
-            if (t == (C::kHeadDim == 64 ? begin : item.round_begin)) break;
+            if (t == item.round_begin) break;
             begin_scores(s);
-            hand_over<1>(dq, item, t);
+            hand_over<1>(dq, item, t, 0);
             begin_dp(dp);
         }
-        hand_over<0>(dq, item, item.round_begin);
+        hand_over<0>(dq, item, item.round_begin, 0);
+    }
+
+    // The token goes from the first warpgroup to the second and back in every tile.
+    __device__ __forceinline__ void take_token() const { bar_sync<C::kMathThreads>(kTokenBarrier + math_warpgroup); }
+    __device__ __forceinline__ void pass_token() const { bar_arrive<C::kMathThreads>(kTokenBarrier + 1 - math_warpgroup); }
+
+    // The same with dQ of a tile behind dK of the next, so that the warpgroups need not meet. A token holds them half a tile apart, one in
+    // products while the other is in arithmetic; no result depends on it.
+    __device__ __forceinline__ void meet_tiles_late(Gradients &dk, Gradients &dv, const Item &item) {
+        Scores s, dp;
+        float dq[32];
+        begin_scores(s);
+        begin_dp(dp);
+        const int begin = item.round_begin;
+        for (int t = item.round_end - 1;; t--) {
+            // t descends: S(t), dP(t) running; dV, dK hold the tiles above t; dQ(t + 2) handed to its adder.
+            Operands weights, ds;
+            find_operands_late(s, dp, weights, ds, t >= item.tiles.full_begin && t < item.tiles.full_end, t);
+            const uint32_t stage = warp_uniform(ring.stage()); // of the row tile, and of its dS
+            smem.ds_empty.acquire(ring);
+            write_ds<C>(smem, ds, math_warpgroup, stage);
+            async_fence();
+            __syncwarp();
+            smem.ds_full[stage].arrive();
+            take_token();
+            wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
+            wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
+            if (t != item.round_end - 1) smem.ds_full.wait(Ring<2>{ring.n - 1});
+            begin_dq(dq, stage ^ 1); // of tile t + 1; of the first tile's, which has none, nothing is used
+            pass_token();
+            wgmma_wait<1>(); // dV, dK complete; dQ(t + 1) still running
+            pin(dv);
+            pin(dk);
+            smem.row_empty[stage].arrive();
+            ring.n++;
+            if (t == begin) break;
+            begin_scores(s);
+            if (t == item.round_end - 1) {
+                wgmma_wait<1>();
+                pin(dq);
+            } else {
+                hand_over<1>(dq, item, t + 1, stage ^ 1);
+            }
+            begin_dp(dp);
+        }
+        const Ring<2> last = {ring.n - 1};
+        const uint32_t of = warp_uniform(last.stage());
+        if (item.round_begin != item.round_end - 1) {
+            hand_over<0>(dq, item, item.round_begin + 1, of ^ 1);
+        } else {
+            wgmma_wait<0>();
+            pin(dq);
+        }
+        smem.ds_full.wait(last);
+        begin_dq(dq, of);
+        hand_over<0>(dq, item, item.round_begin, of);
     }
 
     __device__ __forceinline__ void run() {
+        if (C::kIsLate) dq_ring.n = math_warpgroup;
+        if (C::kIsLate && math_warpgroup == 1) pass_token();
         for (Ring<2> items;; items.n++) {
             Item &item = smem.items[items.stage()];
             smem.item_full.wait(items);
-            if (!item.exists) return;
+            if (!item.exists) {
+                if (C::kIsLate && math_warpgroup == 0) take_token();
+                return;
+            }
             Gradients dk, dv;
             for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
             smem.kv_full.wait({items.n});
@@ -176,7 +278,10 @@ template <class C, TermsOf kTerms> struct Math {
 #pragma unroll
                 for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
                 if (!item.has_tiles()) break;
-                meet_tiles(dk, dv, item);
+                if constexpr (C::kIsLate)
+                    meet_tiles_late(dk, dv, item);
+                else
+                    meet_tiles(dk, dv, item);
                 if (item.round_begin == item.tiles.begin) break;
                 add_carry<C>(dk, dv, p, buffers, item, item.part_of(item.round_begin));
                 next_round<C>(item);
@@ -207,15 +312,17 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
-        static_assert(C::kStages == 2 && C::kSums == 2, "two of each barrier are initialised");
+        static_assert(C::kStages == 2, "two of each barrier are initialised");
         for (int i = 0; i < 2; i++) {
             smem.item_full[i].init(1);
             smem.item_empty[i].init(C::kMathThreads + C::kSums);
             smem.row_full[i].init(1);
             smem.row_empty[i].init(C::kMathThreads);
-            smem.dq_full[i].init(C::kMathThreads);
-            smem.dq_ready[i].init(1);
+            smem.ds_full[i].init(C::kMathThreads);
+            smem.ds_empty[i].init(C::kMathThreads);
         }
+        for (int i = 0; i < C::kSums; i++) smem.dq_full[i].init(C::kMathThreads / C::kParts);
+        for (int i = 0; i < C::kSumUses; i++) smem.dq_ready[i].init(1);
         smem.kv_full[0].init(1);
         smem.kv_empty[0].init(C::kMathThreads);
         barrier_init_fence();
@@ -237,7 +344,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
         registers_down<C::kLoaderRegisters>();
         if (threadIdx.x == 0) load_tiles<C>(smem, args, maps, p, buffers);
         const int warp = threadIdx.x / 32;
-        if (threadIdx.x % 32 == 0 && warp > 0 && warp <= C::kSums) add_tiles<C>(smem, p, buffers, warp - 1);
+        if (threadIdx.x % 32 == 0 && warp > 0 && warp <= C::kSums) {
+            if constexpr (C::kIsLate)
+                add_halves<C>(smem, p, buffers, warp - 1);
+            else
+                add_tiles<C>(smem, p, buffers, warp - 1);
+        }
     } else {
         registers_up<C::kMathRegisters>();
         const int math_warpgroup = warp_uniform(threadIdx.x / 128 - 1);

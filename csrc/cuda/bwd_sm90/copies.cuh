@@ -3,7 +3,8 @@
 // Shared memory of the general backward's blocks on sm_90, and the threads around the math: the loader, and the adders, which add dQ to the
 // sums over key blocks.
 //
-// A kernel's Config has kHalves, kRowHalf, kKeyHalf, kStages, kSums and kMathThreads, beside the fields that work.cuh needs.
+// A kernel's Config has kHalves, kRowHalf, kKeyHalf, kStages, kDsStages, kIsLate, kSums, kSumUses and kMathThreads, beside the fields that
+// work.cuh needs.
 #pragma once
 
 #include "cuda/bwd_sm90/work.cuh"
@@ -13,7 +14,8 @@
 
 namespace sa::bwd_sm90 {
 
-enum NamedBarrier : int { kMathBarrier = 1 }; // of both math warpgroups; 0 is __syncthreads
+// Of both math warpgroups; 0 is __syncthreads. Warpgroup g takes the token at kTokenBarrier + g.
+enum NamedBarrier : int { kMathBarrier = 1, kTokenBarrier = 2 };
 
 struct Maps {
     CUtensorMap q, k, v, dout;
@@ -22,8 +24,8 @@ struct Maps {
 template <class C> struct Smem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalves * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalves * C::kRowHalf];
-    alignas(1024) unsigned char ds[C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
-    alignas(128) float dq[C::kSums][C::kTileFloats];
+    alignas(1024) unsigned char ds[C::kDsStages][C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
+    alignas(128) float dq[C::kSums][C::kTileFloats / C::kParts];                       // of a tile, or a math warpgroup's part
     RowStats<C> stats[C::kStages];
     float terms[C::kRows / 32][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
     int64_t dq_offset[C::kRows];                 // of each row of a tile, in elements from its first
@@ -36,8 +38,11 @@ template <class C> struct Smem {
     Barriers<1> kv_full, kv_empty;
     Barriers<C::kStages> row_full, row_empty;
     // dq_ready: the buffer is free or, for a row tile's last key block, holds the sum of the earlier blocks. dq_full: the buffer holds this
-    // block's dQ or, for the last key block, its sum has been read.
-    Barriers<C::kSums> dq_ready, dq_full;
+    // block's dQ or, for the last key block, its sum has been read. With parts, a warpgroup has every other use of a buffer and does not
+    // wait for the uses between, so it has barriers of its own: a parity tells a phase from the one before alone.
+    Barriers<C::kSumUses> dq_ready;
+    Barriers<C::kSums> dq_full;
+    Barriers<2> ds_full, ds_empty; // with kIsLate. ds_empty: both warpgroups have their dQ
 };
 
 // The accumulator slot of a use, and how many uses it had before.
@@ -175,6 +180,62 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
         for (int i = 0; i < item.idle && nth == 0; i++, idle.advance(item.step, num_slots)) {
             wait_for_turn(buffers.turns + idle.index, turn_value(idle.generation, 0));
             store_release(buffers.turns + idle.index, turn_value(idle.generation + 1, 0));
+        }
+        smem.item_empty.release(items);
+    }
+}
+
+// The same with kIsLate, each for every kSums-th half of a tile. Registers are short: what is cheap to find again is not kept.
+template <class C> __device__ __forceinline__ void add_halves(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
+    static_assert(C::kSums == 3, "uses of a buffer are 3 halves apart and tiles begin at even ones, so use and half ^ nth have one parity");
+    constexpr int kFloats = C::kTileFloats / 2, kBytes = kFloats * sizeof(float);
+    const int num_slots = p.room.num_slots;
+    int skip = nth; // halves until this thread's next
+    for (Ring<2> items;; items.n++) {
+        const auto item = [&]() -> const Item & { return smem.items[pinned(items.n) % 2]; };
+        smem.item_full.wait(items);
+        if (!item().exists) return;
+        Slot slot(item().use, num_slots);
+        for (int t = item().tiles.end - 1; t >= item().tiles.begin; t--, slot.advance(item().step, num_slots)) {
+            // In flight: no copy of this thread; at most one of each other adder.
+            skip -= 2;
+            if (skip >= 0) continue;
+            const auto half = [&] { return pinned(skip) + 2; };
+            const auto buffer = [&] { return pinned(nth); };
+            const int turn = find_turn<C>(item(), p, t);
+            unsigned long long *turns = buffers.turns + 2 * slot.index + half(), value = turn_value(slot.generation, turn);
+            float *sum = buffers.slots + (2 * static_cast<int64_t>(slot.index) + half()) * kFloats;
+            const uint32_t use = half() ^ nth; // its parity
+            const auto ready = [&]() -> Barrier & { return smem.dq_ready[buffer() + C::kSums * (use % 2)]; };
+            if (t < item().finish_end) {
+                wait_for_turn(turns, value);
+                smem.finish_alone[buffer()] = turn == 0;
+                if (turn == 0) {
+                    ready().arrive();
+                } else {
+                    ready().arrive_expect(kBytes);
+                    bulk_load(smem.dq[buffer()], sum, kBytes, ready());
+                }
+                smem.dq_full[buffer()].wait(Ring<1>{use}); // the math has read the sum: the slot is free
+                store_release(turns, turn_value(slot.generation + 1, 0));
+            } else {
+                ready().arrive();
+                wait_for_turn(turns, value);
+                smem.dq_full[buffer()].wait(Ring<1>{use});
+                if (turn == 0)
+                    bulk_store(sum, smem.dq[buffer()], kBytes);
+                else
+                    bulk_add(sum, smem.dq[buffer()], kBytes);
+                store_commit();
+                store_wait();
+                store_release(turns, value + 1);
+            }
+            skip += C::kSums;
+        }
+        Slot idle(item().idle_use, num_slots);
+        for (int i = 0; i < item().idle && nth < 2; i++, idle.advance(item().step, num_slots)) {
+            wait_for_turn(buffers.turns + 2 * idle.index + nth, turn_value(idle.generation, 0));
+            store_release(buffers.turns + 2 * idle.index + nth, turn_value(idle.generation + 1, 0));
         }
         smem.item_empty.release(items);
     }

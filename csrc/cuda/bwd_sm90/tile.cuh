@@ -167,11 +167,13 @@ template <class C> __device__ __forceinline__ void add_terms(const float (&ds)[C
     }
 }
 
-template <class C> __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_warpgroup) {
+template <class C>
+__device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_warpgroup, uint32_t buffer) {
     const int thread = pinned(threadIdx.x), key = 64 * math_warpgroup + store_row(thread);
-    const uint32_t first = swizzled(shared_address(smem.ds[0]), kRowBytes, key, store_chunk(thread));
+    const uint32_t first =
+        swizzled(shared_address(smem.ds[0]) + buffer * static_cast<uint32_t>(sizeof smem.ds[0]), kRowBytes, key, store_chunk(thread));
 #pragma unroll
-    for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0]), ds[n]);
+    for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0][0]), ds[n]);
 }
 
 // Writes the thread's row r, times a factor and rounded. Four lanes exchange their pairs, so that each writes whole 16-byte chunks.
@@ -199,7 +201,8 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem
     if (!smem.finish_alone[sum]) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float4 before = reinterpret_cast<const float4 *>(smem.dq[sum])[(math_warpgroup * 8 + i) * 128 + threadIdx.x % 128];
+            const float4 before =
+                reinterpret_cast<const float4 *>(smem.dq[sum])[((C::kIsLate ? 0 : math_warpgroup) * 8 + i) * 128 + threadIdx.x % 128];
             dq[4 * i] += before.x;
             dq[4 * i + 1] += before.y;
             dq[4 * i + 2] += before.z;

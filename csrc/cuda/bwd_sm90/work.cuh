@@ -3,7 +3,7 @@
 // The kernels before and after the general backward's main kernel on sm_90. Before: where the row tiles and key blocks of each sequence
 // begin, the items, lse and g - delta of every row. After: ds_aux from the terms of row tiles and key blocks.
 //
-// A kernel's Config has kHeadDim, kRows and kKeys of a tile, and kTileFloats of its dQ.
+// A kernel's Config has kHeadDim, kRows and kKeys of a tile, kTileFloats of its dQ, and kParts, in which that is added.
 #pragma once
 
 #include "core/chains.h"
@@ -114,7 +114,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_const
                                                               BwdBuffers buffers, unsigned *error_word) {
     check_lengths(args.fwd, error_word);
     const sinkattn_problem &problem = args.fwd.problem;
-    for (int64_t i = threadIdx.x; i < p.room.num_slots; i += blockDim.x) buffers.turns[i] = 0;
+    for (int64_t i = threadIdx.x; i < C::kParts * p.room.num_slots; i += blockDim.x) buffers.turns[i] = 0;
     for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
     __shared__ int places[kTableThreads];
     const bool sorts = problem.packed && problem.batch <= kTableThreads;

@@ -56,6 +56,11 @@ template <int kThreads> __device__ __forceinline__ void bar_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
+// Counts towards the same barrier without waiting.
+template <int kThreads> __device__ __forceinline__ void bar_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
 // The same barrier; true if x is true in any thread.
 template <int kThreads> __device__ __forceinline__ bool bar_any(int id, bool x) {
     uint32_t any;
