@@ -145,9 +145,9 @@ def extra_mib(call: Call) -> float:
     return harness.digits(max(0, peak - harness.num_bytes(results)) / 2**20)
 
 
-def host_times(calls: dict[Peer, Call]) -> dict[Peer, float]:
+def host_times(calls: dict[Name, Call]) -> dict[Name, float]:
     """Median wall time of each in ms, while calls follow each other and the device keeps up."""
-    times: dict[Peer, list[float]] = {peer: [] for peer in calls}
+    times: dict[Name, list[float]] = {peer: [] for peer in calls}
     for _ in range(HOST_ROUNDS):
         for peer, call in calls.items():
             torch.cuda.synchronize()

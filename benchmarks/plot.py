@@ -26,6 +26,7 @@ from . import (
     prefill,
     report,
     scaling,
+    serving,
     shapes,
     split_prefill,
     tiers,
@@ -50,7 +51,11 @@ PICTURES: dict[ModuleType, type[Any]] = {
     planner: planner.PlannerRow,
     traffic: traffic.TrafficRow,
 }
-TABLES: dict[ModuleType, type[Any]] = {paged: paged.PagedRow, generate: generate.GenerateRow}
+TABLES: dict[ModuleType, type[Any]] = {
+    paged: paged.PagedRow,
+    generate: generate.GenerateRow,
+    serving: serving.ServingRow,
+}
 DOCS = harness.ROOT / "docs"
 PAGE = DOCS / "studies.md"
 # What needs no rows.
@@ -61,6 +66,7 @@ PAGES: dict[Path, tuple[ModuleType, ...]] = {
     DOCS / "planner.md": (planner,),
     DOCS / "decoding.md": (traffic, paged),
     DOCS / "huggingface.md": (generate,),
+    DOCS / "vllm.md": (serving,),
 }
 ON_PAGE = PAGES[PAGE]
 

@@ -4,7 +4,6 @@
 Imported by vLLM when the backend is chosen, and then refuses the versions that it was not run with.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +13,19 @@ from sinkattn import vllm as plugin
 
 plugin.check_version()
 
+from vllm import envs  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
     MultipleOf,
+)
+from vllm.v1.attention.backends.utils import (  # noqa: E402
+    get_num_attention_heads_from_layers,
+    split_decodes_and_prefills,
 )
 
 # vLLM's reasons, and the way out.
@@ -34,6 +39,9 @@ WAYS_OUT = {
     "non-causal attention not supported": "use_non_causal is set",
     "PCP not supported": "prefill_context_parallel_size must be 1",
     "DCP not supported": "decode_context_parallel_size must be 1",
+    "compute capability not supported": "the GPU's compute capability must be 8.0 or later",
+    "device-cpu query lens mismatch not supported, this is needed for adaptive verification": "adaptive verification"
+    " shortens drafts on the device, where decodes have the rows that the host counted; set VLLM_BATCH_INVARIANT=1",
 }
 
 
@@ -65,6 +73,14 @@ class SinkAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return head_size % 8 == 0 and 0 < head_size <= 256
 
     @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability is None or capability[0] >= 8
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return not _decodes_apart(current_platform.device_type)
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -88,25 +104,39 @@ class SinkAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return [f"{'; '.join(reasons)}: {plugin.OWN}"] if reasons else []
 
 
-@dataclass
-class SinkAttentionMetadata:
-    """One step's sequences; the same for all layers that share a block table."""
-
-    num_actual_tokens: int
-    query_start_loc: Tensor  # int32 [sequences + 1]
-    seq_lens: Tensor  # int32 [sequences], keys with this step's
-    block_table: Tensor  # int32 [sequences, most pages]
+def _decodes_apart(device_type: str) -> bool:
+    """Whether decodes go to the decode kernels; a CPU's give a row the bits that it has among packed rows."""
+    return device_type == "cuda" and not envs.VLLM_BATCH_INVARIANT
 
 
-class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[SinkAttentionMetadata]):  # type: ignore[misc]
-    """Takes what the kernels read out of vLLM's metadata; nothing is computed, or read on the host."""
+class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[plugin.Step]):  # type: ignore[misc]
+    """Takes what the kernels read out of vLLM's metadata; nothing is read on the device.
+
+    On CUDA the engine is asked to put sequences with a token, or a token and drafts, in front, for the decode kernels.
+    How these cut the keys depends on the batch, and so do last bits: with VLLM_BATCH_INVARIANT nothing goes to them.
+    """
+
+    reorder_batch_threshold: int | None = None
+    supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not _decodes_apart(device.type):
+            return
+        heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
+        if heads is None:
+            heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        most = plugin.most_decode_rows(heads, kv_cache_spec.num_kv_heads)
+        if most:
+            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+            self.reorder_batch_threshold = min(self.reorder_batch_threshold or 0, most)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> SinkAttentionMetadata:
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Which graphs take other batches: one with packed rows any, one with decodes those with as many rows each."""
+        return AttentionCGSupport.ALWAYS if envs.VLLM_BATCH_INVARIANT else AttentionCGSupport.UNIFORM_BATCH
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> plugin.Step:
         given = common_attn_metadata
         if common_prefix_len:
             raise NotImplementedError(
@@ -115,12 +145,22 @@ class SinkAttentionMetadataBuilder(AttentionMetadataBuilder[SinkAttentionMetadat
             )
         if given.causal is not True:
             raise NotImplementedError(f"sinkattn: rows may see keys after them, as causal is not True: {plugin.OWN}")
-        return SinkAttentionMetadata(
-            given.num_actual_tokens, given.query_start_loc, given.seq_lens, given.block_table_tensor
-        )
+        decodes = rows = 0
+        if self.reorder_batch_threshold is not None:
+            decodes, _, tokens, _ = split_decodes_and_prefills(
+                given, self.reorder_batch_threshold, require_uniform=True
+            )
+            rows = tokens // max(1, decodes)
+            if rows * decodes != tokens:
+                decodes = 0
+        packed = plugin.Packed(given.query_start_loc, given.seq_lens, given.block_table_tensor)
+        return plugin.Step.of(given.num_actual_tokens, packed, given.max_seq_len, decodes, rows)
+
+    def update_block_table(self, metadata: plugin.Step, blk_table: Tensor, slot_mapping: Tensor) -> plugin.Step:
+        return metadata.with_block_table(blk_table)
 
 
-class SinkAttentionImpl(AttentionImpl[SinkAttentionMetadata]):  # type: ignore[misc]
+class SinkAttentionImpl(AttentionImpl[plugin.Step]):  # type: ignore[misc]
     """The attention of one layer."""
 
     def __init__(
@@ -167,7 +207,7 @@ class SinkAttentionImpl(AttentionImpl[SinkAttentionMetadata]):  # type: ignore[m
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: SinkAttentionMetadata | None,
+        attn_metadata: plugin.Step | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -180,14 +220,11 @@ class SinkAttentionImpl(AttentionImpl[SinkAttentionMetadata]):  # type: ignore[m
             )
         if attn_metadata is None:
             return output.fill_(0)
-        given = attn_metadata
-        rows = given.num_actual_tokens
-        output[:rows] = plugin.attend(
-            query[:rows],
+        plugin.attend(
+            query,
             kv_cache,
-            given.query_start_loc,
-            given.seq_lens,
-            given.block_table,
+            attn_metadata,
+            output,
             scale=self.scale,
             sliding_window=self.sliding_window,
             s_aux=self.sinks,

@@ -27,8 +27,10 @@ from benchmarks import (
     plot,
     report,
     scaling,
+    serving,
     split_prefill,
     studies,
+    vllm_steps,
 )
 from benchmarks.__main__ import main
 
@@ -136,6 +138,18 @@ def test_a_packed_cache_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) 
     assert f"{rows[0].ms / rows[0].packed_ms:.3f}" in packed_cache.markdown(machine, rows)[1]
     long = next(batch for batch in packed_cache.batches() if batch.window)
     assert sum(long.q_lens) == sum(long.k_lens) == 65536
+
+
+def test_an_engines_step_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "serving.json"
+    assert main(["serving", "--quick", "--json", str(path), "--commit", "none"]) == 0
+    machine, rows = harness.load(path, serving.ServingRow)
+    assert [(row.step, row.layer) for row in rows] == [("3 x 1 rows", "sliding"), ("3 x 1 rows", "full")]
+    times = ("backend_us", "ops_us", "packed_us", "host_us", "host_ops_us")
+    assert all(getattr(row, name) > 0 for row in rows for name in times)
+    assert f"| {rows[0].ops_us:.1f} | {rows[0].backend_us:.1f} |" in serving.markdown(machine, rows)[1]
+    steps = [list(vllm_steps.steps(run))[index] for run, index in serving.STEPS]
+    assert [serving.describe(x) for x in steps][1:3] == ["12 x 1 + 651 + 361 rows", "16 x 1 rows"]
 
 
 def test_packed_sequences_are_those_of_the_standard_formula(on_cpu: None) -> None:

@@ -14,7 +14,9 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not in this environment: make test-vllm makes one", allow_module_level=True)
 
 import vllm
+import vllm.envs
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -75,6 +77,21 @@ def test_cuda_takes_halves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("CUSTOM") == plugin.BACKEND
     with pytest.raises(ValueError, match=f"the model's dtype is float32, which has no CUDA kernel: {OWN}"):
         choose("CUSTOM", dtype=torch.float32)
+
+
+def test_cuda_devices_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From compute capability 8.0; drafts that the device shortens only where no row goes to the decode kernels."""
+    given = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    config = AttentionSelectorConfig(**given)._asdict()
+    validate = vllm_backend.SinkAttentionBackend.validate_configuration
+    assert validate(device_capability=DeviceCapability(8, 0), **config) == []
+    [said] = validate(device_capability=DeviceCapability(7, 5), **config)
+    assert said == f"the GPU's compute capability must be 8.0 or later: {OWN}"
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    [said] = validate(device_capability=DeviceCapability(9, 0), **config | {"use_adaptive_verification": True})
+    assert said.startswith("adaptive verification shortens drafts on the device")
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    assert validate(device_capability=DeviceCapability(9, 0), **config | {"use_adaptive_verification": True}) == []
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ class Spy:
             self.calls += 1
             self.with_sinks += impl.sinks is not None
             if self.calls > len(self.steps) * self.layers:
-                rows = given.query_start_loc.diff().tolist()
-                self.steps.append(list(zip(rows, given.seq_lens.tolist(), strict=True)))
+                rows = given.packed.query_start_loc.diff().tolist()
+                self.steps.append(list(zip(rows, given.packed.seq_lens.tolist(), strict=True)))
         return forward(impl, layer, *args, **kwargs)
 
 
