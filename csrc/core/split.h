@@ -24,7 +24,7 @@ enum { SA_WINDOW_SINK_TOKENS = 16 };
 /* Tile t holds keys [t * tile_k, (t + 1) * tile_k). Tile numbers are int32, which a loop keeps in registers: 2^31 tiles are enough. */
 typedef struct sa_key_tiles {
     int32_t sink_end, begin, end;                /* tiles [0, sink_end) and [begin, end) hold keys that some row sees */
-    int32_t full_sink_end, full_begin, full_end; /* what sa_key_tile_is_full looks at */
+    int32_t full_sink_end, full_begin, full_end; /* full: tiles [full_begin, full_end), and those before both full_sink_end and full_end */
     sa_position_t tile_k, sink_keys;             /* keys [0, sink_keys) and the band are seen by some row */
     sa_range band;
 } sa_key_tiles;

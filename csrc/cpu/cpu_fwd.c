@@ -251,6 +251,7 @@ void sa_attend_join(sa_attend *attend, const sa_row_tile *rows, const sa_partial
     }
 }
 
+/* Ends the rows, where the sink joins them, and stores them. */
 static void store_state(sa_attend *attend, sa_row_state *state, const sa_stream *stream) {
     const sinkattn_fwd_args *args = stream->args;
     const sa_row_tile *rows = &state->rows;

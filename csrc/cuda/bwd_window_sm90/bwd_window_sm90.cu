@@ -3,7 +3,7 @@
 // Backward for causal windows of up to 128 keys before a row, head_dim up to 64, on sm_90.
 //
 //     row warpgroup      dQ of step n                    | delta of step n + 2; one warp: Q, dO, out (and K, V) of step n + 3 | ...
-//     math warpgroup g   S = K Q^T, dP = V dO^T | P, dS | dV += P dO, dK += dS Q | ...        (three, keys in the rows of wgmma)
+//     math warpgroup i   S = K Q^T, dP = V dO^T | P, dS | dV += P dO, dK += dS Q | ...        (three, keys in the rows of wgmma)
 //
 // Positions are cut into tiles of 64, whose rows see keys of their own tile and of the two before (walk.cuh). A block walks down its share
 // of tiles in steps of 64 rows. Key tiles go round the three math warpgroups; each keeps dK and dV of its 64 keys in registers while the

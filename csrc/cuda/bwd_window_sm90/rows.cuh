@@ -331,8 +331,9 @@ template <class C> __device__ __forceinline__ void run_rows(Smem &smem, const si
     Sink sink;
     float terms = 0.0f;
     SinkTokens<C> sinks;
-    // In flight at the top: copies of steps prepared to loaded - 1 (known to the producer alone); dQ of steps done - 2 and done - 1
-    // leaving. Where no step is loaded, as in the tail, older dQ may be leaving too: only a load overwrites its stage, and it waits.
+    // In flight at the top: copies of steps up to loaded - 1 (the preparers have waited for those below prepared, the producer for none);
+    // dQ of steps done - 2 and done - 1 leaving. Where no step is loaded, as in the tail, older dQ may be leaving too: only a load
+    // overwrites its stage, and it waits.
     while (true) {
         if (!ended && prepared < done + 2) {
             if (producer) {

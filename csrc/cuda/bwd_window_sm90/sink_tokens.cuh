@@ -302,9 +302,9 @@ template <class Element> __device__ __forceinline__ void add_sink_partials(const
     extern __shared__ __align__(1024) unsigned char shared[];
     auto *room = reinterpret_cast<float4 *>(shared); // [kSlices][kTaskKeys][32]
     const sinkattn_problem &problem = args.fwd.problem;
-    const unsigned groups = (p.num_sink_tokens + kTaskKeys - 1) / kTaskKeys, heads = static_cast<unsigned>(problem.num_kv_heads),
-                   kv_head = task / groups % heads, b = task / groups / heads;
-    const int first = static_cast<int>(task % groups) * kTaskKeys, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned tasks = (p.num_sink_tokens + kTaskKeys - 1) / kTaskKeys, heads = static_cast<unsigned>(problem.num_kv_heads),
+                   kv_head = task / tasks % heads, b = task / tasks / heads;
+    const int first = static_cast<int>(task % tasks) * kTaskKeys, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const sa_sequence sequence = sa_sequence_at(&args.fwd, b);
     const int num_keys = static_cast<int>(sa_min(sequence.k_len, p.num_sink_tokens));
     if (first >= num_keys) return; // of all threads

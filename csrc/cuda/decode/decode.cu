@@ -124,7 +124,7 @@ __device__ __forceinline__ Findings attend(typename C::Rows &rows, unsigned char
     }
 #pragma unroll 1
     for (int32_t n = first; n < loader.last; n += C::kTeams) {
-        cp_async_wait_upto(stages - 1); // before: a group in flight for each of the next `stages` tiles; after: tile n's is complete
+        cp_async_wait_upto(stages - 1); // of the groups in flight, one for each of the next `stages` tiles, tile n's is complete then
         team_sync<C>(team);             // tile n has landed
         float s[C::kEights][4];
         qk_product(s, rows, q + lane.v, q + keys + lane_k, params.scale_log2);

@@ -2,13 +2,13 @@
 //
 // Decode with invariant, under the windows that fwd_window_sm90 serves, with the bits of that forward's row.
 //
-//     one warp       K of groups 0 .. 8 through a ring of tiles | weights in registers | V of groups 0 .. 8 through the ring | out
-//     four warps     all tiles at once; warp w scores groups w, w + 4, .. | P in shared memory | O += P V for 16 columns | out
+//     one warp       K of steps 0 .. 8 through a ring of tiles | weights in registers | V of steps 0 .. 8 through the ring | out
+//     four warps     all tiles at once; warp w scores steps w, w + 4, .. | P in shared memory | O += P V for 16 columns | out
 //
 // A stream is up to 8 q heads of one kv head for one token: at most 8 rows, in N of mma.sync; keys, or columns of O, are in M. Its keys
-// come in 9 groups of 16 from the anchor on, the first key of the window of the first token of the forward's tile of tokens, which stands
-// at a multiple of the tile's tokens; a group of positional sink tokens comes before them. As in the forward, the pivot is the maximum over
-// all keys, O takes the groups in ascending order, and class c of a row, keys 2 c and 2 c + 1 of every 8, is one chain of sums. Lengths
+// come in 9 steps of 16 from the anchor on, the first key of the window of the first token of the forward's tile of tokens, which stands
+// at a multiple of the tile's tokens; a step of positional sink tokens comes before them. As in the forward, the pivot is the maximum over
+// all keys, O takes the steps in ascending order, and class c of a row, keys 2 c and 2 c + 1 of every 8, is one chain of sums. Lengths
 // and pages are read before the preceding kernel ends, and again after.
 //
 // Four warps where such blocks fill the device at most once; else one. Shared memory: a ring of 6 tiles of 2 KiB, or all 18 or 20.
@@ -22,9 +22,9 @@
 namespace sa::decode_window_sm90 {
 namespace {
 
-// Scores of a group's tile: s[2 i + x] of key fragment_row(i) and row fragment_column() + x. -inf where the token does not see the key.
+// Scores of a step's tile: s[2 i + x] of key fragment_row(i) and row fragment_column() + x. -inf where the token does not see the key.
 template <class C>
-__device__ __forceinline__ void score(float (&s)[4], const Queries &queries, uint32_t k, const Stream<C> &stream, int group) {
+__device__ __forceinline__ void score(float (&s)[4], const Queries &queries, uint32_t k, const Stream<C> &stream, int step) {
     for (float &x : s) x = 0.0f;
     const uint32_t at = k + swizzled(left_row(threadIdx.x % 32), left_chunk(threadIdx.x % 32));
 #pragma unroll
@@ -35,10 +35,10 @@ __device__ __forceinline__ void score(float (&s)[4], const Queries &queries, uin
     }
 #pragma unroll
     for (int x = 0; x < 4; x++)
-        if (!stream.sees(group * kTileK + fragment_row(x / 2))) s[x] = -INFINITY;
+        if (!stream.sees(step * kTileK + fragment_row(x / 2))) s[x] = -INFINITY;
 }
 
-// The weights of a group: P as the right side of O^T = V^T P^T, and for each 8 keys the sum of one class. Lane l has class l / 8 of row
+// The weights of a step: P as the right side of O^T = V^T P^T, and for each 8 keys the sum of one class. Lane l has class l / 8 of row
 // 2 (l % 4) + l / 4 % 2.
 struct Weights {
     uint2 p;
@@ -160,9 +160,9 @@ __device__ __forceinline__ void sum_rows(float (&sum)[2], float chain) {
 template <class C> __device__ __forceinline__ void begin_copies(uint32_t q, const Stream<C> &stream, const Params &params) {
 #pragma unroll
     for (int m = 0; m < C::kTiles; m++) {
-        if (m % C::kGroups % C::kWarps == static_cast<int>(threadIdx.x) / 32)
-            copy_tile<C>(q + m * kTileBytes, stream, params, m % C::kGroups, m >= C::kGroups);
-        if (C::kWarps == 1 || m == C::kGroups - 1) cp_async_commit();
+        if (m % C::kSteps % C::kWarps == static_cast<int>(threadIdx.x) / 32)
+            copy_tile<C>(q + m * kTileBytes, stream, params, m % C::kSteps, m >= C::kSteps);
+        if (C::kWarps == 1 || m == C::kSteps - 1) cp_async_commit();
     }
     if (C::kWarps > 1) cp_async_commit();
 }
@@ -174,12 +174,12 @@ __device__ __forceinline__ void attend_alone(unsigned char *shared, const Stream
     const auto next = [&](int m) { // tile m's place is free
         __syncwarp();
         m += C::kTiles;
-        if (m < 2 * C::kGroups) copy_tile<C>(q + m % C::kTiles * kTileBytes, stream, params, m % C::kGroups, m >= C::kGroups);
+        if (m < 2 * C::kSteps) copy_tile<C>(q + m % C::kTiles * kTileBytes, stream, params, m % C::kSteps, m >= C::kSteps);
         cp_async_commit();
     };
-    float s[C::kGroups][4], pivot[2], from[2], sum[2], chain = 0.0f;
+    float s[C::kSteps][4], pivot[2], from[2], sum[2], chain = 0.0f;
 #pragma unroll
-    for (int n = 0; n < C::kGroups; n++) { // in flight: the next kTiles - 1 tiles
+    for (int n = 0; n < C::kSteps; n++) { // in flight: kTiles tiles, K of steps n and after, then V's
         cp_async_wait<C::kTiles - 1>();
         __syncwarp();
         score<C>(s[n], queries, q + n % C::kTiles * kTileBytes, stream, n);
@@ -189,13 +189,13 @@ __device__ __forceinline__ void attend_alone(unsigned char *shared, const Stream
     for (int x = 0; x < 2; x++) from[x] = pivot[x] == -INFINITY ? 0.0f : pivot[x];
     Output<C> o = {};
 #pragma unroll
-    for (int n = 0; n < C::kGroups; n++) {
+    for (int n = 0; n < C::kSteps; n++) {
         const Weights weights = weigh<typename C::Element>(s[n], from, params.scale_log2);
         for (float x : weights.sums) chain = __fadd_rn(chain, x);
         cp_async_wait<C::kTiles - 1>();
         __syncwarp();
-        multiply<C>(o, q + (C::kGroups + n) % C::kTiles * kTileBytes, weights.p, 0);
-        next(C::kGroups + n);
+        multiply<C>(o, q + (C::kSteps + n) % C::kTiles * kTileBytes, weights.p, 0);
+        next(C::kSteps + n);
     }
     sum_rows(sum, chain);
     write_rows<C>(shared, o, pivot, sum, s_aux, stream, params);
@@ -207,13 +207,13 @@ __device__ __forceinline__ void attend_together(unsigned char *shared, const Str
     __shared__ float tops[C::kWarps][kRows];
     const uint32_t q = shared_address(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const auto weights_of = [&](int group) { return reinterpret_cast<Weights *>(shared + group * kTileBytes) + lane; }; // in place of K
+    const auto weights_of = [&](int step) { return reinterpret_cast<Weights *>(shared + step * kTileBytes) + lane; }; // in place of K
     float s[C::kMine][4], pivot[2], from[2], sum[2], chain = 0.0f;
 #pragma unroll
     for (int i = 0; i < C::kMine; i++) {
-        const int group = warp + i * C::kWarps;
-        if (group < C::kGroups)
-            score<C>(s[i], queries, q + group * kTileBytes, stream, group);
+        const int step = warp + i * C::kWarps;
+        if (step < C::kSteps)
+            score<C>(s[i], queries, q + step * kTileBytes, stream, step);
         else
             for (float &x : s[i]) x = -INFINITY;
     }
@@ -221,17 +221,17 @@ __device__ __forceinline__ void attend_together(unsigned char *shared, const Str
     for (int x = 0; x < 2; x++) from[x] = pivot[x] == -INFINITY ? 0.0f : pivot[x];
 #pragma unroll
     for (int i = 0; i < C::kMine; i++) {
-        const int group = warp + i * C::kWarps;
-        if (group < C::kGroups) *weights_of(group) = weigh<typename C::Element>(s[i], from, params.scale_log2);
+        const int step = warp + i * C::kWarps;
+        if (step < C::kSteps) *weights_of(step) = weigh<typename C::Element>(s[i], from, params.scale_log2);
     }
     cp_async_wait<0>();
     __syncthreads(); // V and all weights are there
     Output<C> o = {};
 #pragma unroll
-    for (int n = 0; n < C::kGroups; n++) {
+    for (int n = 0; n < C::kSteps; n++) {
         const Weights weights = *weights_of(n);
         for (float x : weights.sums) chain = __fadd_rn(chain, x);
-        multiply<C>(o, q + (C::kGroups + n) * kTileBytes, weights.p, warp * C::kColumns / 16);
+        multiply<C>(o, q + (C::kSteps + n) * kTileBytes, weights.p, warp * C::kColumns / 16);
     }
     sum_rows(sum, chain);
     __syncthreads(); // no warp reads the weights any more

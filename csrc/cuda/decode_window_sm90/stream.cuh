@@ -13,8 +13,8 @@
 
 namespace sa::decode_window_sm90 {
 
-constexpr int kHeadDim = 64, kRows = 8, kTileK = 16, kTileBytes = kTileK * kRowBytes, kWindowGroups = 9;
-static_assert(kWindowGroups * kTileK == sa_fwd_cuda_sm90_window_tile_k &&
+constexpr int kHeadDim = 64, kRows = 8, kTileK = 16, kTileBytes = kTileK * kRowBytes, kWindowSteps = 9;
+static_assert(kWindowSteps * kTileK == sa_fwd_cuda_sm90_window_tile_k &&
                   sa_decode_cuda_sm90_window_tile_k == sa_fwd_cuda_sm90_window_tile_k && SA_WINDOW_SINK_TOKENS == kTileK,
               "the forward's keys");
 
@@ -51,10 +51,10 @@ __device__ __forceinline__ int32_t read_length(const Params &params, int32_t bat
 template <class Element_, int kWarps_, bool kHasSinkTokens_, bool kExtras_> struct Config {
     using Element = Element_;
     static constexpr bool kHasSinkTokens = kHasSinkTokens_, kExtras = kExtras_;
-    static constexpr int kGroups = kWindowGroups + kHasSinkTokens, kLaneKeys = (kGroups * kTileK + 31) / 32; // kLaneKeys: a lane's places
-    static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kTiles = kWarps == 1 ? 6 : 2 * kGroups;   // kTiles: in shared memory
-    static constexpr int kColumns = kHeadDim / kWarps, kMine = (kGroups + kWarps - 1) / kWarps;       // of a warp; groups that it scores
-    static constexpr int kBlocks = kWarps == 1 ? (kHasSinkTokens ? 12 : 16) : kHasSinkTokens ? 5 : 6; // of an SM
+    static constexpr int kSteps = kWindowSteps + kHasSinkTokens, kLaneKeys = (kSteps * kTileK + 31) / 32; // kLaneKeys: a lane's places
+    static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kTiles = kWarps == 1 ? 6 : 2 * kSteps; // kTiles: in shared memory
+    static constexpr int kColumns = kHeadDim / kWarps, kMine = (kSteps + kWarps - 1) / kWarps;            // of a warp; steps that it scores
+    static constexpr int kBlocks = kWarps == 1 ? (kHasSinkTokens ? 12 : 16) : kHasSinkTokens ? 5 : 6;     // of an SM
 };
 
 template <class C> __device__ __forceinline__ void sync() {
@@ -129,17 +129,17 @@ template <class C> struct Stream {
     }
 };
 
-// Copies the tile of a group: V's if of_values. A key that the token does not see, or whose page is unmapped, becomes zeros.
+// Copies the tile of a step: V's if of_values. A key that the token does not see, or whose page is unmapped, becomes zeros.
 template <class C>
-__device__ __forceinline__ void copy_tile(uint32_t to, const Stream<C> &stream, const Params &params, int group, bool of_values) {
+__device__ __forceinline__ void copy_tile(uint32_t to, const Stream<C> &stream, const Params &params, int step, bool of_values) {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     const uint16_t *base = of_values ? params.v + static_cast<int64_t>(stream.kv_head) * params.v_head
                                      : params.k + static_cast<int64_t>(stream.kv_head) * params.k_head;
     const int64_t page_stride = of_values ? params.v_page : params.k_page, row_stride = of_values ? params.v_row : params.k_row;
 #pragma unroll
     for (int i = 0; i < kTileK; i += 4) {
-        const int row = lane / 8 + i, place = group * kTileK + row;
-        const int32_t page = __shfl_sync(0xffffffffu, stream.pages[group / 2], place % 32), key = stream.key(place);
+        const int row = lane / 8 + i, place = step * kTileK + row;
+        const int32_t page = __shfl_sync(0xffffffffu, stream.pages[step / 2], place % 32), key = stream.key(place);
         const int32_t slot = params.block_table ? key - static_cast<int32_t>(sa_divide(key, params.by_page_size)) * params.page_size : key;
         const bool valid =
             stream.sees(place) && static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages) && chunk * 8 < params.head_dim;

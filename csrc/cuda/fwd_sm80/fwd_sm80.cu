@@ -356,7 +356,7 @@ __device__ __forceinline__ void attend(Rows<C> &rows, unsigned char *shared, con
     int stage = 0;
     for (KeyTileWalk tile(tiles); tile.exists(); stage ^= 1) {
         const KeyTileWalk next(tiles, tile.t + 1);
-        cp_async_wait<0>(); // in flight: at most this tile's copies and, before the first, Q's
+        cp_async_wait<0>(); // in flight: this tile's copies, with a cache the next tile's pages; before the first, Q's too
         __syncthreads();    // they have landed, and no thread reads the other stage any more
         if (next.exists()) load(next.t, stage ^ 1);
 

@@ -95,7 +95,8 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
         KeyTileWalk tile(work.tiles);
         load_queries<C>(smem, maps, p, queries, work);
         for (; tile.t < end; tile.advance(), ring.n++) {
-            // In flight: K and V of at most kStages earlier key tiles; Q of up to two row tiles, as a short item does not block the loader.
+            // In flight: K and V of at most kStages earlier key tiles; Q of up to two row tiles, since the loader may pass a row
+            // tile of few key tiles before its Q has landed.
             smem.k_empty.acquire(ring);
             load_keys(smem.keys[ring.stage()], maps.k[0], smem.k_full[ring.stage()], work, tile.t);
             smem.v_empty.acquire(ring);

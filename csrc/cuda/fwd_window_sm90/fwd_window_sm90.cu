@@ -108,7 +108,7 @@ template <class C> __device__ __forceinline__ void mask_sinks(float (&s)[C::kSco
 
 // Sets scores of hidden keys of the window to -inf. Without seen.edge, only the first 16 columns and those from 120 on may be hidden.
 template <class C> __device__ __forceinline__ void mask(float (&scores)[C::kScores], const Columns &seen, const Problem &p) {
-    constexpr int kGroups = C::kWindowScores / 4; // of 8 keys
+    constexpr int kEights = C::kWindowScores / 4; // of keys
     float *s = scores + C::kSinkScores;
     const int column = fragment_column();
     const int begin[2] = {seen.begin[0] - column, seen.begin[1] - column}, end[2] = {seen.end[0] - column, seen.end[1] - column};
@@ -124,7 +124,7 @@ template <class C> __device__ __forceinline__ void mask(float (&scores)[C::kScor
     };
     if (seen.edge) {
 #pragma unroll
-        for (int n = 0; n < kGroups; n++) {
+        for (int n = 0; n < kEights; n++) {
             hide_first(n);
             hide_last(n);
         }
@@ -134,7 +134,7 @@ template <class C> __device__ __forceinline__ void mask(float (&scores)[C::kScor
     if (p.tile_tokens > 8) hide_first(1);
     if (p.last_key < 127) hide_last(15);
     hide_last(16);
-    if (kGroups > 17) hide_last(17);
+    if (kEights > 17) hide_last(17);
 }
 
 // Weights exp2(s - pivot), rounded and packed as the left operand of PV; sums over this thread's columns.
@@ -313,10 +313,10 @@ __global__ __launch_bounds__(C::kThreads, 1) void window_kernel(const __grid_con
             smem.kv_ready[i].init(32);
             smem.kv_empty[i].init(C::kMathThreads + 32);
         }
-        for (int g = 0; g < C::kWarpgroups; g++)
+        for (int w = 0; w < C::kWarpgroups; w++)
             for (int i = 0; i < kTileStages; i++) {
-                smem.q_full[g][i].init(1);
-                smem.q_empty[g][i].init(1);
+                smem.q_full[w][i].init(1);
+                smem.q_empty[w][i].init(1);
             }
         barrier_init_fence();
     }

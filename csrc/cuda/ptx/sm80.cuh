@@ -213,8 +213,8 @@ __device__ __forceinline__ unsigned long long add_acquire_release(unsigned long 
     return before;
 }
 
-// Programmatic dependent launch. may_start_early: whether a kernel may start before its predecessor has ended. The other two wait for the
-// predecessor and its writes, and let the successor start; they do nothing before sm_90.
+// Programmatic dependent launch. may_start_early: whether a kernel may start before its predecessor has ended. wait_for_previous_kernel
+// waits for it and its writes; let_next_kernel_start lets the next one start. Both do nothing before sm_90.
 __device__ __forceinline__ constexpr bool may_start_early() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     return true;

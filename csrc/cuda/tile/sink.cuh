@@ -8,7 +8,8 @@
 
 namespace sa {
 
-// The LSE over the keys alone, from their pivot, in log2 units, and sum. Never contracted, so that a row without a sink has these bits.
+// The LSE over the keys alone, from their pivot, in log2 units, and sum. Never contracted: LSE and raw LSE
+// of a row without a sink have the same bits.
 __device__ __forceinline__ float raw_lse(float pivot, float sum) {
     return sum == 0.0f ? -INFINITY : __fadd_rn(__fmul_rn(pivot, kLn2), __logf(sum));
 }
