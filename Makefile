@@ -352,11 +352,12 @@ wheel: build/wheel-env/installed $(TORCH_INCLUDES)
 
 wheel-headers: $(TORCH_INCLUDES)
 
-# The wheel under other torches, and with -3.14, say, under another Python, on a CPU, hundreds of tests each. 600 MB each to download.
+# The wheel under other torches, and with -3.14, say, under another Python, on a CPU: 315 tests each. 600 MB each to
+# download.
 WHEEL_LEGS ?= $(TORCHES) 2.14-3.10 2.15-3.14
 test-wheel: $(WHEEL_LEGS:%=test-wheel-%)
 test-wheel-%:
-	@$(WHEEL_PY) tools/try_wheel.py dist/*.whl $* build/try/$* $(patsubst %,tests/test_%.py,ops func raw_lse append varlen_cache cache_batch_idx)
+	@$(WHEEL_PY) tools/try_wheel.py dist/*.whl $* build/try/$* $(patsubst %,test_%.py,func raw_lse append append_slots varlen_cache cache_batch_idx refusals)
 
 show-torches:
 	@echo $(TORCHES)

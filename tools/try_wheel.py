@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python tools/try_wheel.py WHEEL RELEASE[-PYTHON] FOLDER TEST...: the wheel under a torch of that release, on a CPU.
+"""python tools/try_wheel.py WHEEL RELEASE[-PYTHON] FOLDER PYTEST...: the wheel under a torch of that release.
 
-RELEASE-PYTHON, 2.15-3.14 say, does it under another Python; where there is none, that is said and nothing is run.
-Prints a line of what was run, and all of it if a test failed.
+On a CPU, with pytest's arguments as in the folder tests. RELEASE-PYTHON, 2.15-3.14 say, does it under another Python;
+where there is none, that is said and this one taken. Prints one line, and everything if a test failed.
 
 The package index has torch built for CUDA, which wants gigabytes of CUDA libraries before it imports. None is called
 on a CPU, so each gets an empty one of its name, whose functions return an error.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("filelock", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools", "numpy")
-TESTING = ("pytest", "hypothesis")
+TESTING = ("pytest", "hypothesis", "exceptiongroup", "tomli")  # the last two for Python 3.10, whose pip would add them
 OF_THE_SYSTEM = ("libc.so", "libm.so", "libz.so", "libdl", "librt", "libgcc_s", "libquadmath", "libpthread", "ld-linux")
 
 
@@ -97,7 +97,7 @@ def run(python: str, site: Path, tests: list[str]) -> subprocess.CompletedProces
     """From the folder of the tests, as a Python before 3.11 imports first what lies in the current one."""
     paths = os.pathsep.join(map(str, (site, ROOT, ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(ROOT / test for test in tests)]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.run(command, cwd=ROOT / "tests", env=environment, check=False, **pipe)
 
@@ -107,13 +107,13 @@ def main(wheel: Path, leg: str, folder: Path, tests: list[str]) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     python = find_python(version, folder)
     if not python:
-        print(f"torch {release}, Python {version}: not run, this Python is neither here nor in Debian")
-        return 0
+        print(f"Python {version}: not run, it is neither here nor in Debian; torch {release} under this one instead")
+        python = sys.executable
     say = "import platform; print(platform.python_version())"
     version = subprocess.run([python, "-c", say], capture_output=True, text=True, check=True).stdout.strip()
     site = install(wheel, release, version.rpartition(".")[0], folder)
     done = run(python, site, tests)
-    torch = next(site.glob("torch-*.dist-info")).name.split("-")[1]
+    torch = next(site.glob("torch-*.dist-info")).name.removeprefix("torch-").removesuffix(".dist-info")
     last = done.stdout.splitlines()[-1]
     print(f"{wheel.name}, torch {torch}, Python {version}: {last}" if not done.returncode else done.stdout)
     if not done.returncode:

@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
 
 // Zeroes values of the ring's stage that are not finite, if the tile needs a mask, and hands the stage on. By the checkers' threads.
 template <class C, class Smem> __device__ __forceinline__ void check_values(Smem &smem, Ring<C::kStages> ring, bool masked, int thread) {
-    constexpr int kBytes = C::kKeyBytes, kThreads = 32 * C::kCheckers;
+    constexpr int kBytes = C::kHalves * C::kKeyHalf, kThreads = 32 * C::kCheckers;
     bool found = false;
     if (masked) {
         found = any_nonfinite<typename C::Element, kThreads>(smem.values[ring.stage()], kBytes, thread);
@@ -36,109 +36,57 @@ template <class C, class Smem> __device__ __forceinline__ void check_values(Smem
     smem.v_ready[ring.stage()].arrive();
 }
 
-// A lane's part of copying a key tile: so many boxes, of one page. It is looked up a tile ahead: the page arrives while the loader waits
-// for room.
-struct Piece {
-    int boxes, page; // page: as the table has it, -1 where no row sees the keys
-    bool seen;
-};
-
-// A box a lane; beyond 32 lanes, the lane's next one. at: of its first key, in the tile.
-template <class C> __device__ __forceinline__ Piece piece_of(const Work &work, const CacheKeys &cache, int t, int at) {
-    const int key = t * C::kTileK + at;
-    Piece piece{at < C::kTileK, -1, false};
-    piece.seen = piece.boxes && sees_some(work.tiles, key, key + cache.box);
-    if (piece.seen) piece.page = cache.page_of(cache.row(work.sequence), key);
-    return piece;
-}
-
-// The keys of a page that lie in the tile, in as few boxes as the maps allow, the largest first: a lane for each.
-template <class C> __device__ __forceinline__ Piece joined_piece_of(const Work &work, const JoinedKeys &cache, int t, int at) {
-    constexpr int kMost = 1 << (JoinedKeys::kMaps - 1);
-    const int key = t * C::kTileK + at, slot = cache.slot(key);
-    Piece piece{0, -1, false};
-    if (at >= C::kTileK) return piece;
-    const int before = min(at, slot) / cache.box, left = min(C::kTileK - at, cache.page_size - slot) / cache.box;
-    const int largest = min(1 << (31 - __clz(left)), kMost);
-    const bool begins = left >= kMost ? before % kMost == 0 : left == ((before + left) & (2 * largest - 1));
-    if (!begins) return piece;
-    piece.boxes = largest;
-    piece.seen = sees_some(work.tiles, key, key + cache.box * largest);
-    if (piece.seen) piece.page = cache.page_of(cache.row(work.sequence), key);
-    return piece;
-}
-
-template <class C> __device__ __forceinline__ Piece look_up(const Work &work, const typename C::Keys &cache, int t) {
-    const int at = threadIdx.x % 32 * cache.box;
-    if constexpr (C::kJoined) return joined_piece_of<C>(work, cache, t, at);
-    return piece_of<C>(work, cache, t, at);
-}
-
-__device__ __forceinline__ void check_page(const Piece &piece, const CacheKeys &cache, unsigned *error_word) {
-    if (piece.seen && !cache.has_page(piece.page)) atomicOr(error_word, kBadBlockTable);
+// The page of the first key of a box, -1 where no row sees the box.
+__device__ __forceinline__ int find_page(const Work &work, const CacheKeys &cache, int key, unsigned *error_word) {
+    if (!sees_some(work.tiles, key, key + cache.box)) return -1;
+    const int page = cache.page_of(cache.row(work.sequence), key);
+    if (!cache.has_page(page)) atomicOr(error_word, kBadBlockTable);
+    return page;
 }
 
 // A key tile by TMA. What no row sees becomes zeros, and so does a page that does not exist: coordinates outside the map are not read.
-// piece: the lane's first.
+// first_page: of the lane's first box.
 template <class C>
-__device__ __forceinline__ void copy_keys(unsigned char *to, const CUtensorMap *maps, Barrier &full, const Work &work, int t,
-                                          const typename C::Keys &cache, int heads_a_page, const Piece &piece, unsigned *error_word) {
-    if (threadIdx.x % 32 == 0) full.arrive_expect(C::kKeyBytes);
+__device__ __forceinline__ void copy_boxes(unsigned char *to, const CUtensorMap &map, Barrier &full, const Work &work, int t,
+                                           const CacheKeys &cache, int first_page, unsigned *error_word) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) full.arrive_expect(C::kHalves * C::kKeyHalf);
     __syncwarp();
-    if (!piece.boxes) return;
-    const int kv_head = static_cast<int>(work.kv_head);
-    int at = threadIdx.x % 32 * cache.box;
-    if constexpr (C::kJoined) {
-        const int head = cache.has_page(piece.page) ? piece.page * heads_a_page + kv_head : -1;
-        tensor_load(to + at / 8 * C::kKeyGroup, &maps[31 - __clz(piece.boxes)], full, {0, 0, 0, cache.slot(t * C::kTileK + at) / 8, head});
-        return;
-    }
-    int page = piece.page;
+    int page = first_page;
 #pragma unroll 1
-    while (true) {
+    for (int at = lane * cache.box; at < C::kTileK;) {
+        const int key = t * C::kTileK + at;
         for (int half = 0; half < C::kHalves; half++)
-            tensor_load(to + half * C::kKeyHalf + at * kRowBytes, maps, full, 64 * half, kv_head, cache.slot(t * C::kTileK + at), page);
+            tensor_load(to + half * C::kKeyHalf + at * kRowBytes, &map, full, 64 * half, static_cast<int>(work.kv_head), cache.slot(key),
+                        page);
         at += 32 * cache.box;
-        if (at >= C::kTileK) return;
-        const Piece more = piece_of<C>(work, cache, t, at);
-        check_page(more, cache, error_word);
-        page = more.page;
+        if (at < C::kTileK) page = find_page(work, cache, key + 32 * cache.box, error_word);
     }
 }
 
 // By the loader warp.
 template <class C, class Smem, class Maps>
-__device__ __forceinline__ void load_cached_keys(Smem &smem, const Maps &maps, const Problem &p, const typename C::Keys &cache,
+__device__ __forceinline__ void load_cached_keys(Smem &smem, const Maps &maps, const Problem &p, const CacheKeys &cache,
                                                  unsigned *error_word) {
     const int lane = threadIdx.x % 32;
-    int k_page = 0, v_page = 0;
-    if constexpr (C::kJoined) {
-        k_page = cache.k_page;
-        v_page = cache.v_page;
-    }
     Ring<C::kStages> ring;
     for (Ring<C::kSlots> tiles;; tiles.n++) {
         const Ring<2> queries{tiles.n};
         smem.rows[tiles.stage()].full.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
+        smem.q_empty.acquire(queries);
         const Work &work = smem.rows[tiles.stage()].work;
         const int end = work.tiles.end; // read before Q is sent, as in load_tiles
         KeyTileWalk tile(work.tiles);
-        Piece next = look_up<C>(work, cache, tile.t);
-        smem.q_empty.acquire(queries);
         __syncwarp();
         if (lane == 0) load_queries<C>(smem, maps, p, queries, work);
-        while (tile.t < end) {
-            const Piece piece = next;
-            const int t = tile.t;
-            tile.advance();
-            if (tile.t < end) next = look_up<C>(work, cache, tile.t); // while the tile's rows stay: its keys are not all sent
-            check_page(piece, cache, error_word);
+        for (; tile.t < end; tile.advance(), ring.n++) {
+            const int at = lane * cache.box;
+            const int page = at < C::kTileK ? find_page(work, cache, tile.t * C::kTileK + at, error_word) : -1;
             smem.k_empty.acquire(ring);
-            copy_keys<C>(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, t, cache, k_page, piece, error_word);
+            copy_boxes<C>(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, tile.t, cache, page, error_word);
             smem.v_empty.acquire(ring);
-            copy_keys<C>(smem.values[ring.stage()], maps.v, smem.v_full[ring.stage()], work, t, cache, v_page, piece, error_word);
-            ring.n++;
+            copy_boxes<C>(smem.values[ring.stage()], maps.v, smem.v_full[ring.stage()], work, tile.t, cache, page, error_word);
         }
     }
 }

@@ -18,7 +18,6 @@
 #include "cuda/fwd_sm90/cached.cuh"
 #include "cuda/fwd_sm90/rows.cuh"
 #include "cuda/fwd_sm90/softmax.cuh"
-#include "cuda/fwd_sm90/threads.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/tile/finite.cuh"
@@ -31,15 +30,15 @@ namespace {
 
 template <class C> struct Smem {
     alignas(1024) unsigned char queries[2][C::kHalves * C::kQueryHalf];
-    alignas(1024) unsigned char keys[C::kStages][C::kKeyBytes], values[C::kStages][C::kKeyBytes];
+    alignas(1024) unsigned char keys[C::kStages][C::kHalves * C::kKeyHalf], values[C::kStages][C::kHalves * C::kKeyHalf];
     Rows<C> rows[C::kSlots];
     alignas(2) bool nonfinite[C::kStages][C::kCheckers];
     Barriers<2> q_full, q_empty;
     Barriers<C::kStages> k_full, k_empty, v_full, v_ready, v_empty; // ready: checked for values that are not finite
 };
 
-template <class Keys> struct Maps {
-    CUtensorMap q, k[Keys::kMaps], v[Keys::kMaps], out;
+struct Maps {
+    CUtensorMap q, k, v, out;
 };
 
 // A block's item of a round: in order, and in reverse every other round; with a counter, blockIdx.x first, then the next untaken item.
@@ -76,9 +75,9 @@ __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args 
     }
 }
 
-template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, const Maps<typename C::Keys> &maps, const Problem &p) {
+template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, const Maps &maps, const Problem &p) {
     const auto load_keys = [&](unsigned char *to, const CUtensorMap &map, Barrier &full, const Work &work, int t) {
-        full.arrive_expect(C::kKeyBytes);
+        full.arrive_expect(C::kHalves * C::kKeyHalf);
         for (int half = 0; half < C::kHalves; half++)
             tensor_load(to + half * C::kKeyHalf, &map, full, 64 * half, static_cast<int>(work.kv_head),
                         static_cast<int>(work.sequence.k_begin) + t * C::kTileK, static_cast<int>(work.sequence.batch));
@@ -98,9 +97,9 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
             // In flight: K and V of at most kStages earlier key tiles; Q of up to two row tiles, since the loader may pass a row
             // tile of few key tiles before its Q has landed.
             smem.k_empty.acquire(ring);
-            load_keys(smem.keys[ring.stage()], maps.k[0], smem.k_full[ring.stage()], work, tile.t);
+            load_keys(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, tile.t);
             smem.v_empty.acquire(ring);
-            load_keys(smem.values[ring.stage()], maps.v[0], smem.v_full[ring.stage()], work, tile.t);
+            load_keys(smem.values[ring.stage()], maps.v, smem.v_full[ring.stage()], work, tile.t);
         }
     }
 }
@@ -129,7 +128,7 @@ template <class C> struct Math {
     Smem<C> &smem;
     const sinkattn_fwd_args &args;
     const typename C::Keys &keys;
-    const Maps<typename C::Keys> &maps;
+    const Maps &maps;
     const Problem &p;
     const int math_warpgroup;
     const bool leader; // of the warpgroup
@@ -137,12 +136,12 @@ template <class C> struct Math {
 
     // Issues S = Q K^T of the stage's keys; the caller waits. q: the address of the warpgroup's first query.
     __device__ __forceinline__ void begin_scores(Scores &s, uint32_t q, uint32_t stage) {
-        wgmma_abt<Element, C::kHeadDim, C::kQueryHalf, C::kKeyHalf, C::kKeyGroup>(s, q, shared_address(smem.keys[stage]));
+        wgmma_abt<Element, C::kHeadDim, C::kQueryHalf, C::kKeyHalf>(s, q, shared_address(smem.keys[stage]));
     }
 
     // Issues O += P V of the ring's stage; end_values waits.
     __device__ __forceinline__ void begin_values(Out &o, const Weights &weights) {
-        wgmma_pb<Element, C::kKeyHalf, C::kKeyGroup>(o, weights, shared_address(smem.values[ring.stage()]));
+        wgmma_pb<Element, C::kKeyHalf>(o, weights, shared_address(smem.values[ring.stage()]));
     }
 
     __device__ __forceinline__ bool has_nonfinite(uint32_t stage) const {
@@ -333,9 +332,8 @@ template <class C> struct Math {
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_constant__ sinkattn_fwd_args args,
-                                                             const __grid_constant__ Maps<typename C::Keys> maps,
-                                                             const __grid_constant__ Problem p, unsigned *error_word,
-                                                             const __grid_constant__ typename C::Keys keys) {
+                                                             const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
+                                                             unsigned *error_word, const __grid_constant__ typename C::Keys keys) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
@@ -349,7 +347,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
             smem.q_empty[i].init(C::kMathWarpgroups);
         }
         for (int i = 0; i < C::kStages; i++) {
-            smem.k_full[i].init(C::Keys::kByThreads ? 32 : 1); // TMA has one thread announce its bytes
+            smem.k_full[i].init(1);
             smem.k_empty[i].init(4 * C::kMathWarpgroups);
             smem.v_full[i].init(1);
             smem.v_ready[i].init(32 * C::kCheckers);
@@ -362,15 +360,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     if (threadIdx.x < 128) {
         registers_down<C::kLoaderRegisters>();
         if (threadIdx.x < 32) schedule<C>(smem, args, keys, p);
-        if constexpr (C::Keys::kByThreads) {
-            if (threadIdx.x >= 32 && threadIdx.x < 64) load_keys_by_threads<C>(smem, args, maps, p, keys, error_word);
-            if (threadIdx.x >= 64) load_values_by_threads<C>(smem, args, keys, error_word);
-        } else if constexpr (C::Keys::kCached) {
+        if constexpr (C::Keys::kCached) {
             if (threadIdx.x >= 32 && threadIdx.x < 64) load_cached_keys<C>(smem, maps, p, keys, error_word);
         } else {
             if (threadIdx.x == 32) load_tiles<C>(smem, maps, p);
         }
-        if (!C::Keys::kByThreads && threadIdx.x >= 64) check_tiles<C>(smem);
+        if (threadIdx.x >= 64) check_tiles<C>(smem);
     } else {
         registers_up<C::kMathRegisters>();
         Math<C>{smem, args, keys, maps, p, warp_uniform(threadIdx.x / 128) - 1, threadIdx.x % 128 == 0, {}}.run();
@@ -402,16 +397,11 @@ sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, con
         p.tag = next_launch_tag();
     }
     unsigned *error_word;
-    Maps<typename C::Keys> maps;
+    Maps maps;
     SA_TRY(sa_cuda_error_word(&error_word));
     SA_TRY(map_rows(&maps.q, problem, args.q, p.tokens, p.group, "q"));
-    if constexpr (C::kJoined) {
-        SA_TRY(map_joined(maps.k, problem, args.k, keys, keys.k_page, "k"));
-        SA_TRY(map_joined(maps.v, problem, args.v, keys, keys.v_page, "v"));
-    } else {
-        SA_TRY(map_keys(maps.k, problem, args.k, keys, C::kTileK, "k"));
-        SA_TRY(map_keys(maps.v, problem, args.v, keys, C::kTileK, "v"));
-    }
+    SA_TRY(map_keys(&maps.k, problem, args.k, keys, C::kTileK, "k"));
+    SA_TRY(map_keys(&maps.v, problem, args.v, keys, C::kTileK, "v"));
     if (p.copied_tokens) SA_TRY(map_rows(&maps.out, problem, args.out, p.copied_tokens, p.group, "out"));
     const unsigned blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));
     return launch_blocks<fwd_kernel<C>>("sa_fwd_cuda_sm90", blocks, C::kThreads, sizeof(Smem<C>), context.stream, args, maps, p, error_word,
@@ -424,9 +414,6 @@ sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, co
         return launch<Config<Bf16, Keys, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, keys, *plan, *context);
     return launch<Config<Fp16, Keys, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, keys, *plan, *context);
 }
-
-// Boxes of fewer keys are copied by threads.
-constexpr int kLeastBox = 4;
 
 } // namespace
 
@@ -443,13 +430,7 @@ constexpr int kLeastBox = 4;
         constexpr int kTileQ = sa_decode_cuda_sm90_packed_d##head_dim##_tile_q, kTileK = sa_decode_cuda_sm90_packed_d##head_dim##_tile_k;  \
         const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);                                                          \
         SA_TRY(check_no_host_pages(args));                                                                                                 \
-        const CacheKeys keys(args, kTileK);                                                                                                \
-        if (args.block_table && keys.box < kLeastBox)                                                                                      \
-            return launch_dtype<head_dim, kTileQ, kTileK, stages, slots>(args.fwd, ThreadKeys(keys), plan, context);                       \
-        if constexpr (head_dim == 128)                                                                                                     \
-            if (JoinedKeys::serves(keys, args.fwd))                                                                                        \
-                return launch_dtype<head_dim, kTileQ, kTileK, stages, slots>(args.fwd, JoinedKeys(keys, args.fwd), plan, context);         \
-        return launch_dtype<head_dim, kTileQ, kTileK, stages, slots>(args.fwd, keys, plan, context);                                       \
+        return launch_dtype<head_dim, kTileQ, kTileK, stages, slots>(args.fwd, CacheKeys(args, kTileK), plan, context);                    \
     }
 SA_LAUNCHERS(64, 4, 4)
 SA_LAUNCHERS(128, 3, 2)

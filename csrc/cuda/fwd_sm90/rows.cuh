@@ -11,17 +11,15 @@
 
 namespace sa::fwd_sm90 {
 
-enum NamedBarrier : int { kMathBarrier = 1, kCheckerBarrier = 8 }; // one a math warpgroup, from the first on; 0 is __syncthreads
+enum NamedBarrier : int { kMathBarrier = 1 }; // one a math warpgroup, from this one on; 0 is __syncthreads
 
 template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kSlots_> struct Config {
     using Element = Element_;
     using Keys = Keys_;
     static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kSlots = kSlots_;
     static constexpr int kMathWarpgroups = kTileQ / 64, kThreads = 128 * (kMathWarpgroups + 1), kCheckers = 2;
-    static constexpr int kHalves = kHeadDim / 64;                  // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
-    static constexpr bool kJoined = Keys::kJoined && kHalves == 2; // a key's halves come together, in groups of 8 keys
-    static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kJoined ? 8 * kRowBytes : kTileK * kRowBytes;
-    static constexpr int kKeyGroup = kJoined ? 2 * 8 * kRowBytes : 8 * kRowBytes, kKeyBytes = kHalves * kTileK * kRowBytes;
+    static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
+    static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
     static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0, "swizzled rows, rows of a wgmma, keys of a wgmma");

@@ -140,8 +140,7 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
         for (int step = 0; step < C::kHeadDim / 16; step++) {
             uint32_t left[4], right[4];
             ldmatrix_x4(left, q + step / 4 * C::kQueryHalf + swizzled(left_row(lane), 2 * (step % 4) + left_chunk(lane)));
-            const int row = C::kJoined ? right_row(lane) % 8 : 8 * n + right_row(lane), group = C::kJoined ? n + right_row(lane) / 8 : 0;
-            ldmatrix_x4(right, k + step / 4 * C::kKeyHalf + group * C::kKeyGroup + swizzled(row, 2 * (step % 4) + right_chunk(lane)));
+            ldmatrix_x4(right, k + step / 4 * C::kKeyHalf + swizzled(8 * n + right_row(lane), 2 * (step % 4) + right_chunk(lane)));
             mma_m16n8k16<typename C::Element>(x[0], left, right[0], right[1]);
             mma_m16n8k16<typename C::Element>(x[1], left, right[2], right[3]);
         }

@@ -29,21 +29,6 @@ static inline sinkattn_status find_encode(Encode *encode) {
     return sa_ok();
 }
 
-static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int rank,
-                                         const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box, const char *name) {
-    const cuuint32_t steps[] = {1, 1, 1, 1, 1};
-    const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    Encode encode = nullptr;
-    SA_TRY(find_encode(&encode));
-    const CUresult result =
-        encode(map, type, static_cast<cuuint32_t>(rank), tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result == CUDA_SUCCESS) return sa_ok();
-    return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
-                     static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
-                     static_cast<long long>(tensor.head_stride));
-}
-
 // The map of a tensor [batch, rows, heads, head_dim], in boxes of box_rows rows x box_heads heads x 64.
 static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t batch,
                                          int64_t rows, int64_t heads, int box_rows, int box_heads, const char *name) {
@@ -53,8 +38,16 @@ static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_proble
     cuuint64_t strides[3];
     for (int i = 0; i < 3; i++) // a dimension of size 1 may have any stride, which the driver would refuse
         strides[i] = sizes[i + 1] == 1 ? 16 : static_cast<cuuint64_t>(step[i] * 2);
-    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1};
-    return encode_map(map, p, tensor, 4, sizes, strides, box, name);
+    const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1}, steps[] = {1, 1, 1, 1};
+    const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    Encode encode = nullptr;
+    SA_TRY(find_encode(&encode));
+    const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return sa_ok();
+    return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
+                     static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
+                     static_cast<long long>(tensor.head_stride));
 }
 
 // The map of a tensor like q: tiles of `tokens` tokens x `heads` heads.
@@ -78,21 +71,6 @@ static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem 
 static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, const CacheKeys &cache,
                                        int, const char *name) {
     return encode_map(map, p, tensor, cache.num_pages, cache.page_size, p.num_kv_heads, cache.box, 1, name);
-}
-
-// Maps of a cache with rows of 128 elements: boxes of groups of 8 keys, each [2 halves, 8 keys, 64]. Heads and pages are one dimension.
-static inline sinkattn_status map_joined(CUtensorMap (&maps)[JoinedKeys::kMaps], const sinkattn_problem &p, const sinkattn_tensor &tensor,
-                                         const JoinedKeys &cache, int32_t page, const char *name) {
-    const cuuint64_t row = static_cast<cuuint64_t>(tensor.row_stride) * 2, groups = static_cast<cuuint64_t>(cache.page_size / 8),
-                     heads = static_cast<cuuint64_t>(page) * static_cast<cuuint64_t>(cache.num_pages - 1) +
-                             static_cast<cuuint64_t>(p.num_kv_heads);
-    const cuuint64_t sizes[] = {64, 8, 2, groups, heads},
-                     strides[] = {row, 128, 8 * row, static_cast<cuuint64_t>(JoinedKeys::head_stride(p, tensor)) * 2};
-    for (int i = 0; i < JoinedKeys::kMaps; i++) {
-        const cuuint32_t box[] = {64, 8, 2, static_cast<cuuint32_t>(sa_first((cache.box << i) / 8, 256)), 1};
-        SA_TRY(encode_map(&maps[i], p, tensor, 5, sizes, strides, box, name));
-    }
-    return sa_ok();
 }
 
 } // namespace sa

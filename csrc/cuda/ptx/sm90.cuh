@@ -58,14 +58,6 @@ __device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-__device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, uint64_t *barrier, const int (&at)[5]) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
-        : "memory");
-}
-
 // A cache policy: lines accessed with it are the first to leave the L2 cache.
 __device__ __forceinline__ uint64_t evict_first() {
     uint64_t policy;
@@ -148,11 +140,10 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r
 
 // ---- wgmma: rows of 64 16-bit elements, swizzled by 128 bytes ----
 
-// A tile may start at any row. half_step: bytes between the 64-column halves of an operand whose columns are N; group_step: between groups
-// of 8 rows. The address is the low
+// A tile may start at any row. half_step: bytes between the 64-column halves of an operand whose columns are N. The address is the low
 // field, so offsets may be added to the whole descriptor.
-__device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t half_step, uint32_t group_step = 1024) {
-    return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | static_cast<uint64_t>(group_step >> 4) << 32 | 1ull << 62;
+__device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t half_step) {
+    return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
 }
 __device__ __forceinline__ uint64_t operand_at(uint64_t operand, uint32_t bytes) {
     return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));

@@ -9,10 +9,10 @@
 
 namespace sa {
 
-// d = a b^T over kLength elements of a row. kGroup: bytes from 8 rows of b to the next 8.
-template <class Element, int kLength, int kHalfA, int kHalfB, int kGroup = 1024, int kSize>
+// d = a b^T over kLength elements of a row.
+template <class Element, int kLength, int kHalfA, int kHalfB, int kSize>
 __device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_t b) {
-    const uint64_t left = operand(a, 0), right = operand(b, 0, kGroup);
+    const uint64_t left = operand(a, 0), right = operand(b, 0);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kLength / 16; step++)
@@ -22,12 +22,12 @@ __device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_
 }
 
 // d += p b, p as packed pairs.
-template <class Element, int kHalf, int kGroup = 1024, int kSize, int kSteps>
+template <class Element, int kHalf, int kSize, int kSteps>
 __device__ __forceinline__ void wgmma_pb(float (&d)[kSize], const uint32_t (&p)[kSteps][4], uint32_t b) {
-    const uint64_t right = operand(b, kHalf, kGroup);
+    const uint64_t right = operand(b, kHalf);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kSteps; step++) wgmma_registers<Element>(d, p[step], operand_at(right, step * 2 * kGroup), true);
+    for (int step = 0; step < kSteps; step++) wgmma_registers<Element>(d, p[step], operand_at(right, step * 16 * kRowBytes), true);
     wgmma_commit();
 }
 

@@ -45,8 +45,7 @@ __device__ __forceinline__ int64_t rows_before(const sinkattn_fwd_args &args, in
 
 // A forward finds its keys in its tensors k and v. work/keys.cuh has those of a cache.
 struct TensorKeys {
-    static constexpr bool kCached = false, kJoined = false, kByThreads = false;
-    static constexpr int kMaps = 1;
+    static constexpr bool kCached = false;
 
     __device__ __forceinline__ sa_sequence sequence(const sinkattn_fwd_args &args, int64_t b) const { return sa_sequence_at(&args, b); }
 };

@@ -16,8 +16,7 @@ struct CacheRow {
 
 // The cache under packed rows. Of a sequence in it, k_begin is its number: the cache has no first key.
 struct CacheKeys {
-    static constexpr bool kCached = true, kJoined = false, kByThreads = false;
-    static constexpr int kMaps = 1;       // of k, and of v
+    static constexpr bool kCached = true;
     const int32_t *lengths, *block_table; // NULL: the capacity each; contiguous
     int64_t block_table_stride;
     int32_t page_size, num_pages; // a contiguous cache has one page a sequence
@@ -61,41 +60,6 @@ struct CacheKeys {
     // Of a key in an existing page; head 0.
     __device__ __forceinline__ int64_t offset(const sinkattn_tensor &tensor, int32_t page, int32_t key) const {
         return page * tensor.batch_stride + static_cast<int64_t>(slot(key)) * tensor.row_stride;
-    }
-};
-
-// The same, of small pages, whose keys threads copy.
-struct ThreadKeys : CacheKeys {
-    static constexpr bool kByThreads = true;
-    explicit ThreadKeys(const CacheKeys &keys) : CacheKeys(keys) {}
-};
-
-// The same, of rows of 128 elements whose halves are copied together.
-struct JoinedKeys : CacheKeys {
-    static constexpr bool kJoined = true;
-    static constexpr int kMaps = 4; // for boxes of 1, 2, 4 and 8 times `box` keys
-    int32_t k_page, v_page;         // from a page to the next one, in heads
-
-    // From a head to the next one; any where there is one head.
-    static int64_t head_stride(const sinkattn_problem &problem, const sinkattn_tensor &tensor) {
-        return problem.num_kv_heads == 1 ? tensor.batch_stride : tensor.head_stride;
-    }
-
-    explicit JoinedKeys(const CacheKeys &keys, const sinkattn_fwd_args &args) : CacheKeys(keys), k_page(0), v_page(0) {
-        if (!serves(keys, args)) return;
-        k_page = static_cast<int32_t>(args.k.batch_stride / head_stride(args.problem, args.k));
-        v_page = static_cast<int32_t>(args.v.batch_stride / head_stride(args.problem, args.v));
-    }
-
-    // Whether pages are whole groups of 8 keys, and heads and pages one dimension of a map.
-    static bool serves(const CacheKeys &keys, const sinkattn_fwd_args &args) {
-        const sinkattn_problem &problem = args.problem;
-        if (problem.head_dim != 128 || !problem.page_size || keys.num_pages < 1 || keys.box % 8) return false;
-        for (const sinkattn_tensor *tensor : {&args.k, &args.v}) {
-            const int64_t step = head_stride(problem, *tensor);
-            if (step <= 0 || tensor->batch_stride % step || tensor->batch_stride / step > INT32_MAX / (keys.num_pages + 1)) return false;
-        }
-        return true;
     }
 };
 
