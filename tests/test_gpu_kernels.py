@@ -44,8 +44,9 @@ KINDS = {
 }
 TUNED = [name for name, kind in KINDS.items() if kind.ratio == 8]
 DECODES = {"sm80_d64": range(8, 65, 8), "sm80_d128": range(72, 129, 8), "sm80_d256": range(136, 257, 8),
-           "sm80_d512": range(264, 513, 8), "sm80_prefill": range(8, 257, 8),
-           "sm90_window": range(8, 65, 8)}  # fmt: skip
+           "sm80_d512": range(264, 513, 8), "sm80_prefill": range(136, 257, 8), "sm90_window": range(8, 65, 8),
+           "sm90_chain_d64": range(8, 65, 8), "sm90_chain_d128": range(72, 129, 8)}  # fmt: skip
+INVARIANT = ("sm80_prefill", "sm90_window", "sm90_chain_d64", "sm90_chain_d128")
 
 
 PACKED = {
@@ -69,7 +70,7 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
             assert found == {f"sa_{op}_cuda_{name}"}
             met |= found
     for name, head_dims in DECODES.items():
-        sizes = {"num_q_heads": 8, "q_len": 1, "invariant": name in ("sm80_prefill", "sm90_window")}
+        sizes = {"num_q_heads": 8, "q_len": 1, "invariant": name in INVARIANT}
         sizes |= {"window_size_left": 90} if name == "sm90_window" else {}
         found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
         assert found == {f"sa_decode_cuda_{name}"}
@@ -99,9 +100,8 @@ def test_every_head_dim_of_every_kernel(name: str, head_dim: int) -> None:
 def test_every_head_dim_of_every_decode(name: str) -> None:
     for head_dim in DECODES[name]:
         case = Case(
-            head_dim=head_dim, right=0, left=200 if name == "sm80_prefill" else 90, ratio=4, layout="paged",
-            page_size=16, q_lens=(2,) * 3, k_lens=(170, 0, 33), invariant=name in ("sm80_prefill", "sm90_window"),
-            poison=True, dtype="bf16", seed=head_dim,
+            head_dim=head_dim, right=0, left=200 if "chain" in name else 90, ratio=4, layout="paged", page_size=16,
+            q_lens=(2,) * 3, k_lens=(370, 0, 33), invariant=name in INVARIANT, poison=True, dtype="bf16", seed=head_dim,
         )  # fmt: skip
         assert_right_on_device(case)
 

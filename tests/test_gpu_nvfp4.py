@@ -47,7 +47,13 @@ def test_it_is_one_launch() -> None:
     assert "decode_kernel" in on_gpu[0]
 
 
-def test_invariant_has_none() -> None:
-    t = make_cache(LENS)
+@pytest.mark.parametrize(("head_dim", "left"), [(64, 127), (64, -1), (128, -1)])
+def test_invariant_has_it_too(head_dim: int, left: int) -> None:
+    call = arguments(make_cache(LENS, 64, head_dim=head_dim, kv_heads=2), left=left)[:-1]
+    assert_packed(ops.flash_decode_nvfp4(*call, True, 2.0), ops.flash_decode(*call, True), 2.0)
+
+
+def test_the_prefills_kernel_has_none() -> None:
+    t = make_cache(LENS, head_dim=256, kv_heads=2)
     with pytest.raises(NotImplementedError, match="quantise out afterwards"):
         ops.flash_decode_nvfp4(*arguments(t)[:-1], True)

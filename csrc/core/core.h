@@ -65,6 +65,7 @@ const char *sa_refusal_any(const sinkattn_problem *problem, const sinkattn_varia
 const char *sa_refusal_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_local_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);

@@ -22,6 +22,8 @@
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
+#define SA_SHORT_CHAIN 8192  /* CUDA decode, invariant: so few keys are one block's work, however few streams there are */
+#define SA_BUSY_SHARE 4      /* the same: with streams for a quarter of the workers, longer caches are too */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
 static bool has_narrow_values(const sinkattn_problem *p) { return sa_head_dim_v(p) != p->head_dim; }
@@ -104,6 +106,17 @@ const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_v
     return p->invariant ? "its parts depend on the batch" : NULL;
 }
 
+/* A decode that must have the bits of the forward with the same arch and head_dim, whose tile of rows decides what it serves. */
+const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->packed) return packed_rows;
+    if (!p->invariant) return "it is for invariant alone";
+    const sa_variant *row;
+    for (int32_t i = 0; (row = sa_variant_at(i)); i++)
+        if (row->refusal == sa_refusal_whole_tokens && row->info.max_head_dim == info->max_head_dim)
+            return sa_refusal_whole_tokens(p, &row->info);
+    return "no forward has its head_dim";
+}
+
 /* A decode that must have the forward's bits, under a window that its kernel for one key tile serves. */
 const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->packed) return packed_rows;
@@ -158,12 +171,28 @@ bool sa_finds_room(const sa_variant *row, const sinkattn_problem *problem, const
     return !row->roomy || smaller || !has_small_blocks(device);
 }
 
+/* Query tiles over all sequences and kv heads; the heads of a group share a tile, so a tile's rows are (token, head) pairs. Packed
+ * lengths are not known here: each sequence may end in a partial tile. */
+static int64_t num_query_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (!info->tile_q) return p->num_kv_heads * p->batch;
+    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
+    if (!p->packed) return p->num_kv_heads * p->batch * sa_ceil_div(rows, info->tile_q);
+    return p->batch ? p->num_kv_heads * (rows / info->tile_q + p->batch) : 0;
+}
+
+/* A decode with one block a stream leaves most workers idle where streams are few; over long caches the prefill's kernel, which has the
+ * same bits, is faster then. */
+static bool leaves_idle(const sa_variant *row, const sinkattn_problem *p, const sinkattn_device *device) {
+    if (row->refusal != sa_refusal_invariant_whole_tokens || p->k_len <= SA_SHORT_CHAIN) return false;
+    return SA_BUSY_SHARE * num_query_tiles(p, &row->info) < device->workers;
+}
+
 /* The index of the last row that serves, -1 for a miss. */
 static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *device) {
     int32_t best = -1;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
-        if (sa_runs_on(&row->info, device) && sa_finds_room(row, p, device) && !refusal(row, p)) best = i;
+        if (sa_runs_on(&row->info, device) && sa_finds_room(row, p, device) && !refusal(row, p) && !leaves_idle(row, p, device)) best = i;
     return best;
 }
 
@@ -219,15 +248,6 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
                      name_arch(device->backend, device->arch).text, kernels);
 }
 
-/* Query tiles over all sequences and kv heads; the heads of a group share a tile, so a tile's rows are (token, head) pairs. Packed
- * lengths are not known here: each sequence may end in a partial tile. */
-static int64_t num_query_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (!info->tile_q) return p->num_kv_heads * p->batch;
-    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
-    if (!p->packed) return p->num_kv_heads * p->batch * sa_ceil_div(rows, info->tile_q);
-    return p->batch ? p->num_kv_heads * (rows / info->tile_q + p->batch) : 0;
-}
-
 /* Tiles of so many keys that the rows of one sequence can touch, however many of its keys are in use. */
 static int64_t most_tiles(const sinkattn_problem *p, int64_t tile_k) {
     if (!tile_k || p->q_len == 0) return 1;
@@ -242,8 +262,7 @@ int64_t sa_most_chunks(const sinkattn_problem *p) { return most_tiles(p, SA_CPU_
 
 /* What a decode's parts are made of: chunks on a CPU, key tiles on a GPU. */
 static int64_t most_parts(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    const bool one_key_tile = info->backend == SINKATTN_CUDA && info->arch >= 90; /* the decode for windows */
-    if (!may_split(p) || one_key_tile) return 1;
+    if (!may_split(p) || (info->backend == SINKATTN_CUDA && p->invariant)) return 1;
     return info->backend == SINKATTN_CPU && info->tile_k ? sa_most_chunks(p) : most_tiles(p, info->tile_k);
 }
 
@@ -320,6 +339,7 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
         if (row->info.op != p->op || row->info.backend != device->backend) continue;
         const sinkattn_variant_info *info = &row->info;
         const char *why = sa_finds_room(row, p, device) ? refusal(row, p) : "a block takes more than 99 KiB of shared memory";
+        if (!why) why = "too few streams for so many keys";
         if (sa_runs_on(info, device))
             say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, why);
         else

@@ -57,7 +57,8 @@ int64_t sa_cuda_invariant_workspace(const sinkattn_problem *p, const sinkattn_pl
     return sa_invariant_layout_of(p).bytes;
 }
 
-int64_t sa_cuda_decode_window_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
+/* A decode in a forward's order of sums has one part a row. */
+int64_t sa_cuda_decode_order_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     (void)p;
     (void)plan;
     return 0;
@@ -112,15 +113,14 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                                                                  : slot_tiles);
     /* A packed batch may be one sequence, or any number of them. */
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
-    const int64_t sinks = room->is_local ? sink_blocks : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND,
-                  most_short = sa_min(p->batch, longest / least_tiles);
     const bool may_have_rounds =
-        p->packed ? (!room->is_local || sinks) && longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1;
+        !room->is_local && (p->packed ? longest >= INT64_C(2) * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long);
+    const int64_t most_short = sa_min(p->batch, longest / (INT64_C(2) * SA_LEAST_ROUND)), sinks = room->is_local ? sink_blocks : 0;
     to.items = blocks * (has_long ? sa_ceil_div(longest, round_tiles) : 1) + sinks * (to.tiles / heads / SA_SINK_ROUND);
     if (!p->packed)
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     else if (may_have_rounds && !room->merges)
-        to.items += most_short * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
+        to.items += most_short * (sa_ceil_div(SA_ROUND_BLOCKS, heads) + 1);
     to.carries = !may_have_rounds || room->merges ? 0 : blocks * heads;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     if (has_long) to.carries += p->packed ? sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1) : blocks;

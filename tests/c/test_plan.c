@@ -171,7 +171,7 @@ static void test_cuda_decode_plans(void) {
     p.invariant = true;
     const sinkattn_status status = sinkattn_make_plan(&p, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "invariant"), "%s", status.message);
-    p.head_dim = 128;
+    p.head_dim = 256;
     CHECK(strstr(chosen(&p, &device), "sm80_prefill"), "%s", chosen(&p, &device));
     CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && sa_validate_plan(&p, &plan).code == SINKATTN_OK, "%s", plan.reason);
     const int64_t contiguous_bytes = plan.workspace_bytes;

@@ -152,12 +152,12 @@ static void test_which_decodes_have_one_key_tile(void) {
         int64_t q_len, num_q_heads, left, num_sink_tokens, num_splits;
         bool invariant;
         const char *name;
-    } cases[] = {{&device, 1, 64, 127, 0, 0, false, "sm80_d64"},     {&device, 1, 64, 127, 0, 0, true, "sm90_window"},
-                 {&device, 1, 64, 127, 0, 1, true, "sm90_window"},   {&device, 1, 64, 136, 0, 0, true, "sm90_window"},
-                 {&device, 1, 64, 137, 0, 0, true, "sm80_prefill"},  {&device, 2, 64, 127, 0, 0, false, "sm80_d64"},
-                 {&device, 2, 64, 127, 0, 0, true, "sm90_window"},   {&device, 1, 64, 127, 16, 0, true, "sm90_window"},
-                 {&device, 1, 64, 127, 17, 0, true, "sm80_prefill"}, {&device, 1, 512, 127, 0, 0, true, "sm90_window"},
-                 {&device, 1, 8, 127, 0, 0, true, "sm80_prefill"},   {&older, 1, 64, 127, 0, 0, true, "sm80_prefill"}};
+    } cases[] = {{&device, 1, 64, 127, 0, 0, false, "sm80_d64"},       {&device, 1, 64, 127, 0, 0, true, "sm90_window"},
+                 {&device, 1, 64, 127, 0, 1, true, "sm90_window"},     {&device, 1, 64, 136, 0, 0, true, "sm90_window"},
+                 {&device, 1, 64, 137, 0, 0, true, "sm90_chain_d64"},  {&device, 2, 64, 127, 0, 0, false, "sm80_d64"},
+                 {&device, 2, 64, 127, 0, 0, true, "sm90_window"},     {&device, 1, 64, 127, 16, 0, true, "sm90_window"},
+                 {&device, 1, 64, 127, 17, 0, true, "sm90_chain_d64"}, {&device, 1, 512, 127, 0, 0, true, "sm90_window"},
+                 {&device, 1, 8, 127, 0, 0, true, "sm90_chain_d64"},   {&older, 1, 64, 127, 0, 0, true, "sm80_prefill"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_problem problem = causal_window(SINKATTN_DECODE, cases[i].left);
         problem.num_q_heads = cases[i].num_q_heads;
@@ -173,6 +173,34 @@ static void test_which_decodes_have_one_key_tile(void) {
         CHECK(strcmp(cases[i].name, "sm90_window") != 0 || (plan.num_splits == 1 && plan.workspace_bytes == 0), "case %zu: %s", i,
               plan.reason);
         CHECK(sa_validate_plan(&problem, &plan).code == SINKATTN_OK, "case %zu", i);
+    }
+}
+
+/* A decode with invariant has the arch and the key tiles of the forward that serves its rows, or is that forward. */
+static void test_invariant_decodes_follow_a_forward(void) {
+    const int64_t head_dims[] = {8, 64, 72, 128, 136, 256}, groups[] = {1, 3, 8, 192, 193}, lefts[] = {-1, 0, 127, 143, 4096},
+                  sinks[] = {0, 4, 17};
+    for (int x = 0; x < 2 * 6 * 5 * 5 * 3; x++) {
+        const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = x % 2 ? 90 : 80, .workers = 132};
+        sinkattn_problem problem = causal_window(SINKATTN_DECODE, sa_max(lefts[x / 60 % 5], 0));
+        problem.mask.has_left = lefts[x / 60 % 5] >= 0;
+        problem.mask.num_sink_tokens = sinks[x / 300];
+        problem.head_dim = head_dims[x / 2 % 6];
+        problem.num_kv_heads = 2;
+        problem.num_q_heads = 2 * groups[x / 12 % 5];
+        problem.q_len = 1;
+        problem.invariant = true;
+        sinkattn_problem row = problem;
+        row.op = SINKATTN_FWD;
+        row.invariant = false;
+        sinkattn_plan decode, forward;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &decode);
+        CHECK(status.code == SINKATTN_OK && sinkattn_make_plan(&row, &device, &forward).code == SINKATTN_OK, "case %d: %s", x,
+              status.message);
+        const sinkattn_variant_info *has = sinkattn_variant(decode.variant), *follows = sinkattn_variant(forward.variant);
+        const bool is_it = strstr(has->name, "prefill"),
+                   same = has->max_head_dim == follows->max_head_dim && has->tile_k == follows->tile_k;
+        CHECK(is_it ? follows->arch == 80 : has->arch == follows->arch && same, "case %d: %s follows %s", x, has->name, follows->name);
     }
 }
 
@@ -289,6 +317,7 @@ const test rule_tests[] = {{"what is not compiled is planned and not run", test_
                            {"the local window's edge", test_the_local_windows_edge},
                            {"the single key tile's edge", test_the_single_tiles_edge},
                            {"decodes with one key tile", test_which_decodes_have_one_key_tile},
+                           {"invariant decodes follow a forward", test_invariant_decodes_follow_a_forward},
                            {"partials that fit", test_partials_that_fit},
                            {"sink tokens beyond the keys", test_sink_tokens_beyond_the_keys},
                            {"scales at the edge", test_scales_at_the_edge},

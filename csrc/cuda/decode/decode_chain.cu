@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Decode with invariant, in the order of sums of the forwards that fwd_sm90 has: a row's bits are those of the prefill's row.
+//
+//     warp w           S of 16 keys of a step | weights -> shared memory
+//     block barrier    the step's weights are there; its values have landed
+//     warp w           O += P V for its columns, over all keys of the step, in ascending order; the last warp adds the weights
+//
+// A stream is up to 8 rows of one kv head, in N of mma.sync; keys, or columns of O, are in M. A block has all keys of a stream, since the
+// forward adds a row's keys in one run: O 16 keys at a time, weights in eight chains a key tile of the forward, key mod 8, which meet as
+// pairs at the tile's end and as classes at the row's. So no sum crosses warps. Steps of O may be left out where nobody sees the keys.
+//
+// The pivot is the maximum of the first key tile that the row sees, and moves only where a sum of weights exceeds kLarge. So a block first
+// assumes that all rows begin in one tile, and that no pivot moves; where that is wrong, it begins again, tile by tile.
+//
+// Shared memory: stages of K and V, 16 keys a warp, as many as fit; weights of two steps, rounded and not.
+
+#include "cuda/decode/chain.cuh"
+#include "cuda/decode/finish.cuh"
+#include "cuda/decode/load.cuh"
+#include "cuda/decode/params.cuh"
+#include "cuda/decode/work.cuh"
+#include "cuda/host/launch.cuh"
+
+namespace sa::decode {
+namespace {
+
+// The block's stream, at its sequence's length. The part is all of it.
+template <class C> __device__ __forceinline__ void find_stream(typename C::Smem &smem, const Params &params, int32_t length) {
+    Part &part = smem.part;
+    const uint32_t of_heads = sa_divide(blockIdx.x, params.by_heads);
+    part.kv_head = static_cast<int32_t>(blockIdx.x - of_heads * params.num_heads);
+    part.batch = static_cast<int32_t>(sa_divide(of_heads, params.by_row_tiles));
+    Stream &stream = part.stream;
+    stream.row_begin = (static_cast<int32_t>(of_heads) - part.batch * params.row_tiles) * C::kMostRows;
+    stream.num_rows = min(C::kMostRows, params.num_rows - stream.row_begin);
+    stream.band = sa_band_with_keys(params.band, max(0, min(length, params.band.k_len)));
+    const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
+                             static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
+    stream.tiles = sa_key_tiles_of(&stream.band, tokens, kTileK);
+    stream.num_tiles = sa_key_tile_count(&stream.tiles);
+    part.first = 0;
+    part.last = static_cast<int32_t>(stream.num_tiles);
+    part.num_parts = 1;
+}
+
+// Each warp writes the keys that the rows see, for itself. Returns the lane's row of Q.
+template <class C> __device__ __forceinline__ const uint16_t *find_keys(typename C::Smem &smem, const Params &params) {
+    const Part &part = smem.part;
+    const int row = static_cast<int>(threadIdx.x) % 32;
+    if (row < C::kMostRows) {
+        const sa_range keys = sa_row_band(&part.stream.band, token_head(part, params, row).token);
+        smem.rows[threadIdx.x / 32][row] =
+            row < part.stream.num_rows ? Row{keys.begin, keys.end, sa_row_sink_end(&part.stream.band, token_head(part, params, row).token)}
+                                       : Row{0, 0, 0};
+    }
+    __syncwarp();
+    return query_row(part, params, min(row / 4, part.stream.num_rows - 1));
+}
+
+// False, before anything is written, if the speculation was stale.
+template <class C>
+__device__ __forceinline__ bool attend_stream(unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params,
+                                              Speculation &speculation) {
+    const Part &part = smem.part;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    Chain<C> chain(smem, params, shared);
+    Loader<C> loader(params, part, warp);
+    const int32_t count = part.last, page_before = loader.page;
+    const uint16_t *row = find_keys<C>(smem, params);
+    const bool speculated = speculation.before_wait;
+    int32_t length_now = 0;
+    Requested requested = {};
+#pragma unroll 1
+    for (int stage = 0; stage < C::kStages; stage++) {
+        const int32_t n = warp + stage * C::kWarps;
+        if (n < count) loader.template load<true>(chain.base + stage * C::kStageBytes + warp * C::kTeamBytes, n, speculation);
+        cp_async_commit();
+        if (stage > 0) continue;
+        speculation.wait();
+        let_next_kernel_start();
+        length_now = read_length(params, speculation.batch);
+        if (params.whole_tiles) loader.page = loader.find_page(warp);
+        const auto *from = reinterpret_cast<const uint32_t *>(row) + threadIdx.x % 4;
+#pragma unroll
+        for (int x = 0; x < C::kHeadDim / 8; x++) chain.rows.q[x / 2][x % 2] = 8 * x < params.head_dim ? from[4 * x] : 0;
+        requested = request_rows<C>(smem, params);
+    }
+    const bool wrong = (loader.check_first_pages(warp, page_before) | speculation.replace_length(params, length_now)) & speculated;
+    if (static_cast<int>(threadIdx.x) < part.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
+    if (__syncthreads_or(wrong)) {
+        cp_async_wait<0>();
+        __syncthreads();
+        return false;
+    }
+    chain.pivot[0] = chain.pivot[1] = -INFINITY;
+    if (count > 0 && !(chain.find_pivots(loader, count) && chain.run(loader, count, speculation))) chain.run_carefully(loader, count);
+    chain.write();
+    if (loader.bad_page) atomicOr(params.error_word, kBadBlockTable);
+    return true;
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, C::kBlocks) void chain_decode_kernel(const __grid_constant__ typename C::Arguments params) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ typename C::Smem smem;
+    const auto batch = static_cast<int32_t>(sa_divide(sa_divide(blockIdx.x, params.by_heads), params.by_row_tiles));
+    Speculation speculation = {batch, read_length(params, batch), may_start_early()};
+    for (;;) {
+        if (threadIdx.x == 0) find_stream<C>(smem, params, speculation.length);
+        __syncthreads();
+        if (attend_stream<C>(shared, smem, params, speculation)) break;
+    }
+#else
+    __trap();
+#endif
+}
+
+// ---- host ----
+
+template <class C> sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_context &context) {
+    typename C::Arguments params = {};
+    SA_TRY(sa_cuda_error_word(&params.error_word));
+    set_tensors(params, args, 1, C::kMostRows);
+    set_extras(params, args);
+    SA_TRY(allow_shared<chain_decode_kernel<C>>(C::kBytes));
+    const auto grid = static_cast<unsigned>(params.batch * params.row_tiles) * params.num_heads;
+    return launch_overlapping<chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain", grid, C::kThreads, C::kBytes, context.stream, params);
+}
+
+template <class Element, int kHeadDim>
+sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads);
+    const int64_t streams = problem.batch * problem.num_kv_heads * sa_ceil_div(rows, 8);
+    if (streams == 0) return sa_ok();
+    int64_t largest = streams;
+    for (const sinkattn_tensor *tensor : {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.fwd.out})
+        largest = sa_max(largest, sa_max(tensor->row_stride, tensor->head_stride));
+    if (largest > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "tokens and kv heads, or a stride, are %lld; a CUDA decode takes at most %lld",
+                         static_cast<long long>(largest), static_cast<long long>(INT32_MAX));
+    return streams <= plan.workers ? launch_chain<ChainConfig<Element, kHeadDim, 8>>(args, context)
+                                   : launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, context);
+}
+
+template <int kHeadDim> sinkattn_status run_chain(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
+    return args.fwd.problem.dtype == SINKATTN_BF16 ? launch_warps<Bf16, kHeadDim>(args, *plan, *context)
+                                                   : launch_warps<Fp16, kHeadDim>(args, *plan, *context);
+}
+
+} // namespace
+} // namespace sa::decode
+
+extern "C" sinkattn_status sa_decode_cuda_sm90_chain_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return sa::decode::run_chain<64>(args, plan, context);
+}
+
+extern "C" sinkattn_status sa_decode_cuda_sm90_chain_d128(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return sa::decode::run_chain<128>(args, plan, context);
+}

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes with invariant on a CUDA device: a row has the prefill's bits, in any batch and from any pages.
+
+SINKATTN_ORDER_ROWS is how many rows of each dtype are decoded, each in batches from five page sizes.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from gpu_caches import assert_same
+from gpus import captured, needs_gpus
+from order_cases import Walk, check
+from torch import Tensor
+
+import sinkattn
+
+pytestmark = needs_gpus()
+ROWS = int(os.environ.get("SINKATTN_ORDER_ROWS", "320"))
+ROWS_A_WALK = 5
+ops = torch.ops.sinkattn
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_bit_pattern(dtype: torch.dtype, seed: int, part: int) -> None:
+    for i in range(part, ROWS // ROWS_A_WALK, 4):
+        check(Walk(seed + i, dtype, "cuda", invariant=True, workers=(1,), most_keys=7000), ROWS_A_WALK)
+    sinkattn.check_errors()
+
+
+def rows_of_a_prefill(dtype: torch.dtype, size: float, left: int, signs: float, keys: int) -> tuple[Tensor, ...]:
+    """q, k, v, s_aux, and out and lse of all rows."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k, v = (torch.randn(1, keys, heads, 64, generator=generator, device="cuda", dtype=dtype) for heads in (16, 2, 2))
+    if signs:  # scores all of one sign
+        q, k = signs * q.abs(), k.abs()
+    q, s_aux = q * size, torch.randn(16, generator=generator, device="cuda")
+    return q, k, v, s_aux, *ops.flash_attn_fwd(q, k, v, s_aux, None, None, None, None, None, left, 0, 0)
+
+
+@pytest.mark.parametrize("left", [-1, 700, 127])
+@pytest.mark.parametrize(("size", "signs"), [(1, 0), (12, 0), (60, 0), (4, -1), (12, -1), (12, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pivots_that_move(dtype: torch.dtype, size: float, signs: float, left: int) -> None:
+    """Scores up to some hundreds, or all far below 0."""
+    q, k, v, s_aux, out, lse = rows_of_a_prefill(dtype, size, left, signs, 1700)
+    for rows in (1, 3):
+        ends = torch.arange(rows, 1700, 97, device="cuda", dtype=torch.int32)
+        picked = torch.stack([torch.arange(end - rows, end) for end in ends.tolist()])
+        found = ops.flash_decode(
+            q[0, picked], k.expand(len(ends), -1, -1, -1), v.expand(len(ends), -1, -1, -1), s_aux, ends, None, None,
+            left, 0, 0, True,
+        )  # fmt: skip
+        assert_same(found, (out[0, picked], lse[0, :, picked].movedim(1, 0)))
+
+
+def test_a_graph_has_the_prefills_bits() -> None:
+    q, k, v, s_aux, out, lse = rows_of_a_prefill(torch.bfloat16, 2, -1, 0, 3000)
+    row, length = q[:, :1].clone(), torch.full((1,), 3000, dtype=torch.int32, device="cuda")
+    found: list[Tensor] = []
+
+    def step() -> None:
+        found[:] = ops.flash_decode(row, k, v, s_aux, length, None, None, -1, 0, 0, True)
+
+    graph = captured(step)
+    for end in (3000, 1, 128, 129, 1300, 2047):
+        row.copy_(q[:, end - 1 : end])
+        length.fill_(end)
+        graph.replay()
+        assert_same(tuple(found), (out[:, end - 1 : end], lse[:, :, end - 1 : end]))
