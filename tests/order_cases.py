@@ -134,8 +134,11 @@ def check(walk: Walk, rows: int) -> int:
         nonlocal compared
         for name, x, y in zip(("out", "lse", "lse_raw"), found, want, strict=True):
             got = bits(x)
-            wrong = (got != y[begin : begin + len(got)]).flatten(1).any(1).nonzero().flatten().tolist()
-            assert not wrong, f"{walk}: {name} of rows {[begin + i for i in wrong][:5]} by {what}"
+            expected = y[begin : begin + len(got)]
+            differ = got != expected
+            rows_apart = [begin + i for i in differ.flatten(1).any(1).nonzero().flatten().tolist()]
+            bits_apart = torch.stack([got[differ], expected[differ]], 1)[:5].tolist()
+            assert not rows_apart, f"{walk}: {name} of rows {rows_apart[:5]} by {what}: {bits_apart}"
         compared += len(found[0])
 
     for begin, found in walk.in_chunks():

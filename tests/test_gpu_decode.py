@@ -18,7 +18,8 @@ from sinkattn import _C
 from sinkattn._testing import EDGES, Case, random_case
 
 pytestmark = needs_gpus()
-SERVED = [name for name in CASES if not ("invariant" in name and "d512" in name)]
+# The others are refused: tests/test_gpu_narrow_values.py for values narrower than keys.
+SERVED = [name for name in CASES if not ("invariant" in name and "d512" in name) and "-v" not in name]
 
 
 @pytest.mark.parametrize("name", SERVED)

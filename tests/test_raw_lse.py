@@ -59,7 +59,8 @@ def test_apply_sink_trains_sinks_far_below_the_scores() -> None:
     w = torch.sigmoid(wide[None, :, None] - lse.double())
     kept = torch.sigmoid(lse.double() - wide[None, :, None])
     terms = w * kept * (out.double() * dout.double()).sum(-1).mT
-    torch.testing.assert_close(got.double(), -terms.sum((0, 2)), rtol=2e-5, atol=1e-37)
+    off = (got.double() + terms.sum((0, 2))).abs()  # terms have both signs: their sum may be far smaller
+    assert (off <= 1e-5 * terms.abs().sum((0, 2)) + 1e-37).all()
     assert got[1].item() != 0.0
     assert got[2].item() != 0.0
 
