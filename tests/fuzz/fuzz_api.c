@@ -73,11 +73,11 @@ static int64_t size_of(uint8_t byte, int64_t largest, bool *strange) {
 
 /* Mostly head_dim, by 0; then a width up to it; then something that must be refused. */
 static int32_t head_dim_v_of(uint8_t byte, int64_t head_dim, bool *strange) {
-    const int64_t refused[] = {head_dim + 8, 12, -8, INT32_MIN, INT32_MAX, 1 << 20, 4, 1};
     if (byte < 64 || head_dim < 8 || head_dim > 512) return 0;
+    const int32_t refused[] = {(int32_t)head_dim + 8, 12, -8, INT32_MIN, INT32_MAX, 1 << 20, 4, 1};
     if (byte < 120) return (int32_t)(8 * (1 + byte % (head_dim / 8)));
     *strange = true;
-    return (int32_t)refused[byte - 120];
+    return refused[byte % 8];
 }
 
 static sinkattn_problem problem_of(const header *h, bool *strange) {
