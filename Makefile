@@ -331,7 +331,7 @@ gpu-%:
 
 # ---- one wheel for every torch of TORCHES and every Python: build/wheel, then dist with the tag that its symbols allow ----
 
-TORCHES ?= 2.11 2.12 2.13 2.14 2.15
+TORCHES ?= 2.10 2.11 2.12 2.13 2.14 2.15
 WHEEL_PY := build/wheel-env/bin/python
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null)
 TORCH_INCLUDES := $(TORCHES:%=build/torch/%/include)
