@@ -31,7 +31,7 @@ template <class C> struct Rows {
     Barrier full, empty;
     Work work;
     bool exists;
-    sa_key_tiles warpgroup_tiles[C::kMathWarpgroups];          // of work.tiles, those that rows of a math warpgroup see
+    sa_key_tiles warpgroup_tiles[C::kMathWarpgroups];          // the tiles of work.tiles that rows of a math warpgroup see
     int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
     int first[C::kTileQ];                                      // of a token, the key tile of its first key
     float s_aux[C::kTileQ];                                    // of a head
