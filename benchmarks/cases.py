@@ -72,7 +72,7 @@ def _grid(lengths: tuple[int, ...], head_dims: tuple[int, ...]) -> list[Case]:
 CPU = _grid((512, 2048, 8192), (64,)) + _grid((2048, 8192), (128,))
 CPU_QUICK = _grid((512,), (64,))
 
-# ---- prefill on a GPU: gpt-oss's heads at head_dim 64, half as many at 128 ----
+# Prefill on a GPU: gpt-oss's heads at head_dim 64, half as many at 128.
 
 
 def packed_lengths(total: int = 65536) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ PREFILL_QUICK = [case for name in TARGETS for case in _PREFILL if case.id == nam
 PREFILL = PREFILL_QUICK + sorted((case for case in _PREFILL if case.id not in TARGETS), key=lambda case: case.length)
 HOST = _gpu("host", 16, 64, 128)  # so small that the kernel waits for the host
 
-# ---- shapes: the judge of the forward and the backward walks more than those that kernels were tuned for ----
+# Shapes: more than those that the kernels were tuned for.
 
 PACKS = {
     "packed76": packed_lengths(),

@@ -261,9 +261,6 @@ def visible_pairs(
     return pairs
 
 
-# ---- bindings ----
-
-
 def bindings() -> dict[str, Path]:
     """The library of operators for each torch release that is inside, in the releases' order."""
     found = {path.name.removeprefix("torch").removesuffix(".so"): path for path in FOLDER.glob("torch*.so")}

@@ -43,9 +43,6 @@ def planted(build: object, name: str = "planted") -> peers.Peer:
     return peers.Peer(name, build, has_sink=True, heads_first=False)  # type: ignore[arg-type]
 
 
-# ---- check, then time ----
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("window", [0, 8])
@@ -151,9 +148,6 @@ def test_flex_with_a_sink_is_right(packed: tuple[int, ...], monkeypatch: pytest.
     assert (len(calls), notes) == (2, {})
 
 
-# ---- cases ----
-
-
 def test_ids_are_unique() -> None:
     for table in (cases.CPU, cases.CPU_QUICK, [*cases.PREFILL, cases.HOST]):
         assert len({case.id for case in table}) == len(table)
@@ -183,9 +177,6 @@ def test_cases_are_chosen_by_name() -> None:
     assert [case.id for case in prefill.chosen(["w1024-d128", "host"], False)] == ["w1024-d128", "host"]
     with pytest.raises(ValueError, match=r"--case is w127; known are w128-16384, .*, host"):
         prefill.chosen(["w127"], False)
-
-
-# ---- files, tables, plots ----
 
 
 def test_rows_survive_the_file_and_are_shown(tmp_path: Path) -> None:
@@ -324,9 +315,6 @@ def test_an_unknown_study_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["gpu"])
     assert "invalid choice: 'gpu'" in capsys.readouterr().err
-
-
-# ---- the stack of layers, as far as a CPU shows it ----
 
 
 def stack_cases() -> list[cases.Case]:

@@ -47,9 +47,6 @@ def with_cuda() -> bool:
     return "cuda" in _C.build_info().partition("backends:")[2]
 
 
-# ---- facts ----
-
-
 def test_the_version_is_the_headers() -> None:
     found = re.search(r'SINKATTN_VERSION "(.+)"', HEADER.read_text())
     assert found
@@ -136,9 +133,6 @@ def test_an_unknown_cpu_level(monkeypatch: pytest.MonkeyPatch) -> None:
         sinkattn.check()
 
 
-# ---- the planner ----
-
-
 def test_a_plan_needs_no_device() -> None:
     """The planner is asked about a machine that is not here, by builds with and without CUDA alike."""
     assert sinkattn.plan("fwd", H200, **SIZES)["compiled"] == with_cuda()
@@ -199,8 +193,6 @@ def test_visible_pairs_refuses(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"window_size is 3; it must be \(left, right\)"):
         sinkattn.visible_pairs(4, 4, 3)  # type: ignore[arg-type]
 
-
-# ---- the header and the binary ----
 
 COMPILERS = {
     "C11": ("cc", "-x", "c", "-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"),
@@ -267,9 +259,6 @@ def test_structs_have_the_headers_layout(tmp_path: Path) -> None:
 def test_a_size_beyond_the_librarys_integers_is_no_smaller_one(batch: int) -> None:
     with pytest.raises(ValueError, match=rf"batch is {batch}; it must fit 64 bits"):
         sinkattn.plan("fwd", **SIZES | {"batch": batch})
-
-
-# ---- what is handed on ----
 
 
 def package(folder: Path, *commands: str | Path) -> None:
@@ -370,9 +359,6 @@ def test_the_wheel_runs_away_from_its_sources(wheel: Path, tmp_path: Path) -> No
     )
     assert done.stdout.startswith(f"{installed}/sinkattn/_lib"), done.stdout + done.stderr
     assert re.search(rf"^sinkattn +{_C.version}$", done.stdout, re.MULTILINE), done.stdout
-
-
-# ---- installs that cannot work ----
 
 
 def module(folder: Path, name: str, text: str) -> str:

@@ -70,9 +70,6 @@ def test_generate_says_where_its_model_comes_from(monkeypatch: pytest.MonkeyPatc
         importlib.import_module("generate_gpt_oss").main(["--model", str(tmp_path / "nowhere")])
 
 
-# ---- benchmarks outside a clone, and of a commit that is named ----
-
-
 def test_rows_of_a_tree_without_git_name_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -88,9 +85,6 @@ def test_the_cpu_s_rows_name_the_commit_that_is_given(monkeypatch: pytest.Monkey
     path = tmp_path / "rows.json"
     assert main(["cpu", "--quick", "--commit", "abc", "--json", str(path)]) == 0
     assert {row.commit for row in harness.load(path, harness.Row)[1]} == {"abc"}
-
-
-# ---- python -m sinkattn.verl_patch ----
 
 
 def config(folder: Path, **extra: object) -> Path:

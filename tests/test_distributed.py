@@ -138,9 +138,6 @@ def test_zigzag_costs_every_rank_the_same() -> None:
     assert max(pairs) - min(pairs) <= 800
 
 
-# ---- the benchmark ----
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrong", ["out", "ds_aux", ""])
 def test_a_wrong_rank_is_found(wrong: str) -> None:

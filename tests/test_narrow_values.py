@@ -29,9 +29,6 @@ def loss(module: Any, return_lse: bool | str = True) -> Callable[..., Tensor]:
     return computed
 
 
-# ---- results ----
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_behind_the_values_change_nothing(level: str, dtype: torch.dtype) -> None:
     """So v may be given head_dim columns where a kernel wants them, and out cut."""
@@ -75,9 +72,6 @@ def test_packed_rows_past_the_last_sequence_are_zero() -> None:
     assert not got[0][3:].any()
 
 
-# ---- torch.func, torch.compile ----
-
-
 @pytest.mark.parametrize("return_lse", [True, "raw"])
 def test_grad(return_lse: bool | str) -> None:
     got, want = (
@@ -104,9 +98,6 @@ def test_compile_forward_and_backward_with_dynamic_shapes() -> None:
         leaves = (q, k[:, :length], v[:, :length], s_aux)
         got, want = (torch.autograd.grad(f(*leaves), (q, k, v, s_aux)) for f in (compiled, loss(sinkattn)))
         torch.testing.assert_close(got, want)
-
-
-# ---- decoding ----
 
 
 def test_decode_into_given_tensors_and_in_nvfp4() -> None:
@@ -186,8 +177,6 @@ def test_a_cache_whose_values_lie_in_its_keys() -> None:
         with pytest.raises(ValueError, match="k_cache and v_cache overlap"):
             ops.append_kv_slots(pages, v_cache, k, v, torch.tensor([0]))
 
-
-# ---- refusals ----
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "wider": (lambda: ops.flash_attn_fwd(*put_at([*narrow(), *DENSE_ARGS], 1, lambda x: x[..., :8])), "k has head_dim"),

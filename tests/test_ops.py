@@ -111,8 +111,6 @@ def test_outputs_are_contiguous_whatever_the_strides() -> None:
     assert all(x.is_contiguous() for x in (out, lse, *grads))
 
 
-# ---- derivatives ----
-
 MASKS = {
     "full": (-1, -1, 0),
     "causal": (-1, 0, 0),
@@ -259,9 +257,6 @@ def test_checkpointing_gives_the_same_bits_in_two_calls(layout: str) -> None:
     assert {name: len(seen) for name, seen in calls.seen.items()} == {"flash_attn_fwd": 2, "flash_attn_bwd": 1}
 
 
-# ---- torch.compile ----
-
-
 def everything(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
     out, lse = sinkattn.flash_attn_func(q * 1.5, k, v, causal=True, window_size=(3, None), s_aux=s_aux, return_lse=True)
     raw_out, raw_lse = sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, return_lse="raw")
@@ -319,9 +314,6 @@ def test_compile_decode_with_appending() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*mine, lens - 2), step(*theirs, lens - 2))
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-# ---- strides, empty tensors, threads ----
 
 
 @pytest.mark.parametrize("layout", STRIDES)
@@ -421,9 +413,6 @@ def test_lse_dtype(dtype: torch.dtype) -> None:
     out, lse = sinkattn.flash_attn_func(q, k, v, return_lse=True)
     assert out.dtype == dtype
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-# ---- merging ----
 
 
 def test_merge_and_sink_agree_with_one_call() -> None:

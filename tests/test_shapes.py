@@ -38,9 +38,6 @@ MASKS = {
 }
 
 
-# ---- what is walked ----
-
-
 def test_the_shapes_cover_the_axes() -> None:
     table = cases.SHAPES
     assert len({case.id for case in table}) == len({replace(case, name="") for case in table}) == len(table) >= 40
@@ -104,9 +101,6 @@ def test_work_is_counted_over_visible_pairs(name: str) -> None:
     assert case.gflop("forward") == pytest.approx(4 * case.head_dim * pairs / 1e9)
 
 
-# ---- what is checked ----
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("scores", [1, 1 << 25])
@@ -162,9 +156,6 @@ def test_a_lost_gradient_of_an_early_key_is_found(name: str) -> None:
     assert rows[0].note.startswith("wrong: off from fp64 by 1 of a row")
 
 
-# ---- FlashAttention 4, stood in for ----
-
-
 def stand_in(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
     package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
     package.cute = cute_module = cute  # type: ignore[attr-defined]
@@ -215,8 +206,6 @@ def test_a_refusal_has_the_peer_s_own_words(tmp_path: Path, monkeypatch: pytest.
     words = "refused: head_dim 16 is not supported", "refused: assert q.shape[-1] == 8"
     assert why == dict(zip((peers.FA4, peers.FA4_DETERMINISTIC), words, strict=True))
 
-
-# ---- what is kept and shown ----
 
 H200: dict[str, object] = {"gpu": "NVIDIA H200", "cuda": "13.0"}
 

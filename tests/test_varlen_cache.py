@@ -129,9 +129,6 @@ def test_a_compiled_call_is_one_graph() -> None:
         assert_same(compiled(batch.q, k, v, batch.cu_seqlens, **options), batch.alone(), seed)
 
 
-# ---- refusals ----
-
-
 def call(**changes: Any) -> Any:
     names = ("q", "k", "v", "s_aux", "cu_seqlens_q", "seqused_k", "block_table")
     return sinkattn.flash_attn_varlen_func(**dict(zip(names, varlen_cache_args(), strict=False)) | changes)

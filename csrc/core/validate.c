@@ -55,8 +55,6 @@ static sa_checked bwd_tensors(const sinkattn_bwd_args *args) {
     return all;
 }
 
-/* ---- null ---- */
-
 static sinkattn_status null_error(const char *name, const char *rule) {
     return sa_status(SINKATTN_INVALID, "%s is NULL; it must be given %s", name, rule);
 }
@@ -87,8 +85,6 @@ static sinkattn_status check_fwd_null(const sinkattn_fwd_args *args) {
     return sa_ok();
 }
 
-/* ---- dtype ---- */
-
 static sinkattn_status check_dtype(const sinkattn_problem *p) {
     if (p->op < SINKATTN_FWD || p->op > SINKATTN_DECODE)
         return sa_status(SINKATTN_INVALID, "op is %d; it must be fwd (0), bwd (1) or decode (2)", (int)p->op);
@@ -100,8 +96,6 @@ static sinkattn_status check_dtype(const sinkattn_problem *p) {
         return sa_status(SINKATTN_INVALID, "s_aux is fp64; it must be bf16, fp16 or fp32 where q, k and v are %s", sa_dtype_name(p->dtype));
     return sa_ok();
 }
-
-/* ---- shape ---- */
 
 static sinkattn_status check_at_least(const char *name, int64_t value, int64_t least) {
     if (value < least) return sa_status(SINKATTN_INVALID, "%s is %" PRId64 "; it must be at least %" PRId64, name, value, least);
@@ -182,7 +176,7 @@ static sinkattn_status check_shape(const sinkattn_problem *p) {
     return check_sizes_fit(p);
 }
 
-/* ---- arrays: where they lie, and their alignment ---- */
+/* Arrays: where they lie, and their alignment. */
 
 static void add_array(sa_checked *all, const char *name, const void *data, int64_t bytes, bool written) {
     all->arrays[all->num_arrays++] = (sa_checked_array){name, data, bytes, written};
@@ -208,8 +202,6 @@ static sinkattn_status check_fwd_alignment(const sinkattn_fwd_args *args) {
     SA_TRY(sa_check_aligned("cu_seqlens_q", args->cu_seqlens_q, sizeof(int32_t)));
     return sa_check_aligned("cu_seqlens_k", args->cu_seqlens_k, sizeof(int32_t));
 }
-
-/* ---- range ---- */
 
 static sinkattn_status check_side(const char *side, bool bounded, int64_t reach) {
     if (bounded && reach < 0)
@@ -245,8 +237,6 @@ static sinkattn_status check_range(const sinkattn_problem *p) {
     SA_TRY(sa_validate_mask(&p->mask));
     return check_splits(p);
 }
-
-/* ---- whole argument structs ---- */
 
 sinkattn_status sa_validate_problem(const sinkattn_problem *problem) {
     if (!problem) return null_error("problem", "always");

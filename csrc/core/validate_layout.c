@@ -12,8 +12,6 @@
 
 bool sa_has_elements(const sa_checked_tensor *t) { return t->batch != 0 && t->rows != 0 && t->heads != 0 && t->head_dim != 0; }
 
-/* ---- strides ---- */
-
 typedef struct axis {
     const char *name;
     int64_t size, stride;
@@ -85,14 +83,10 @@ static sinkattn_status check_strides(const sa_checked_tensor *t, const sinkattn_
     return sa_ok();
 }
 
-/* ---- alignment ---- */
-
 sinkattn_status sa_check_aligned(const char *name, const void *data, int64_t bytes) {
     if ((uintptr_t)data % (uintptr_t)bytes == 0) return sa_ok();
     return sa_status(SINKATTN_INVALID, "%s is at %p; it must be aligned to %" PRId64 " bytes", name, data, bytes);
 }
-
-/* ---- overlap ---- */
 
 /* Bytes from the first element to behind the last. */
 typedef struct region {

@@ -12,14 +12,10 @@ static int64_t take(int64_t *at, int64_t bytes) {
 
 static int64_t group_of(const sinkattn_problem *p) { return p->num_q_heads / p->num_kv_heads; }
 
-/* ---- forward ---- */
-
 int64_t sa_cuda_fwd_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     (void)plan;
     return p->packed ? SA_COUNTER_BYTES : 0;
 }
-
-/* ---- decode ---- */
 
 int64_t sa_decode_num_slots(const sinkattn_problem *p, const sinkattn_plan *plan) {
     if (plan->num_splits == 1) return 0;
@@ -64,16 +60,12 @@ int64_t sa_cuda_decode_order_workspace(const sinkattn_problem *p, const sinkattn
     return 0;
 }
 
-/* ---- backward of sm_80 ---- */
-
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *p) { return (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len; }
 
 int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     (void)plan;
     return sa_bwd_sm80_num_stats(p) * (SA_BWD_SM80_STATS_BYTES + (p->s_aux_dtype ? 4 : 0)) + SA_BWD_SM80_STATS_BYTES - 1;
 }
-
-/* ---- backward of sm_90 ---- */
 
 /* A tile of dQ reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more tiles than
  * these bytes hold is cut into rounds, later tiles first, over which dK and dV are summed; under a window it is not. A window of 4096 keys

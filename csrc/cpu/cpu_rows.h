@@ -137,8 +137,6 @@ SA_INLINE sa_vf sa_load_values(const void *row, sinkattn_dtype dtype, int64_t x)
 }
 
 #ifndef SA_PRODUCT
-/* ---- C = A B ------------------------------------------------------------------------------------------------------------------ */
-
 SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int rows, const int vectors) {
     sa_vf sum[SA_ROWS][SA_PANEL];
     SA_UNROLL
@@ -195,8 +193,6 @@ static void sa_product_run(const sa_product *g) {
 }
 
 #endif
-
-/* ---- softmax ------------------------------------------------------------------------------------------------------------------ */
 
 SA_INLINE sa_vi sa_seen(const sa_lane_mask *mask, int64_t lane, int32_t key) {
     const sa_vi begin = *(const sa_vi *)(mask->begin + lane), count = *(const sa_vi *)(mask->count + lane);

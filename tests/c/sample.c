@@ -15,8 +15,6 @@ static void *allocate(size_t bytes) {
     return block;
 }
 
-/* ---- arrays ---- */
-
 static int64_t element_offset(const array *a, int64_t b, int64_t row, int64_t head, int64_t x) {
     return sa_offset(&a->at, b, row, head) + x;
 }
@@ -96,8 +94,6 @@ static bool guards_hold(const array *a) {
     return hold;
 }
 
-/* ---- lengths and pages ---- */
-
 static int32_t *cut(int64_t batch, int64_t total) {
     int32_t *cu_seqlens = allocate((size_t)(batch + 1) * sizeof *cu_seqlens);
     cu_seqlens[0] = 0;
@@ -173,8 +169,6 @@ static void poison(sample *s) {
                     array_set(both[i], row / k->rows, row % k->rows, head, x, poisons[pick(0, 2)]);
     free(seen);
 }
-
-/* ---- samples ---- */
 
 sinkattn_dtype sample_lse_dtype(const sinkattn_problem *problem) { return problem->dtype == SINKATTN_FP64 ? SINKATTN_FP64 : SINKATTN_FP32; }
 
@@ -342,8 +336,6 @@ sinkattn_status sample_run(sample *s, const sinkattn_device *device, const sinka
     return status.code == SINKATTN_OK ? sample_run_planned(s, plan, executor) : status;
 }
 
-/* ---- outputs ---- */
-
 /* The output arrays of the sample's op. */
 static int outputs(const sample *s, const array **list) {
     int count = 0;
@@ -382,8 +374,6 @@ uint64_t sample_hash(const sample *s) {
     if (s->lse_raw) hash = hash_bytes(hash, s->lse_raw, stat_bytes(s));
     return s->ds_aux ? hash_bytes(hash, s->ds_aux, s_aux_bytes(s)) : hash;
 }
-
-/* ---- comparison ---- */
 
 /* What a dtype may lose, relative to the largest value or to the inputs' unit variance. bf16 kernels round P and dS as well; fp32 sums
  * lose with the number of terms, and exp turns what a score loses into a relative loss, so scores beyond unit variance count too. */

@@ -44,8 +44,6 @@ static int32_t take_int32(stream *s) {
     return (int32_t)bits;
 }
 
-/* ---- a problem ---- */
-
 enum { FIRST_SPECIAL = 240 };
 
 /* Small for most bytes; what sizes must survive for the last sixteen. */
@@ -107,8 +105,6 @@ static sinkattn_problem problem_of(const header *h, bool *strange) {
     while (!*strange && p.q_len > 1 && p.batch * p.num_q_heads * p.q_len * p.k_len * p.head_dim > 50000) p.q_len /= 2;
     return p;
 }
-
-/* ---- memory ---- */
 
 typedef struct call {
     sinkattn_decode_args decode; /* its fwd serves all */
@@ -284,8 +280,6 @@ static void make_lse(call *c, const sinkattn_problem *p) {
     const sinkattn_context context = context_of(c, &plan);
     if (sinkattn_fwd(&fwd, &plan, &context).code != SINKATTN_OK) c->refused = true;
 }
-
-/* ---- outcome ---- */
 
 /* Offset of the i-th row of [batch, rows, heads]. */
 static int64_t row_offset(const sinkattn_tensor *t, int64_t i, int64_t rows, int64_t heads) {

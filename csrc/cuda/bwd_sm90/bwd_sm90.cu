@@ -360,8 +360,6 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 #endif
 }
 
-// ---- host ----
-
 template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     const sa_bwd_sm90_layout sizes = sa_bwd_sm90_layout_of(&problem, &plan);

@@ -85,8 +85,6 @@ __device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const 
     return sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
 }
 
-// ---- table ----
-
 template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
     for (int distance = 1; distance < 32; distance *= 2) {
         const T before = __shfl_up_sync(0xffffffffu, x, distance);
@@ -185,8 +183,6 @@ __device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_
     return low;
 }
 
-// ---- items ----
-
 template <class C>
 __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t n) {
     const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n);
@@ -235,8 +231,6 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     if (item.exists || !buffers.row_terms) return;
     for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; head++) buffers.key_terms[head * p.num_items + item.nth] = 0.0f;
 }
-
-// ---- rows ----
 
 // The sum of one head's terms over a tile's rows.
 __device__ __forceinline__ float sum_head(const float *terms, const BwdProblem &p, int head) {
@@ -327,8 +321,6 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     __syncthreads();
     if (row < p.group) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = sum_head(terms, p, row);
 }
-
-// ---- sink ----
 
 // A block sums the terms of one head's ds_aux, in an order that depends on sizes alone.
 static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,

@@ -37,7 +37,7 @@
 namespace sa::bwd_window_sm90 {
 namespace {
 
-// ---- a math warpgroup: 64 keys in the rows of its accumulators, the step's rows in their columns ----
+// A math warpgroup: 64 keys in the rows of its accumulators, the step's rows in their columns.
 
 constexpr int kHalfRows = kRows / 2, kHalfBytes = kHalfRows * kRowBytes;
 

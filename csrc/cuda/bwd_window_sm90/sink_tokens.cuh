@@ -22,7 +22,7 @@ constexpr int kSlices = kThreads / 32;
 static_assert(kPartial == 2 * 64, "head_dim is at most 64");
 static_assert(kSinkKeys == 16, "two columns of accumulators, one k16 step");
 
-// ---- partial sums in the workspace, by sa_bwd_window_layout ----
+// Partial sums in the workspace, by sa_bwd_window_layout.
 
 __device__ __forceinline__ int64_t first_slot(const sinkattn_problem &problem, const sa_sequence &sequence, int64_t b) {
     if (problem.packed) return sa_tile_of(static_cast<sa_position_t>(sequence.q_begin), kKeys) + 2 * b;
@@ -39,11 +39,9 @@ __device__ __forceinline__ float *partial_at(const Problem &p, int64_t kv_head, 
     return p.partials + ((kv_head * p.row_tiles + slot) * p.num_sink_tokens + token) * kPartial;
 }
 
-// ---- steps, by the producer ----
-
 // Beside next_heads, which has advanced the walk.
 __device__ __forceinline__ void describe_sink_step(Smem &smem, int stage, const sinkattn_fwd_args &args, const Problem &p) {
-    const Walk &walk = smem.walk;
+    const ShareWalk &walk = smem.walk;
     if (!(smem.steps[stage].flags & kExists)) return;
     const sa_sequence &sequence = walk.sequence;
     SinkStep &step = smem.sink_steps[stage];
@@ -58,8 +56,6 @@ __device__ __forceinline__ void copy_sink_step(Smem &smem, uint32_t n) {
     step = smem.sink_steps[(n - 1) % kStages];
     step.first_key = -1;
 }
-
-// ---- the row warpgroup ----
 
 // Of P (part 0) and dS (part 1) of the step, rows of 64 bytes: four chunks so placed that eight rows meet no bank twice.
 __device__ __forceinline__ int staged_at(int row, int part, int chunk) { return row * 64 + (((2 * part + chunk) ^ (row / 2 & 3)) << 4); }
@@ -287,8 +283,6 @@ template <class C> struct SinkTokens {
         terms = 0.0f;
     }
 };
-
-// ---- the second launch ----
 
 constexpr int kTaskKeys = 2; // sink tokens of a task
 

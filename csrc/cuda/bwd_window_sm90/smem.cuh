@@ -49,7 +49,7 @@ struct Smem {
     // By head: the math warps' - sum of p_sink P dP, and the row warps' sum of p_sink g for each of the last four kv heads.
     float sums[kWarps][kHeads], terms[4][kRowWarps][kHeads];
     Step steps[kStages];
-    Walk walk;
+    ShareWalk walk;
     Barriers<kStages> step_full, step_ready, step_empty; // ready: rows and keys are prepared
     Barriers<2> ds_full;
     union {

@@ -57,7 +57,7 @@ struct alignas(16) Step {
 };
 
 // The state from which the next step follows. One thread updates it, in shared memory.
-struct Walk {
+struct ShareWalk {
     int64_t remaining;      // tiles of the share after this segment
     int64_t index, kv_head; // index: of the sequence
     sa_sequence sequence;
@@ -85,7 +85,7 @@ __device__ __forceinline__ sa_range tiles_of(const sa_sequence &sequence) {
     return {static_cast<sa_position_t>(-sa_ceil_div(before, kKeys)), static_cast<sa_position_t>(sa_ceil_div(sequence.k_len, kKeys))};
 }
 
-__device__ __forceinline__ void open_tile(Walk &walk, const WalkShape &p) {
+__device__ __forceinline__ void open_tile(ShareWalk &walk, const WalkShape &p) {
     const int tokens = kRows >> p.head_shift;
     const int64_t first = kKeys * walk.tile, shift = walk.sequence.k_len - walk.sequence.q_len;
     walk.token_begin = static_cast<int>(sa_clamp(shift - first, 0, kKeys));
@@ -97,7 +97,7 @@ __device__ __forceinline__ void open_tile(Walk &walk, const WalkShape &p) {
     walk.heads = 0;
 }
 
-__device__ __forceinline__ void open_segment(Walk &walk, const WalkShape &p, int64_t begin, int64_t tiles_end) {
+__device__ __forceinline__ void open_segment(ShareWalk &walk, const WalkShape &p, int64_t begin, int64_t tiles_end) {
     walk.begin = walk.tile = begin;
     walk.end = sa_min(tiles_end, begin + walk.remaining);
     walk.remaining -= walk.end - begin;
@@ -105,10 +105,10 @@ __device__ __forceinline__ void open_segment(Walk &walk, const WalkShape &p, int
     open_tile(walk, p);
 }
 
-__device__ __forceinline__ bool is_tile_done(const Walk &walk) { return walk.heads == walk.num_heads; }
+__device__ __forceinline__ bool is_tile_done(const ShareWalk &walk) { return walk.heads == walk.num_heads; }
 
 // The number of the newest key tile of the step that next_heads would give.
-__device__ __forceinline__ int next_newest(const Walk &walk) { return walk.newest + is_tile_done(walk); }
+__device__ __forceinline__ int next_newest(const ShareWalk &walk) { return walk.newest + is_tile_done(walk); }
 
 // The flags that depend on a step's tokens.
 __device__ __forceinline__ int token_flags(const Step &step, int tokens) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ int token_flags(const Step &step, int tokens) {
 }
 
 // The first step of the next part of the heads, or of the next tile; flags 0 at the end of the share.
-__device__ __forceinline__ void next_heads(Step &step, Walk &walk, const sinkattn_fwd_args &args, const WalkShape &p) {
+__device__ __forceinline__ void next_heads(Step &step, ShareWalk &walk, const sinkattn_fwd_args &args, const WalkShape &p) {
     step.flags = 0;
     if (is_tile_done(walk)) {
         if (walk.tile + 1 < walk.last) {
@@ -185,7 +185,8 @@ __device__ __forceinline__ bool next_tokens(Step &step, const Step &before, cons
 
 // Starts at the first tile of the block's share. All threads sum up lengths; the one whose sequences hold the tile writes the walk.
 template <int kThreads>
-__device__ __forceinline__ void start_walk(Walk &walk, int64_t (&scan)[kThreads / 32], const sinkattn_fwd_args &args, const WalkShape &p) {
+__device__ __forceinline__ void start_walk(ShareWalk &walk, int64_t (&scan)[kThreads / 32], const sinkattn_fwd_args &args,
+                                           const WalkShape &p) {
     const int64_t count = num_sequences(args.problem), each = sa_ceil_div(count, kThreads);
     const auto size = [&](int64_t b) {
         const sa_range tiles = tiles_of(sequence_or_tails(args, b));

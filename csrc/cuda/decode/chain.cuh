@@ -90,18 +90,18 @@ template <class C> struct Chain {
                 if (!sees(seen()[fragment_column() + x % 2], first_key + fragment_row(x / 2))) s[x] = -INFINITY;
     }
 
-    // Leaves the largest scores of a tile's rows in tops[slot].
-    __device__ __forceinline__ void leave_tops(const float (&s)[4], int slot) const {
+    // Leaves the largest scores of a tile's rows in tops[i].
+    __device__ __forceinline__ void leave_tops(const float (&s)[4], int i) const {
 #pragma unroll
         for (int x = 0; x < 2; x++) {
             const float top = column_max(fmaxf(s[x], s[2 + x]));
-            if (lane() < 4) smem.tops[slot][fragment_column() + x] = top;
+            if (lane() < 4) smem.tops[i][fragment_column() + x] = top;
         }
     }
 
-    __device__ __forceinline__ float top_of(int row, int slots) const {
+    __device__ __forceinline__ float top_of(int row, int num) const {
         float top = -INFINITY;
-        for (int i = 0; i < slots; i++) top = fmaxf(top, smem.tops[i][row]);
+        for (int i = 0; i < num; i++) top = fmaxf(top, smem.tops[i][row]);
         return top * params.scale_log2;
     }
 

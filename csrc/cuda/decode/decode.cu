@@ -75,8 +75,6 @@ template <class C> __device__ __forceinline__ const uint16_t *find_rows(typename
     return query_row(part, params, min(row / 4, part.stream.num_rows - 1));
 }
 
-// ---- a part ----
-
 // (pivot, sum, O) of this team's tiles: every kTeams-th of the part. One loop fills the stages, a second one works through them: its time
 // is a chain of dependent instructions, so it is kept short and straight, and the findings are acted on after it.
 template <class C>
@@ -218,8 +216,6 @@ template <class C> __global__ __launch_bounds__(C::kThreads) void reduce_kernel(
     make_neutral<C>(neutral);
     merge_parts<C>(neutral, smem, params);
 }
-
-// ---- host ----
 
 int64_t row_tiles_of(const sinkattn_problem &problem) {
     return sa_ceil_div(problem.q_len * (problem.num_q_heads / problem.num_kv_heads), kTileQ);

@@ -117,8 +117,6 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void chain_decode_kernel(c
 #endif
 }
 
-// ---- host ----
-
 template <class C> sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_context &context) {
     typename C::Arguments params = {};
     SA_TRY(sa_cuda_error_word(&params.error_word));

@@ -113,7 +113,7 @@ template <class C> __device__ __forceinline__ void store_quad(float *row, int co
     if (column == 0) *reinterpret_cast<float2 *>(row + C::kHeadDim) = {quad.pivot, quad.sum};
 }
 
-// ---- a stream's parts are counted as they arrive ----
+// A stream's parts are counted as they arrive.
 
 // The counter lies behind the first row of part 0.
 template <class C> __device__ __forceinline__ unsigned long long *counter_of(const Part &part, const Params &params) {

@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_cached_keys(Smem &smem, const Maps &maps, c
                                                  unsigned *error_word) {
     const int lane = threadIdx.x % 32;
     Ring<C::kStages> ring;
-    for (Ring<C::kSlots> tiles;; tiles.n++) {
+    for (Ring<C::kRowStages> tiles;; tiles.n++) {
         const Ring<2> queries{tiles.n};
         smem.rows[tiles.stage()].full.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;

@@ -9,7 +9,7 @@
 //
 // A block stays on its multiprocessor and walks over tiles of rows (tokens x the heads of a GQA group), the last of a sequence first, and
 // in reverse every other round, which evens out the blocks' work. A math warpgroup owns 64 rows, with S, P and O in registers; the three
-// run out of step, and each releases key tiles that only the others need. Out leaves through the slot of the queries. A row's pivot is its
+// run out of step, and each releases key tiles that only the others need. Out leaves through the stage of the queries. A row's pivot is its
 // maximum over its first key tile; later tiles are not searched for maxima, and the rare row that outgrows its pivot is scored again. Key
 // tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's bits are its own.
 //
@@ -31,7 +31,7 @@ namespace {
 template <class C> struct Smem {
     alignas(1024) unsigned char queries[2][C::kHalves * C::kQueryHalf];
     alignas(1024) unsigned char keys[C::kStages][C::kHalves * C::kKeyHalf], values[C::kStages][C::kHalves * C::kKeyHalf];
-    Rows<C> rows[C::kSlots];
+    Rows<C> rows[C::kRowStages];
     alignas(2) bool nonfinite[C::kStages][C::kCheckers];
     Barriers<2> q_full, q_empty;
     Barriers<C::kStages> k_full, k_empty, v_full, v_ready, v_empty; // ready: checked for values that are not finite
@@ -53,7 +53,7 @@ __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args 
     const bool leader = threadIdx.x % 32 == 0;
     if (leader && p.counter) open_counter(p.counter, __ldcg(p.counter), p.tag);
     unsigned item = blockIdx.x, round = 0;
-    for (Ring<C::kSlots> ring;; ring.n++) {
+    for (Ring<C::kRowStages> ring;; ring.n++) {
         Rows<C> &rows = smem.rows[ring.stage()];
         smem.rows[ring.stage()].empty.wait_previous(ring);
         bool exists = false;
@@ -83,13 +83,13 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
                         static_cast<int>(work.sequence.k_begin) + t * C::kTileK, static_cast<int>(work.sequence.batch));
     };
     Ring<C::kStages> ring;
-    for (Ring<C::kSlots> tiles;; tiles.n++) {
+    for (Ring<C::kRowStages> tiles;; tiles.n++) {
         const Ring<2> queries{tiles.n};
         smem.rows[tiles.stage()].full.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
         smem.q_empty.acquire(queries);
         const Work &work = smem.rows[tiles.stage()].work;
-        // Read before Q is sent: once Q lands, the math may finish a tile without keys, and its slot be described anew.
+        // Read before Q is sent: once Q lands, the math may finish a tile without keys, and its stage be described anew.
         const int end = work.tiles.end;
         KeyTileWalk tile(work.tiles);
         load_queries<C>(smem, maps, p, queries, work);
@@ -106,7 +106,7 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
 
 template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
     Ring<C::kStages> ring;
-    for (Ring<C::kSlots> tiles;; tiles.n++) {
+    for (Ring<C::kRowStages> tiles;; tiles.n++) {
         smem.rows[tiles.stage()].full.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
         const Work &work = smem.rows[tiles.stage()].work;
@@ -243,9 +243,9 @@ template <class C> struct Math {
     }
 
     // Writes O, rounded, over the warpgroup's queries and in their layout.
-    __device__ __forceinline__ void stage_out(uint32_t slot, const Out &o, const float (&factor)[2]) {
+    __device__ __forceinline__ void stage_out(uint32_t stage, const Out &o, const float (&factor)[2]) {
         const int lane = threadIdx.x % 32;
-        const uint32_t to = slot + store_row(threadIdx.x) * kRowBytes;
+        const uint32_t to = stage + store_row(threadIdx.x) * kRowBytes;
 #pragma unroll
         for (int n = 0; n < C::kHeadDim / 8; n += 2) {
             uint32_t x[4];
@@ -255,9 +255,9 @@ template <class C> struct Math {
         }
     }
 
-    // Copies from the slot to global memory. True: one bulk copy does it and still reads the slot. False: the threads did it, because the
+    // Copies from the stage to global memory. True: one bulk copy does it and still reads the stage. False: the threads did it, because the
     // warpgroup's rows are not whole tokens or not all tokens exist. After the barrier here the warpgroup reads no query.
-    __device__ __forceinline__ bool write_out(const unsigned char *slot, const Rows<C> &rows) {
+    __device__ __forceinline__ bool write_out(const unsigned char *stage, const Rows<C> &rows) {
         const Work &work = rows.work;
         const int num_tokens = work.tokens.end - work.tokens.begin, first = math_warpgroup * p.copied_tokens;
         const int64_t token = work.sequence.q_begin + work.tokens.begin, head = work.kv_head * p.group;
@@ -266,7 +266,7 @@ template <class C> struct Math {
         if (p.copied_tokens && first + p.copied_tokens <= num_tokens) {
             if (!leader) return true;
             for (int half = 0; half < C::kHalves; half++)
-                tensor_store(&maps.out, slot + half * C::kQueryHalf, 64 * half, static_cast<int>(head), static_cast<int>(token + first),
+                tensor_store(&maps.out, stage + half * C::kQueryHalf, 64 * half, static_cast<int>(head), static_cast<int>(token + first),
                              static_cast<int>(work.sequence.batch));
             store_commit();
             return true;
@@ -278,7 +278,7 @@ template <class C> struct Math {
             const int at = 64 * math_warpgroup + row, i = at * p.group_inverse >> 16;
             if (i >= num_tokens || column >= args.problem.head_dim) continue;
             *reinterpret_cast<uint4 *>(out + i * args.out.row_stride + (at - i * p.group) * args.out.head_stride + column) =
-                *reinterpret_cast<const uint4 *>(slot + column / 64 * C::kQueryHalf + row * kRowBytes + chunk_offset(row, column / 8 % 8));
+                *reinterpret_cast<const uint4 *>(stage + column / 64 * C::kQueryHalf + row * kRowBytes + chunk_offset(row, column / 8 % 8));
         }
         async_fence();
         bar_sync<128>(kMathBarrier + math_warpgroup);
@@ -286,8 +286,8 @@ template <class C> struct Math {
     }
 
     __device__ __forceinline__ void run() {
-        bool copying = false; // a bulk copy of the previous tile's out may still read its slot
-        for (Ring<C::kSlots> tiles;; tiles.n++) {
+        bool copying = false; // a bulk copy of the previous tile's out may still read its stage
+        for (Ring<C::kRowStages> tiles;; tiles.n++) {
             const Ring<2> queries{tiles.n};
             const auto end_copy = [&] {
                 if (!copying || !leader) return;
@@ -318,9 +318,9 @@ template <class C> struct Math {
                 finish_softmax<C>(factor, softmax, args, own);
                 end_copy();
             }
-            unsigned char *slot = smem.queries[queries.stage()] + 64 * math_warpgroup * kRowBytes;
+            unsigned char *stage = smem.queries[queries.stage()] + 64 * math_warpgroup * kRowBytes;
             stage_out(q, o, factor);
-            copying = write_out(slot, rows);
+            copying = write_out(stage, rows);
 #pragma unroll 1
             for (KeyTileWalk unseen(rows.work.tiles, end); unseen.exists(); unseen.advance(), ring.n++) skip_tile(ring);
             rows.empty.arrive();
@@ -338,7 +338,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < C::kSlots; i++) {
+        for (int i = 0; i < C::kRowStages; i++) {
             smem.rows[i].full.init(32);
             smem.rows[i].empty.init(128 * C::kMathWarpgroups + 32 * C::kCheckers);
         }
@@ -408,29 +408,29 @@ sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, con
                                         keys);
 }
 
-template <int kHeadDim, int kTileQ, int kTileK, int kStages, int kSlots, class Keys>
+template <int kHeadDim, int kTileQ, int kTileK, int kStages, int kRowStages, class Keys>
 sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, const sinkattn_plan *plan, const sinkattn_context *context) {
     if (args.problem.dtype == SINKATTN_BF16)
-        return launch<Config<Bf16, Keys, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, keys, *plan, *context);
-    return launch<Config<Fp16, Keys, kHeadDim, kTileQ, kTileK, kStages, kSlots>>(args, keys, *plan, *context);
+        return launch<Config<Bf16, Keys, kHeadDim, kTileQ, kTileK, kStages, kRowStages>>(args, keys, *plan, *context);
+    return launch<Config<Fp16, Keys, kHeadDim, kTileQ, kTileK, kStages, kRowStages>>(args, keys, *plan, *context);
 }
 
 } // namespace
 
 // The forward of tensors, and that of packed rows over a cache, a decode.
-#define SA_LAUNCHERS(head_dim, stages, slots)                                                                                              \
+#define SA_LAUNCHERS(head_dim, stages, row_stages)                                                                                         \
     extern "C" sinkattn_status sa_fwd_cuda_sm90_d##head_dim(const void *arguments, const sinkattn_plan *plan,                              \
                                                             const sinkattn_context *context) {                                             \
         constexpr int kTileQ = sa_fwd_cuda_sm90_d##head_dim##_tile_q, kTileK = sa_fwd_cuda_sm90_d##head_dim##_tile_k;                      \
         const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);                                                             \
-        return launch_dtype<head_dim, kTileQ, kTileK, stages, slots>(args, TensorKeys{}, plan, context);                                   \
+        return launch_dtype<head_dim, kTileQ, kTileK, stages, row_stages>(args, TensorKeys{}, plan, context);                              \
     }                                                                                                                                      \
     extern "C" sinkattn_status sa_decode_cuda_sm90_packed_d##head_dim(const void *arguments, const sinkattn_plan *plan,                    \
                                                                       const sinkattn_context *context) {                                   \
         constexpr int kTileQ = sa_decode_cuda_sm90_packed_d##head_dim##_tile_q, kTileK = sa_decode_cuda_sm90_packed_d##head_dim##_tile_k;  \
         const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);                                                          \
         SA_TRY(check_no_host_pages(args));                                                                                                 \
-        return launch_dtype<head_dim, kTileQ, kTileK, stages, slots>(args.fwd, CacheKeys(args, kTileK), plan, context);                    \
+        return launch_dtype<head_dim, kTileQ, kTileK, stages, row_stages>(args.fwd, CacheKeys(args, kTileK), plan, context);               \
     }
 SA_LAUNCHERS(64, 4, 4)
 SA_LAUNCHERS(128, 3, 2)

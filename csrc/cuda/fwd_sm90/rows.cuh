@@ -13,10 +13,10 @@ namespace sa::fwd_sm90 {
 
 enum NamedBarrier : int { kMathBarrier = 1 }; // one a math warpgroup, from this one on; 0 is __syncthreads
 
-template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kSlots_> struct Config {
+template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kRowStages_> struct Config {
     using Element = Element_;
     using Keys = Keys_;
-    static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kSlots = kSlots_;
+    static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kRowStages = kRowStages_;
     static constexpr int kMathWarpgroups = kTileQ / 64, kThreads = 128 * (kMathWarpgroups + 1), kCheckers = 2;
     static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;

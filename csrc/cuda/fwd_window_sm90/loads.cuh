@@ -108,7 +108,7 @@ static inline int choose_span(const sinkattn_problem &problem, int tile_tokens, 
 }
 
 // The block's next item, and the sequence of its previous one, where the search for the next sequence begins.
-struct Walk {
+struct SpanWalk {
     unsigned span, kv_head, sequence;
 };
 
@@ -122,7 +122,7 @@ __device__ __forceinline__ sa_position_t num_sink_keys(const sa_sequence &sequen
 
 // The block's next span that holds tokens. By a whole warp, whose lanes look for the sequence in a packed batch.
 template <class C>
-__device__ __forceinline__ Span next_span(Walk &walk, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
+__device__ __forceinline__ Span next_span(SpanWalk &walk, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
     const sinkattn_problem &problem = args.problem;
     const auto batch = static_cast<unsigned>(problem.batch), heads = static_cast<unsigned>(problem.num_kv_heads);
     // Leaves room for every span of the sequences before b, which may begin and end inside a span.
@@ -216,7 +216,7 @@ template <class C>
 __device__ __forceinline__ void load_keys(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys,
                                           const typename C::Maps &maps, const Problem &p, unsigned *error_word) {
     const auto heads = static_cast<unsigned>(args.problem.num_kv_heads);
-    Walk walk{blockIdx.x / heads, blockIdx.x % heads, 0};
+    SpanWalk walk{blockIdx.x / heads, blockIdx.x % heads, 0};
     for (Ring<kStages> stages;; stages.n++) {
         const uint32_t stage = stages.stage();
         const Span span = next_span<C>(walk, args, keys, p);
