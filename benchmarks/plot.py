@@ -72,15 +72,13 @@ ON_PAGE = PAGES[PAGE]
 
 
 def page(path: Path, results: Path = harness.RESULTS) -> str:
-    """A page's text with the tables that the kept results give, and links to their pictures."""
+    """A page's text with the tables that the kept results give: a GPU's, or without them a CPU's."""
     text = path.read_text()
     for study in PAGES[path]:
-        shown: list[str] = []
-        for path in sorted(results.glob(f"*/{study.SUITE}.json"), reverse=True):
-            machine, rows = harness.load(path, (PICTURES | TABLES)[study])
-            shown += study.markdown(machine, rows)
-            if study in PICTURES and "cpu" not in machine:  # the short tables of a CPU need no picture; git ignores it
-                shown.append(f"![{study.SUITE}]({study.SUITE}-{path.parent.name}.svg)")
+        kind = (PICTURES | TABLES)[study]
+        kept = [harness.load(path, kind) for path in sorted(results.glob(f"*/{study.SUITE}.json"))]
+        gpus = [of for of in kept if "cpu" not in of[0]]
+        shown = [lines for of in gpus or kept for lines in study.markdown(*of)]
         computed = COMPUTED[study]() if study in COMPUTED else []
         text = report.placed(text, study.SUITE, computed + (shown or [report.none_yet(study.SUITE)]))
     return text
