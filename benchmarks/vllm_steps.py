@@ -6,6 +6,8 @@ A replay makes queries and keys of any sizes for them, on any device, and calls 
 
 from __future__ import annotations
 
+import io
+import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from sinkattn import vllm
 
-PATH = Path(__file__).parent / "data" / "vllm_steps.npz"
+PATH = Path(__file__).parent / "data" / "vllm_steps.npz.xz"
 RUNS, KINDS, BLOCK = ("mixed", "drafts"), ("sliding", "full"), 16
 """Runs, kinds of layers, and tokens a block."""
 
@@ -55,7 +57,7 @@ class Recorded:
 
 
 def steps(run: str) -> Iterator[Recorded]:
-    with np.load(PATH) as file:
+    with np.load(io.BytesIO(lzma.decompress(PATH.read_bytes()))) as file:
         found = {name.removeprefix(f"{run}."): torch.from_numpy(file[name]) for name in file if name.startswith(run)}
     tables = {kind: found[f"{kind}.block_table"].cumsum(1).int() for kind in KINDS}
     slots = {kind: found[f"{kind}.slot_mapping"].cumsum(0) for kind in KINDS}

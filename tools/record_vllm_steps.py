@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what vLLM's engine hands to an attention backend, step by step: benchmarks/data/vllm_steps.npz.
+"""Record what vLLM's engine hands to an attention backend, step by step: benchmarks/data/vllm_steps.npz.xz.
 
     build/vllm/bin/python tools/record_vllm_steps.py
 
@@ -9,6 +9,7 @@ sequences; and n-gram drafts, whose sequences have rows for the drafts. benchmar
 """
 
 import argparse
+import lzma
 import os
 import sys
 import tempfile
@@ -121,7 +122,8 @@ def main() -> None:
             speculative_config=drafts,
         )  # fmt: skip
     args.output.parent.mkdir(exist_ok=True)
-    np.savez_compressed(args.output, **found)
+    with lzma.open(args.output, "wb") as file:
+        np.savez(file, **found)
     print(f"wrote {args.output}, {args.output.stat().st_size} bytes")
 
 
