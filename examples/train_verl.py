@@ -344,7 +344,8 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(work, (ranks, port, name, args), nprocs=ranks)
+    arguments = (ranks, port, name, args)
+    torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
     result: dict[str, Any] = json.loads((args.output / f"{name}.json").read_text())
     return result
 

@@ -110,7 +110,8 @@ def step(ulysses, group, size, folder, checkpointing, gathered):
     return {"logits": logits.detach(), **gradients}
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, tuple(sys.argv[1:]), nprocs=4)
+    import verl.utils.ulysses  # once, before the forks
+    torch.multiprocessing.start_processes(work, tuple(sys.argv[1:]), nprocs=4, start_method="fork")
 """
 
 
