@@ -71,3 +71,25 @@ def test_a_graph_has_the_prefills_bits() -> None:
         length.fill_(end)
         graph.replay()
         assert_same(tuple(found), (out[:, end - 1 : end], lse[:, :, end - 1 : end]))
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 16, 64])
+@pytest.mark.parametrize(("left", "heads"), [(127, (8, 1)), (127, (4, 2)), (100, (8, 1)), (75, (16, 2))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_caches_shorter_than_the_window(dtype: torch.dtype, left: int, heads: tuple[int, int], page_size: int) -> None:
+    """Capacities below the window's left: all rows of short sequences."""
+    generator = torch.Generator("cuda").manual_seed(left)
+    q, k, v = (torch.randn(64, n, 64, generator=generator, device="cuda").to(dtype) for n in (heads[0], *heads[1:] * 2))
+    s_aux = torch.randn(heads[0], generator=generator, device="cuda")
+    out, *stats = ops.flash_attn_fwd_raw(q[None], k[None], v[None], s_aux, None, None, None, None, None, left, 0, 0)
+    for capacity in (16, 48, 64):
+        size = min(page_size, capacity) or capacity
+        for rows in (1, 3, 8):
+            ends = torch.arange(rows, capacity + 1, device="cuda")
+            picked = ends[:, None] - rows + torch.arange(rows, device="cuda")
+            caches = [x[:capacity].view(-1, size, *x.shape[1:]) for x in (k, v)]
+            table = torch.arange(capacity // size, device="cuda", dtype=torch.int32).expand(len(ends), -1).contiguous()
+            if page_size == 0:
+                caches, table = [x.expand(len(ends), -1, -1, -1) for x in caches], None
+            found = ops.flash_decode_raw(q[picked], *caches, s_aux, ends.int(), table, None, left, 0, 0, True)
+            assert_same(found, (out[0, picked], *(x[0, :, picked].movedim(1, 0) for x in stats)))

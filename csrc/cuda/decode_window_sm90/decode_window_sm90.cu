@@ -277,7 +277,10 @@ void set_params(Params &params, const sinkattn_decode_args &args) {
     params.cache_seqlens = args.cache_seqlens;
     params.block_table = args.block_table;
     params.block_table_stride = args.block_table_stride;
-    params.band = sa_band_of(&problem.mask, static_cast<int32_t>(problem.q_len), static_cast<int32_t>(problem.k_len));
+    // Over a tile of keys at least: sa_band_of clamps `left` to q_len + k_len, but the anchor is the forward's in a shorter cache too.
+    params.band = sa_band_of(&problem.mask, static_cast<int32_t>(problem.q_len),
+                             static_cast<int32_t>(sa_max(problem.k_len, sa_decode_cuda_sm90_window_tile_k)));
+    params.band = sa_band_with_keys(params.band, static_cast<int32_t>(problem.k_len));
     const auto group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads);
     params.num_rows = group < kRows ? group : kRows;
     while (params.num_rows << params.streams_log2 < group) params.streams_log2++;
