@@ -22,7 +22,7 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig {
     static constexpr int kColumns = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps; // of a warp that has any
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
     static constexpr int kHeadBytes = 2 * kTileBytes, kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;
-    static constexpr int kStages = kHeadDim == 64 ? 4 : 3, kBlocks = kWarps == 8 ? 1 : kHeadDim == 64 ? 3 : 2; // kBlocks: of an SM
+    static constexpr int kMostStages = kHeadDim == 64 ? 5 : 3, kBlocks = kWarps == 8 ? 1 : kHeadDim == 64 ? 4 : 2; // kBlocks: of an SM
     static constexpr bool kQueriesInRegisters = true;
     static constexpr int kQueryBytes = 0, kPartialRow = kHeadDim + 8;
     static constexpr int kMine = (kPivotTiles + kWarps - 1) / kWarps; // tiles of 16 keys that a warp has of a key tile of the forward
@@ -38,7 +38,7 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig {
         float tops[2 * kWarps][kMostRows];
         bool large[kMostRows];
     };
-    static constexpr int kBytes = kStages * kStageBytes + 2 * kWarps * static_cast<int>(sizeof(Weights));
+    static constexpr int kWeightBytes = 2 * kWarps * static_cast<int>(sizeof(Weights));
     static_assert(2 * kTeams >= kPivotTiles, "two steps have a key tile of the forward");
     static_assert(kMostRows * kPartialRow * 4 <= kStageBytes, "a stage holds O in the end");
 };
@@ -66,7 +66,7 @@ template <class C> struct Chain {
     __device__ __forceinline__ int num_rows() const { return smem.part.stream.num_rows; }
 
     __device__ __forceinline__ typename C::Weights &weights(int parity, int tile) const {
-        return reinterpret_cast<typename C::Weights *>(shared + C::kStages * C::kStageBytes)[parity * C::kWarps + tile];
+        return reinterpret_cast<typename C::Weights *>(shared + params.stages * C::kStageBytes)[parity * C::kWarps + tile];
     }
 
     // The forward's key tile in which a row begins.
@@ -132,8 +132,7 @@ template <class C> struct Chain {
         for (int x = 0; x < 2; x++) total[x] = __fadd_rn(tile_sum[x], __shfl_xor_sync(0xffffffffu, tile_sum[x], 4));
     }
 
-    __device__ __forceinline__ void add(const typename C::Weights &from) {
-        const float4 w = from.exact[lane()];
+    __device__ __forceinline__ void add(const float4 &w) {
         tile_sum[0] = __fadd_rn(__fadd_rn(tile_sum[0], w.x), w.z);
         tile_sum[1] = __fadd_rn(__fadd_rn(tile_sum[1], w.y), w.w);
     }
@@ -195,7 +194,7 @@ template <class C> struct Chain {
         const int begin = first_tile(seen()[0]);
         const int own = min(lane(), num_rows() - 1);
         if (!__all_sync(0xffffffffu, first_tile(seen()[own]) == begin)) return false; // the same answer in all warps
-        cp_async_wait_upto(C::kStages - 2);
+        cp_async_wait_upto(params.stages - 2);
         __syncwarp(); // the warp's keys of two steps have landed
         for (int step = 0; step < 2; step++) {
             const int32_t n = warp() + step * C::kWarps, key = sa_key_tile_at(&loader.tiles, n) * kTileK;
@@ -214,32 +213,64 @@ template <class C> struct Chain {
         return __syncthreads_and(found);
     }
 
+    // The scores of the warp's tile of the step that begins with tile `first`, once it has landed.
+    __device__ __forceinline__ void begin_step(float (&s)[4], const Loader<C> &loader, int32_t first, int32_t count, int stage) const {
+        __syncwarp();
+        const int32_t n = first + warp();
+        if (n < count)
+            scores(s, base + stage * C::kStageBytes + warp() * C::kTeamBytes, sa_key_tile_at(&loader.tiles, n) * kTileK,
+                   !loader.is_full(n));
+    }
+
+    // Adds a step's weights. simple: all of its tiles exist, side by side.
+    __device__ __forceinline__ void add_step(const Loader<C> &loader, int32_t first, int32_t count, int parity, bool simple) {
+        const auto add_tile = [&](int32_t tile, const float4 &w) {
+            if (tile / C::kPivotTiles != pivot_tile) {
+                close_tile();
+                pivot_tile = tile / C::kPivotTiles;
+            }
+            add(w);
+        };
+        if (__builtin_expect(simple, true)) {
+            const int32_t tile = sa_key_tile_at(&loader.tiles, first);
+            float4 w[C::kWarps];
+#pragma unroll
+            for (int t = 0; t < C::kWarps; t++) w[t] = weights(parity, t).exact[lane()];
+#pragma unroll
+            for (int t = 0; t < C::kWarps; t++) add_tile(tile + t, w[t]);
+            return;
+        }
+#pragma unroll 1
+        for (int t = 0; t < min(C::kWarps, count - first); t++)
+            add_tile(sa_key_tile_at(&loader.tiles, first + t), weights(parity, t).exact[lane()]);
+    }
+
     // One run over all keys with these pivots. False if one has to move.
     __device__ __forceinline__ bool run(Loader<C> &loader, int32_t count, Speculation &speculation) {
+        const int stages = params.stages;
         int stage = 0, parity = 0;
+        float s[4];
+        cp_async_wait_upto(stages - 1);
+        begin_step(s, loader, 0, count, 0);
 #pragma unroll 1
         for (int32_t first = 0; first < count; first += C::kWarps) {
-            cp_async_wait_upto(C::kStages - (first ? 2 : 1)); // in flight: the next steps
-            __syncwarp();                                     // the warp's tile has landed
             const int32_t n = first + warp();
-            const int at = stage * C::kStageBytes;
-            if (n < count) {
-                float s[4];
-                scores(s, base + at + warp() * C::kTeamBytes, sa_key_tile_at(&loader.tiles, n) * kTileK, !loader.is_full(n));
-                weigh(s, weights(parity, warp()));
-            }
+            const int at = stage * C::kStageBytes, next_stage = stage + 1 == stages ? 0 : stage + 1;
+            if (n < count) weigh(s, weights(parity, warp()));
             if (__syncthreads_or(large)) return false; // weights and values of the step are there; the previous stage is free
             if (first) {
-                const int32_t next = n + (C::kStages - 1) * C::kWarps;
+                const int32_t next = n + (stages - 1) * C::kWarps;
                 if (next < count)
-                    loader.template load<false>(base + (stage ? stage - 1 : C::kStages - 1) * C::kStageBytes + warp() * C::kTeamBytes, next,
+                    loader.template load<false>(base + (stage ? stage - 1 : stages - 1) * C::kStageBytes + warp() * C::kTeamBytes, next,
                                                 speculation);
                 cp_async_commit();
             }
-            const bool whole =
-                first + C::kWarps <= count && (params.band.q_len == 1 || (loader.is_full(first) && loader.is_full(first + C::kWarps - 1)));
+            cp_async_wait_upto(stages - 2); // in flight: copies of the steps after the next
+            begin_step(s, loader, first + C::kWarps, count, next_stage);
+            const bool whole = first + C::kWarps <= count;
+            const bool seen_by_all = params.band.q_len == 1 || (loader.is_full(first) && loader.is_full(first + C::kWarps - 1));
             if (has_columns()) {
-                if (__builtin_expect(whole, true)) {
+                if (__builtin_expect(whole && seen_by_all, true)) {
 #pragma unroll
                     for (int t = 0; t < C::kWarps; t++) multiply(base + at + t * C::kTeamBytes, weights(parity, t));
                 } else {
@@ -249,16 +280,12 @@ template <class C> struct Chain {
                 }
             }
             if (adds()) {
-#pragma unroll 1
-                for (int t = 0; t < min(C::kWarps, count - first); t++) {
-                    const int tile = sa_key_tile_at(&loader.tiles, first + t) / C::kPivotTiles;
-                    if (tile != pivot_tile) close_tile();
-                    pivot_tile = tile;
-                    add(weights(parity, t));
-                }
+                const bool side_by_side =
+                    sa_key_tile_at(&loader.tiles, first + C::kWarps - 1) == sa_key_tile_at(&loader.tiles, first) + C::kWarps - 1;
+                add_step(loader, first, count, parity, whole && side_by_side);
             }
             parity ^= 1;
-            if (++stage == C::kStages) stage = 0;
+            stage = next_stage;
         }
         if (adds()) close_tile();
         return !__syncthreads_or(large);
@@ -341,7 +368,7 @@ template <class C> struct Chain {
                 __syncthreads();
                 if (adds()) {
                     tile_sum[0] = tile_sum[1] = 0.0f;
-                    for (int t = 0; t < here; t++) add(weights(t / C::kWarps, t % C::kWarps));
+                    for (int t = 0; t < here; t++) add(weights(t / C::kWarps, t % C::kWarps).exact[lane()]);
                     end_tile(total);
                     for (int x = 0; x < 2; x++)
                         if (is_large(total[x], x)) smem.large[fragment_column() + x] = true;

@@ -72,7 +72,7 @@ __device__ __forceinline__ bool attend_stream(unsigned char *shared, typename C:
     int32_t length_now = 0;
     Requested requested = {};
 #pragma unroll 1
-    for (int stage = 0; stage < C::kStages; stage++) {
+    for (int stage = 0; stage < params.stages; stage++) {
         const int32_t n = warp + stage * C::kWarps;
         if (n < count) loader.template load<true>(chain.base + stage * C::kStageBytes + warp * C::kTeamBytes, n, speculation);
         cp_async_commit();
@@ -117,14 +117,18 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void chain_decode_kernel(c
 #endif
 }
 
-template <class C> sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_context &context) {
+template <class C>
+sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     typename C::Arguments params = {};
     SA_TRY(sa_cuda_error_word(&params.error_word));
     set_tensors(params, args, 1, C::kMostRows);
     set_extras(params, args);
-    SA_TRY(allow_shared<chain_decode_kernel<C>>(C::kBytes));
+    SA_TRY(allow_shared<chain_decode_kernel<C>>(C::kMostStages * C::kStageBytes + C::kWeightBytes));
     const auto grid = static_cast<unsigned>(params.batch * params.row_tiles) * params.num_heads;
-    return launch_overlapping<chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain", grid, C::kThreads, C::kBytes, context.stream, params);
+    const int blocks = C::kThreads > 128 ? 1 : static_cast<int>(sa_ceil_div(grid, plan.workers)); // of an SM
+    params.stages = C::kHeadDim > 64 ? 3 : blocks <= 2 ? 5 : blocks == 3 ? 4 : 3;
+    return launch_overlapping<chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain", grid, C::kThreads,
+                                                      params.stages * C::kStageBytes + C::kWeightBytes, context.stream, params);
 }
 
 template <class Element, int kHeadDim>
@@ -139,8 +143,8 @@ sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_pl
     if (largest > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "tokens and kv heads, or a stride, are %lld; a CUDA decode takes at most %lld",
                          static_cast<long long>(largest), static_cast<long long>(INT32_MAX));
-    return streams <= plan.workers ? launch_chain<ChainConfig<Element, kHeadDim, 8>>(args, context)
-                                   : launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, context);
+    return streams <= plan.workers ? launch_chain<ChainConfig<Element, kHeadDim, 8>>(args, plan, context)
+                                   : launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context);
 }
 
 template <int kHeadDim> sinkattn_status run_chain(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
