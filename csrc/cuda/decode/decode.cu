@@ -21,6 +21,7 @@
 #include "cuda/decode/keys.cuh"
 #include "cuda/decode/load.cuh"
 #include "cuda/decode/merge.cuh"
+#include "cuda/decode/params.cuh"
 #include "cuda/decode/tile.cuh"
 #include "cuda/decode/work.cuh"
 #include "cuda/host/launch.cuh"
@@ -298,51 +299,13 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     SA_TRY(allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes)); // room for all stages; cut_work may use fewer
     const uint32_t grid = cut_work<C>(params, problem, plan, blocks);
 
-    const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };
-    params.cache_seqlens = args.cache_seqlens;
-    params.block_table = args.block_table;
-    params.block_table_stride = args.block_table_stride;
-    params.band = sa_band_of(&problem.mask, static_cast<int32_t>(problem.q_len), static_cast<int32_t>(problem.k_len));
-    params.batch = static_cast<int32_t>(problem.batch);
-    params.group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads) * C::kHeads;
-    params.num_rows = static_cast<int32_t>(problem.q_len) * params.group;
-    params.num_heads = static_cast<uint32_t>(problem.num_kv_heads) / C::kHeads;
+    set_tensors(params, args, C::kHeads, kTileQ);
     params.num_splits = sa_is_balanced(&problem, &plan) ? 0 : static_cast<uint32_t>(plan.num_splits);
-    params.by_group = divisor(params.group);
-    params.by_heads = divisor(params.num_heads);
-    params.by_splits = divisor(params.num_splits);
-    params.by_row_tiles = divisor(params.row_tiles);
+    params.by_splits = divisor_of(params.num_splits);
     params.head_slots = static_cast<uint32_t>(sa_decode_num_slots(&problem, &plan) / problem.num_kv_heads);
-    params.k = static_cast<const uint16_t *>(args.fwd.k.data);
-    params.v = static_cast<const uint16_t *>(args.fwd.v.data);
-    params.k_page = args.fwd.k.batch_stride;
-    params.v_page = args.fwd.v.batch_stride;
-    params.k_head = static_cast<int32_t>(args.fwd.k.head_stride) * C::kHeads;
-    params.v_head = static_cast<int32_t>(args.fwd.v.head_stride) * C::kHeads;
-    params.k_row = static_cast<int32_t>(args.fwd.k.row_stride);
-    params.v_row = static_cast<int32_t>(args.fwd.v.row_stride);
-    params.head_dim = static_cast<int32_t>(problem.head_dim);
-    const bool paged = args.block_table != nullptr;
-    params.num_pages = static_cast<int32_t>(sa_min(paged ? sa_num_pages(&args) : problem.batch, INT32_MAX));
-    params.page_size = paged ? static_cast<int32_t>(sa_min(problem.page_size, INT32_MAX)) : INT32_MAX;
-    params.by_page_size = divisor(params.page_size);
-    params.whole_tiles = !paged || problem.page_size % kTileK == 0;
-    params.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
-    params.q = static_cast<const uint16_t *>(args.fwd.q.data);
-    params.q_batch = args.fwd.q.batch_stride;
-    params.q_row = static_cast<int32_t>(args.fwd.q.row_stride);
-    params.q_head = static_cast<int32_t>(args.fwd.q.head_stride);
-    params.s_aux = args.fwd.s_aux;
-    params.s_aux_dtype = problem.s_aux_dtype;
     params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
     params.slot_floats = static_cast<uint32_t>(sa_decode_rows_a_slot(&problem, &plan) * C::kHeads * C::kPartialRow);
     params.tag = next_launch_tag();
-    params.out = static_cast<uint16_t *>(args.fwd.out.data);
-    params.out_batch = args.fwd.out.batch_stride;
-    params.out_row = static_cast<int32_t>(args.fwd.out.row_stride);
-    params.out_head = static_cast<int32_t>(args.fwd.out.head_stride);
-    params.lse = static_cast<float *>(args.fwd.lse);
-    params.lse_raw = static_cast<float *>(args.fwd.lse_raw);
     params.two_pass = problem.num_splits < 0;
     if constexpr (C::kExtras) set_extras(params, args);
 

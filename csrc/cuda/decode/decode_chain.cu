@@ -137,12 +137,7 @@ sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_pl
     const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads);
     const int64_t streams = problem.batch * problem.num_kv_heads * sa_ceil_div(rows, 8);
     if (streams == 0) return sa_ok();
-    int64_t largest = streams;
-    for (const sinkattn_tensor *tensor : {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.fwd.out})
-        largest = sa_max(largest, sa_max(tensor->row_stride, tensor->head_stride));
-    if (largest > INT32_MAX)
-        return sa_status(SINKATTN_UNSUPPORTED, "tokens and kv heads, or a stride, are %lld; a CUDA decode takes at most %lld",
-                         static_cast<long long>(largest), static_cast<long long>(INT32_MAX));
+    SA_TRY(check_decode_strides(args, streams));
     return streams <= plan.workers ? launch_chain<ChainConfig<Element, kHeadDim, 8>>(args, plan, context)
                                    : launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context);
 }

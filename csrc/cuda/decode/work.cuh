@@ -66,19 +66,6 @@ struct Extras : Params {
     float global_scale;
 };
 
-inline void set_extras(Extras &params, const sinkattn_decode_args &args) {
-    const int64_t num_pages = args.fwd.problem.num_pages;
-    params.first_host_page = INT32_MAX;
-    if (args.host.num_pages && num_pages < INT32_MAX) {
-        params.first_host_page = static_cast<int32_t>(num_pages);
-        params.k_gap = sa_tier_gap(&args.fwd.k, &args.host.k, num_pages, sizeof(uint16_t));
-        params.v_gap = sa_tier_gap(&args.fwd.v, &args.host.v, num_pages, sizeof(uint16_t));
-    }
-    params.nvfp4_values = args.nvfp4.values;
-    params.nvfp4_scales = args.nvfp4.scales;
-    params.global_scale = args.nvfp4.global_scale != 0.0 ? static_cast<float>(args.nvfp4.global_scale) : 1.0f;
-}
-
 // A tile of the rows of one sequence and kv head; row r = token * group + head within the group.
 struct Stream {
     sa_band band;

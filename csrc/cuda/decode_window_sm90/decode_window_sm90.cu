@@ -17,6 +17,7 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "cuda/tile/sink.cuh"
+#include "cuda/work/decode_params.cuh"
 #include "cuda/work/nvfp4.cuh"
 
 namespace sa::decode_window_sm90 {
@@ -273,55 +274,18 @@ template <class C> __global__ __launch_bounds__(C::kThreads, C::kBlocks) void wi
 
 void set_params(Params &params, const sinkattn_decode_args &args) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const auto divisor = [](int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); };
-    params.cache_seqlens = args.cache_seqlens;
-    params.block_table = args.block_table;
-    params.block_table_stride = args.block_table_stride;
+    const auto group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads);
+    set_cache(params, args);
+    set_extras(params, args);
     // Over a tile of keys at least: sa_band_of clamps `left` to q_len + k_len, but the anchor is the forward's in a shorter cache too.
     params.band = sa_band_of(&problem.mask, static_cast<int32_t>(problem.q_len),
                              static_cast<int32_t>(sa_max(problem.k_len, sa_decode_cuda_sm90_window_tile_k)));
     params.band = sa_band_with_keys(params.band, static_cast<int32_t>(problem.k_len));
-    const auto group = static_cast<int32_t>(problem.num_q_heads / problem.num_kv_heads);
     params.num_rows = group < kRows ? group : kRows;
     while (params.num_rows << params.streams_log2 < group) params.streams_log2++;
     params.num_heads = static_cast<uint32_t>(problem.num_kv_heads) << params.streams_log2;
-    params.by_heads = divisor(params.num_heads);
-    params.by_q_len = divisor(params.band.q_len);
-    params.k = static_cast<const uint16_t *>(args.fwd.k.data);
-    params.v = static_cast<const uint16_t *>(args.fwd.v.data);
-    params.k_page = args.fwd.k.batch_stride;
-    params.v_page = args.fwd.v.batch_stride;
-    params.k_head = static_cast<int32_t>(args.fwd.k.head_stride);
-    params.v_head = static_cast<int32_t>(args.fwd.v.head_stride);
-    params.k_row = static_cast<int32_t>(args.fwd.k.row_stride);
-    params.v_row = static_cast<int32_t>(args.fwd.v.row_stride);
-    params.head_dim = static_cast<int32_t>(problem.head_dim);
-    const bool paged = args.block_table != nullptr;
-    params.num_pages = static_cast<int32_t>(sa_min(paged ? sa_num_pages(&args) : problem.batch, INT32_MAX));
-    params.page_size = paged ? static_cast<int32_t>(sa_min(problem.page_size, INT32_MAX)) : INT32_MAX;
-    params.by_page_size = divisor(params.page_size);
-    params.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
-    params.q = static_cast<const uint16_t *>(args.fwd.q.data);
-    params.q_batch = args.fwd.q.batch_stride;
-    params.q_row = static_cast<int32_t>(args.fwd.q.row_stride);
-    params.q_head = static_cast<int32_t>(args.fwd.q.head_stride);
-    params.s_aux = args.fwd.s_aux;
-    params.s_aux_dtype = problem.s_aux_dtype;
-    params.out = static_cast<uint16_t *>(args.fwd.out.data);
-    params.out_batch = args.fwd.out.batch_stride;
-    params.out_row = static_cast<int32_t>(args.fwd.out.row_stride);
-    params.out_head = static_cast<int32_t>(args.fwd.out.head_stride);
-    params.lse = static_cast<float *>(args.fwd.lse);
-    params.lse_raw = static_cast<float *>(args.fwd.lse_raw);
-    params.first_host_page = INT32_MAX;
-    if (args.host.num_pages && problem.num_pages < INT32_MAX) {
-        params.first_host_page = static_cast<int32_t>(problem.num_pages);
-        params.k_gap = sa_tier_gap(&args.fwd.k, &args.host.k, problem.num_pages, sizeof(uint16_t));
-        params.v_gap = sa_tier_gap(&args.fwd.v, &args.host.v, problem.num_pages, sizeof(uint16_t));
-    }
-    params.nvfp4_values = args.nvfp4.values;
-    params.nvfp4_scales = args.nvfp4.scales;
-    params.global_scale = args.nvfp4.global_scale != 0.0 ? static_cast<float>(args.nvfp4.global_scale) : 1.0f;
+    params.by_heads = divisor_of(params.num_heads);
+    params.by_q_len = divisor_of(params.band.q_len);
     params.tile_tokens = static_cast<int32_t>(sa_decode_cuda_sm90_window_tile_q) / group;
 }
 
@@ -344,12 +308,7 @@ template <class Element, bool kHasSinkTokens, bool kExtras>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const int64_t streams = num_streams(args.fwd.problem);
     if (streams == 0) return sa_ok();
-    int64_t largest = streams;
-    for (const sinkattn_tensor *tensor : {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.fwd.out})
-        largest = sa_max(largest, sa_max(tensor->row_stride, tensor->head_stride));
-    if (largest > INT32_MAX)
-        return sa_status(SINKATTN_UNSUPPORTED, "tokens and kv heads, or a stride, are %lld; a CUDA decode takes at most %lld",
-                         static_cast<long long>(largest), static_cast<long long>(INT32_MAX));
+    SA_TRY(check_decode_strides(args, streams));
     using Four = Config<Element, 4, kHasSinkTokens, kExtras>;
     return streams <= static_cast<int64_t>(Four::kBlocks) * plan.workers
                ? launch<Four>(args, context)

@@ -3,6 +3,7 @@
 // Launching a kernel, and the questions to the runtime before it, asked once a device.
 #pragma once
 
+#include "core/mask.h"
 #include "cuda/host/backend.h"
 
 namespace sa {
@@ -76,6 +77,16 @@ template <auto kKernel, class... Arguments>
 sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream,
                                    const Arguments &...arguments) {
     return launch_clusters<kKernel>(what, grid, 1, threads, shared_bytes, stream, arguments...);
+}
+
+// A decode's kernel counts streams, rows' strides and heads' strides in 32 bits.
+static inline sinkattn_status check_decode_strides(const sinkattn_decode_args &args, int64_t streams) {
+    int64_t largest = streams;
+    for (const sinkattn_tensor *tensor : {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.fwd.out})
+        largest = sa_max(largest, sa_max(tensor->row_stride, tensor->head_stride));
+    if (largest <= INT32_MAX) return sa_ok();
+    return sa_status(SINKATTN_UNSUPPORTED, "tokens and kv heads, or a stride, are %lld; a CUDA decode takes at most %lld",
+                     static_cast<long long>(largest), static_cast<long long>(INT32_MAX));
 }
 
 // What a forward cannot read of a decode's arguments.
