@@ -39,23 +39,23 @@ def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux:
 
 
 @pytest.mark.parametrize("ratio", [1, 5, 7, 8])
-@pytest.mark.parametrize("head_dim", [40, 64, 120, 128])
+@pytest.mark.parametrize("widths", ["40", "64", "120", "128", "160-v96", "256"])
 @pytest.mark.parametrize(
     ("left", "right", "num_sink_tokens"), [(-1, 0, 0), (299, 0, 0), (200, 90, 0), (-1, -1, 0), (299, 0, 140)]
 )
-def test_gradients_of_wide_masks(ratio: int, head_dim: int, left: int, right: int, num_sink_tokens: int) -> None:
+def test_gradients_of_wide_masks(ratio: int, widths: str, left: int, right: int, num_sink_tokens: int) -> None:
     """Rows that meet one key block and many, ratios that do not divide a tile, empty sequences, rows without keys."""
     lens = "q420.0.300.90-k420.9.200.500-tail5"
-    case = Case.parse(f"d{head_dim}-sink{num_sink_tokens}-g{ratio}-varlen-{lens}-poison-bf16-seed{ratio}")
+    case = Case.parse(f"d{widths}-sink{num_sink_tokens}-g{ratio}-varlen-{lens}-poison-bf16-seed{ratio}")
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
 @pytest.mark.parametrize(("left", "right"), [(127, 0), (-1, 0), (127, 40), (-1, -1)])
 @pytest.mark.parametrize("num_sink_tokens", [0, 4, 200])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_gradients_of_sequences_of_many_tiles(left: int, right: int, num_sink_tokens: int, head_dim: int) -> None:
+@pytest.mark.parametrize("widths", ["64", "128", "256", "192-v128"])
+def test_gradients_of_sequences_of_many_tiles(left: int, right: int, num_sink_tokens: int, widths: str) -> None:
     lens = "q500.0.60-k450.9.300-tail5"
-    case = Case.parse(f"d{head_dim}-sink{num_sink_tokens}-g3-varlen-{lens}-poison-bf16-seed{head_dim}")
+    case = Case.parse(f"d{widths}-sink{num_sink_tokens}-g3-varlen-{lens}-poison-bf16-seed{widths[:2]}")
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
@@ -80,7 +80,7 @@ def gradients(
     else:
         out, lse = sinkattn.flash_attn_varlen_func(*leaves[:3], cu, cu, **options)
     dlse = q[..., 0].float().transpose(-1, -2).contiguous()
-    return out.detach(), *torch.autograd.grad((out, lse), leaves, (q.roll(1, -1), dlse))
+    return out.detach(), *torch.autograd.grad((out, lse), leaves, (q.roll(1, -1)[..., : v.shape[-1]], dlse))
 
 
 def test_gradients_of_a_long_sequence_are_the_same_packed() -> None:
@@ -97,9 +97,10 @@ def test_gradients_of_a_long_sequence_are_the_same_packed() -> None:
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (127, 0), (100, 30)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_gradients_are_the_same_packed_and_one_by_one(window: tuple[int, int], head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (256, 256), (192, 128)])
+def test_gradients_are_the_same_packed_and_one_by_one(window: tuple[int, int], head_dim: int, head_dim_v: int) -> None:
     q, k, v, s_aux = gpt_oss_like(1, 900, head_dim)
+    v = v[..., :head_dim_v]
     bounds = (0, 333, 334, 900)
     cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
     packed = gradients(q[0], k[0], v[0], s_aux, cu, window_size=window)
@@ -120,27 +121,27 @@ def test_dq_of_a_chunk_is_that_of_the_whole(window: tuple[int, int], head_dim: i
 
 @pytest.mark.parametrize(("left", "right", "num_sink_tokens"), [(-1, 0, 0), (-1, 0, 3), (-1, -1, 0), (99, 40, 130)])
 @pytest.mark.parametrize("lens", ["q150.0.140.70-k150.9.100.260-tail5", "q140x2-k140x2", "q250-k130", "q140-k300"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_in_rounds(left: int, right: int, num_sink_tokens: int, lens: str, head_dim: int) -> None:
+@pytest.mark.parametrize("widths", ["64", "128", "256", "192-v128"])
+def test_gradients_in_rounds(left: int, right: int, num_sink_tokens: int, lens: str, widths: str) -> None:
     """One kv head of 64 query heads: few key blocks of many row tiles, whose items are rounds of them."""
     layout = "varlen-" if "tail" in lens else ""
-    case = Case.parse(f"d{head_dim}-sink{num_sink_tokens}-g64-{layout}{lens}-poison-bf16-seed{head_dim}")
+    case = Case.parse(f"d{widths}-sink{num_sink_tokens}-g64-{layout}{lens}-poison-bf16-seed{widths[:2]}")
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
 @pytest.mark.parametrize(
     ("window", "num_sink_tokens"), [((-1, 0), 0), ((-1, -1), 0), ((9300, 0), 0), ((300, 0), 140), ((130, 20), 1)]
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (256, 256), (192, 128)])
 def test_rounds_are_the_same_alone_and_in_whole_items(
-    window: tuple[int, int], num_sink_tokens: int, head_dim: int
+    window: tuple[int, int], num_sink_tokens: int, head_dim: int, head_dim_v: int
 ) -> None:
     """Alone an item is a round; in a batch of many key blocks it is a whole block, and adds its rounds itself."""
     mask = {"window_size": window, "num_sink_tokens": num_sink_tokens}
     torch.manual_seed(0)
     q = torch.randn(9, 1030, 64, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 9, 1030, 8, head_dim, device="cuda", dtype=torch.bfloat16)
-    s_aux = torch.randn(64, device="cuda")
+    v, s_aux = v[..., :head_dim_v], torch.randn(64, device="cuda")
     whole = gradients(q, k, v, s_aux, **mask)
     cu = torch.arange(10, dtype=torch.int32, device="cuda") * 1030
     packed = gradients(*(x.flatten(0, 1) for x in (q, k, v)), s_aux, cu, **mask)
@@ -159,18 +160,22 @@ def test_gradients_of_a_batch_are_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "window", "num_sink_tokens"),
+    ("head_dim", "head_dim_v", "window", "num_sink_tokens"),
     [
-        (64, (-1, 0), 0),
-        (64, (-1, -1), 0),
-        (64, (127, 0), 0),
-        (128, (-1, 0), 0),
-        (128, (127, 0), 130),
-        (256, (-1, 0), 0),
+        (64, 64, (-1, 0), 0),
+        (64, 64, (-1, -1), 0),
+        (64, 64, (127, 0), 0),
+        (128, 128, (-1, 0), 0),
+        (128, 128, (127, 0), 130),
+        (256, 256, (-1, 0), 0),
+        (192, 128, (127, 0), 0),
     ],
 )
-def test_gradients_repeat_bitwise_under_load(head_dim: int, window: tuple[int, int], num_sink_tokens: int) -> None:
+def test_gradients_repeat_bitwise_under_load(
+    head_dim: int, head_dim_v: int, window: tuple[int, int], num_sink_tokens: int
+) -> None:
     q, k, v, s_aux = gpt_oss_like(1, 1000, head_dim)
+    v = v[..., :head_dim_v]
     mask = {"window_size": window, "num_sink_tokens": num_sink_tokens}
     assert different_under_load(lambda: gradients(q, k, v, s_aux, **mask)) == 0
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values narrower than keys on a CUDA device: the kernels of sm_80 take them, on every device. Random ones are
-among the cases of test_gpu_fwd.py."""
+"""Values narrower than keys on a CUDA device. Random ones are among the cases of test_gpu_fwd.py."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def drawn(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_zeros_behind_the_values_change_nothing(head_dim: int) -> None:
-    """Above 128 the same kernel serves both, and so they have the same bits, gradients too."""
+    """Above head_dim 128 they have the same bits, gradients too."""
     torch.manual_seed(0)
     q, k, v = drawn(2, 300, 8, head_dim), drawn(2, 400, 2, head_dim), drawn(2, 400, 2, 40)
     s_aux, dout = torch.randn(8, device="cuda"), drawn(2, 300, 8, 40)

@@ -84,9 +84,16 @@ const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_va
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine. */
 const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (has_narrow_values(p)) return narrow_values;
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     return has_elements(p) ? NULL : "there are no rows or no keys";
+}
+
+const char *sa_refusal_whole_rows_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return has_narrow_values(p) ? narrow_values : sa_refusal_whole_rows(p, info);
+}
+
+const char *sa_refusal_whole_rows_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_whole_rows(p, info);
 }
 
 /* Rows of a decode: a few of each sequence, as many of each. */

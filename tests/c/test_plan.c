@@ -262,27 +262,30 @@ static void test_the_cuda_backward_is_planned(void) {
     }
 }
 
-/* On 9.0 every mask up to head_dim 128, where a token's heads fit a tile of rows. */
+/* On 9.0 every mask, where a token's heads fit a tile of rows. */
 static void test_the_backward_of_sm90_is_planned(void) {
     static const struct {
-        int32_t arch;
+        int32_t arch, head_dim_v;
         int64_t head_dim, num_q_heads, k_len;
         const char *name;
     } cases[] = {
-        {90, 8, 8, 100, "sa_bwd_cuda_sm90_d64"},      {90, 64, 8, 100, "sa_bwd_cuda_sm90_d64"},
-        {90, 72, 8, 100, "sa_bwd_cuda_sm90_d128"},    {90, 128, 8, 100, "sa_bwd_cuda_sm90_d128"},
-        {90, 136, 8, 100, "sa_bwd_cuda_sm80_d256"},   {100, 64, 8, 100, "sa_bwd_cuda_sm80_d64"},
-        {90, 64, 256, 100, "sa_bwd_cuda_sm90_d64"},   {90, 64, 258, 100, "sa_bwd_cuda_sm80_d64"},
-        {90, 128, 128, 100, "sa_bwd_cuda_sm90_d128"}, {90, 128, 130, 100, "sa_bwd_cuda_sm80_d128"},
-        {90, 64, 8, 0, "sa_bwd_cuda_sm80_d64"},
+        {90, 0, 8, 8, 100, "sm90_d64"},      {90, 0, 64, 8, 100, "sm90_d64"},        {90, 0, 72, 8, 100, "sm90_d128"},
+        {90, 0, 128, 8, 100, "sm90_d128"},   {90, 0, 136, 8, 100, "sm90_d256"},      {90, 128, 192, 8, 100, "sm90_d192_v128"},
+        {90, 0, 192, 8, 100, "sm90_d256"},   {90, 56, 64, 8, 100, "sm90_d192_v128"}, {90, 136, 192, 8, 100, "sm90_d256"},
+        {90, 8, 200, 8, 100, "sm90_d256"},   {90, 0, 64, 256, 100, "sm90_d64"},      {90, 0, 64, 258, 100, "sm80_d64"},
+        {90, 0, 128, 128, 100, "sm90_d128"}, {90, 0, 128, 130, 100, "sm80_d128"},    {90, 0, 256, 128, 100, "sm90_d256"},
+        {90, 0, 256, 130, 100, "sm80_d256"}, {90, 128, 192, 130, 100, "sm80_d256"},  {90, 0, 64, 8, 0, "sm80_d64"},
+        {90, 128, 192, 8, 0, "sm80_d256"},   {80, 128, 192, 8, 100, "sm80_d256"},    {100, 0, 64, 8, 100, "sm80_d64"},
     };
     sinkattn_problem problem = prefill(SINKATTN_BWD, SINKATTN_BF16);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = cases[i].arch, .workers = 132};
         problem.head_dim = cases[i].head_dim;
+        problem.head_dim_v = cases[i].head_dim_v;
         problem.num_q_heads = cases[i].num_q_heads;
         problem.k_len = cases[i].k_len;
-        CHECK(strcmp(chosen(&problem, &device), cases[i].name) == 0, "%s is best: %s", cases[i].name, problem_text(&problem));
+        const char *name = chosen(&problem, &device) + strlen("sa_bwd_cuda_");
+        CHECK(strcmp(name, cases[i].name) == 0, "%s for %s: %s", name, cases[i].name, problem_text(&problem));
     }
     /* At 32768 tokens, 64 query heads: what the backward adds to the forward's lse is at most 64 MiB. */
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};

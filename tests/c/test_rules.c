@@ -71,7 +71,7 @@ static void test_values_narrower_than_keys(void) {
                                                                              sa_refusal_whole_tokens,
                                                                              sa_refusal_one_key_tile,
                                                                              sa_refusal_local_window,
-                                                                             sa_refusal_whole_rows,
+                                                                             sa_refusal_whole_rows_one_width,
                                                                              sa_refusal_not_invariant};
     const sinkattn_variant_info info = {.backend = SINKATTN_CUDA, .tile_q = 64, .tile_k = 144};
     for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {

@@ -22,10 +22,9 @@
 // Shared memory and registers: docs/kernels/bwd_sm90.md, Budget.
 
 #include "cuda/bwd_sm90/copies.cuh"
+#include "cuda/bwd_sm90/launch.cuh"
 #include "cuda/bwd_sm90/tile.cuh"
 #include "cuda/bwd_sm90/work.cuh"
-#include "cuda/host/launch.cuh"
-#include "cuda/host/tensor_map.cuh"
 #include "cuda/tile/pipe.cuh"
 #include "cuda/tile/wgmma.cuh"
 
@@ -34,8 +33,10 @@ namespace {
 
 template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kKeys = kKeys_;
-    static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kRows = kRows_, kKeys = kKeys_;
+    static constexpr bool kIsWide = false;
+    static constexpr int kColumns = kRows;                            // rows that a math warpgroup's S has, as columns
+    static constexpr int kHalves = kHeadDim / 64, kHalvesV = kHalves; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     // With kIsLate the warpgroups compute dQ a tile late, half a tile apart, and each hands over its part. It does not pay at head_dim 128.
@@ -92,20 +93,20 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage());
+            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage());
         }
         if (!kMasked) {
             wgmma_wait<1>();
             pin(s);
         }
-        find_weights<C, kMasked>(s, stats, seen, p.scale_log2);
+        find_weights<C, kMasked>(s, stats, seen, p.scale_log2, math_warpgroup);
         pack<typename C::Element>(weights, s);
         if (!kMasked) {
             wgmma_wait<0>();
             pin(dp);
         }
-        find_ds<C, kMasked, kTerms>(dp, s, smem, stats, seen);
-        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats);
+        find_ds<C, kMasked, kTerms>(dp, s, smem, stats, seen, math_warpgroup);
+        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats, math_warpgroup);
         pack<typename C::Element>(ds, dp);
     }
 
@@ -116,25 +117,25 @@ template <class C, TermsOf kTerms> struct Math {
         if (is_full) {
             wgmma_wait<1>();
             pin(s);
-            find_weights<C, false>(s, stats, seen, p.scale_log2);
+            find_weights<C, false>(s, stats, seen, p.scale_log2, math_warpgroup);
         } else {
             seen = find_seen<C>(smem, p, math_warpgroup, t);
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage());
-            find_weights<C, true>(s, stats, seen, p.scale_log2);
+            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage());
+            find_weights<C, true>(s, stats, seen, p.scale_log2, math_warpgroup);
         }
         if (is_full) {
             wgmma_wait<0>();
             pin(dp);
-            find_ds<C, false, kTerms>(dp, s, smem, stats, seen);
+            find_ds<C, false, kTerms>(dp, s, smem, stats, seen, math_warpgroup);
         } else {
             wgmma_wait<0>();
             pin(dp);
-            find_ds<C, true, kTerms>(dp, s, smem, stats, seen);
+            find_ds<C, true, kTerms>(dp, s, smem, stats, seen, math_warpgroup);
         }
-        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats);
+        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats, math_warpgroup);
         pack<typename C::Element>(weights, s);
         pack<typename C::Element>(ds, dp);
     }
@@ -154,7 +155,8 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<kPending>();
             pin(dq);
             if (C::kIsLate) smem.ds_empty[of].arrive();
-            finish_tile<C>(dq, sum, smem, args, p, item, t, math_warpgroup);
+            finish_tile<C>(dq, smem.dq[sum], (C::kIsLate ? 0 : math_warpgroup) * 8, smem.finish_alone[sum], smem, args, p, item, t,
+                           C::kRows == 64 ? 0 : 64 * math_warpgroup, C::kRows == 64 ? 64 * math_warpgroup : 0);
         } else {
             wgmma_wait<kPending>();
             pin(dq);
@@ -283,10 +285,10 @@ template <class C, TermsOf kTerms> struct Math {
                 else
                     meet_tiles(dk, dv, item);
                 if (item.round_begin == item.tiles.begin) break;
-                add_carry<C>(dk, dv, p, buffers, item, item.part_of(item.round_begin));
+                add_carry<C>(p, buffers, item, item.part_of(item.round_begin), dk, dv);
                 next_round<C>(item);
             }
-            if (smem.hides && item.has_tiles()) add_hidden<C>(dv, smem, args, p, item, math_warpgroup);
+            if (smem.hides && item.has_tiles()) add_hidden<C>(dv, smem, args, p, item, math_warpgroup, 0, args.fwd.problem.head_dim);
             float poison[2]; // of the thread's keys: read before the keys' stage is released
             for (int r = 0; r < 2; r++) {
                 const int own = 64 * math_warpgroup + warpgroup_row(r);
@@ -295,7 +297,7 @@ template <class C, TermsOf kTerms> struct Math {
             __syncwarp();
             smem.kv_empty[0].arrive();
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
-            if (item.num_parts > 1) add_carry<C>(dk, dv, p, buffers, item, part);
+            if (item.num_parts > 1) add_carry<C>(p, buffers, item, part, dk, dv);
             if (part == item.num_parts - 1) write_keys<C>(dk, dv, poison, args, p, item, math_warpgroup);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item);
             __syncwarp();
@@ -327,18 +329,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
         smem.kv_empty[0].init(C::kMathThreads);
         barrier_init_fence();
     }
-    for (int row = threadIdx.x; row < C::kRows; row += C::kThreads) {
-        const int token = row / p.group;
-        smem.token[row] = row < p.tokens * p.group ? token : INT32_MAX / 2; // past every sequence
-        smem.dq_offset[row] = token * args.dq.row_stride + (row - token * p.group) * args.dq.head_stride;
-    }
-    if (p.tokens * p.group < C::kRows) { // rows that no copy writes must not hold NaN
-        for (int i = threadIdx.x; i < static_cast<int>(sizeof smem.queries) / 16; i += C::kThreads) {
-            reinterpret_cast<uint4 *>(smem.queries[0])[i] = uint4{0, 0, 0, 0};
-            reinterpret_cast<uint4 *>(smem.douts[0])[i] = uint4{0, 0, 0, 0};
-        }
-        async_fence();
-    }
+    prepare_rows<C>(smem, args, p);
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<C::kLoaderRegisters>();
@@ -360,61 +351,16 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 #endif
 }
 
-template <class C> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    const sinkattn_problem &problem = args.fwd.problem;
-    const sa_bwd_sm90_layout sizes = sa_bwd_sm90_layout_of(&problem, &plan);
-    static_assert(C::kTileFloats == C::kRows * C::kHeadDim, "as the planner counts them");
-    const int64_t items = sizes.items * problem.num_kv_heads, item_writers = sa_ceil_div(items, 128);
-    if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
-        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",
-                         static_cast<long long>(sizes.tiles), static_cast<long long>(items));
-    BwdProblem p;
-    p.num_entries = sizes.entries;
-    p.num_carries = sizes.carries;
-    p.room = sizes.room;
-    p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
-    p.tokens = C::kRows / p.group;
-    p.scale = static_cast<float>(sa_softmax_scale(&problem));
-    p.scale_log2 = p.scale * kLog2e;
-    p.num_tiles = sizes.tiles / problem.num_kv_heads;
-    p.num_items = sizes.items;
-    auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
-    auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
-    const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
-                                reinterpret_cast<Item *>(base + sizes.items_at),
-                                reinterpret_cast<unsigned *>(turns),
-                                turns + 1,
-                                reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
-                                reinterpret_cast<float *>(base + sizes.stats_at),
-                                reinterpret_cast<float *>(base + sizes.slots_at),
-                                reinterpret_cast<float *>(base + sizes.carries_at),
-                                args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
-                                reinterpret_cast<float *>(base + sizes.key_terms_at)};
-    unsigned *error_word;
-    Maps maps;
-    SA_TRY(sa_cuda_error_word(&error_word));
-    SA_TRY(map_rows(&maps.q, problem, args.fwd.q, p.tokens, p.group, "q"));
-    SA_TRY(map_rows(&maps.dout, problem, args.dout, p.tokens, p.group, "dout"));
-    SA_TRY(map_keys(&maps.k, problem, args.fwd.k, C::kKeys, "k"));
-    SA_TRY(map_keys(&maps.v, problem, args.fwd.v, C::kKeys, "v"));
-    const char *name = "sa_bwd_cuda_sm90";
-    void *stream = context.stream;
-    SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
-    SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
-    const auto launch_keys = !args.ds_aux ? launch_blocks<bwd_kernel<C, kNoTerms>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
-                             : 8 % p.group == 0
-                                 ? launch_blocks<bwd_kernel<C, kTermsOf8>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
-                                 : launch_blocks<bwd_kernel<C, kTermsOfAny>, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>;
-    SA_TRY(launch_keys(name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
-    if (!args.ds_aux) return sa_ok();
-    return launch_blocks<sink_kernel>(name, static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream, args, p, buffers);
+template <class C>
+sinkattn_status launch_config(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    return launch<C, bwd_kernel<C, kNoTerms>, bwd_kernel<C, kTermsOf8>, bwd_kernel<C, kTermsOfAny>>(args, plan, context);
 }
 
 template <int kHeadDim, int kRows, int kKeys>
 sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
-    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, kHeadDim, kRows, kKeys>>(args, *plan, *context);
-    return launch<Config<Fp16, kHeadDim, kRows, kKeys>>(args, *plan, *context);
+    if (args.fwd.problem.dtype == SINKATTN_BF16) return launch_config<Config<Bf16, kHeadDim, kRows, kKeys>>(args, *plan, *context);
+    return launch_config<Config<Fp16, kHeadDim, kRows, kKeys>>(args, *plan, *context);
 }
 
 } // namespace

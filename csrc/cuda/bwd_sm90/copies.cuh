@@ -21,7 +21,7 @@ struct Maps {
     CUtensorMap q, k, v, dout;
 };
 
-template <class C> struct Smem {
+template <class C, bool kIsWide = C::kIsWide> struct Smem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalves * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalves * C::kRowHalf];
     alignas(1024) unsigned char ds[C::kDsStages][C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
@@ -44,6 +44,22 @@ template <class C> struct Smem {
     Barriers<C::kSums> dq_full;
     Barriers<2> ds_full, ds_empty; // with kIsLate. ds_empty: both warpgroups have their dQ
 };
+
+// By all threads: where the rows of a tile lie.
+template <class C> __device__ __forceinline__ void prepare_rows(Smem<C> &smem, const sinkattn_bwd_args &args, const BwdProblem &p) {
+    for (int row = threadIdx.x; row < C::kRows; row += C::kThreads) {
+        const int token = row / p.group;
+        smem.token[row] = row < p.tokens * p.group ? token : INT32_MAX / 2; // past every sequence
+        smem.dq_offset[row] = token * args.dq.row_stride + (row - token * p.group) * args.dq.head_stride;
+    }
+    if (p.tokens * p.group < C::kRows) { // rows that no copy writes must not hold NaN
+        for (int i = threadIdx.x; i < static_cast<int>(sizeof smem.queries) / 16; i += C::kThreads) {
+            reinterpret_cast<uint4 *>(smem.queries[0])[i] = uint4{0, 0, 0, 0};
+            if (i < static_cast<int>(sizeof smem.douts) / 16) reinterpret_cast<uint4 *>(smem.douts[0])[i] = uint4{0, 0, 0, 0};
+        }
+        async_fence();
+    }
+}
 
 // The accumulator slot of a use, and how many uses it had before.
 struct Slot {
@@ -113,23 +129,39 @@ __device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_arg
             continue;
         }
         const int head = item.kv_head;
-        smem.kv_full[0].arrive_expect(2 * C::kHalves * C::kKeyHalf);
+        smem.kv_full[0].arrive_expect((C::kHalves + C::kHalvesV) * C::kKeyHalf);
         for (int half = 0; half < C::kHalves; half++) {
             load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
-            load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
+            if (half < C::kHalvesV)
+                load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
         }
         for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), ring.n++) {
             // In flight: copies of at most kStages tiles above t, loaded before it, and of K and V.
             uint64_t *full = smem.row_full[ring.stage()];
             smem.row_empty.acquire(ring);
-            barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
-            const int row = item.q_begin + tile.t * p.tokens;
-            for (int half = 0; half < C::kHalves; half++) {
-                load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
-                load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
+            if constexpr (C::kIsWide) {
+                const int row = item.q_begin + tile.t * p.tokens, half_bytes = p.tokens * p.group * kRowBytes;
+                const int64_t nth = item.first_tile + tile.t;
+                barrier_arrive_expect(full, C::kHalves * half_bytes + stats_bytes);
+                for (int half = 0; half < C::kHalves; half++)
+                    load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
+                bulk_load(&smem.stats[ring.stage()], buffers.stats + nth * (stats_bytes / 4), stats_bytes, full);
+                const Ring<C::kDoutStages> douts = {ring.n};
+                uint64_t *dout_full = smem.dout_full[douts.stage()];
+                smem.dout_empty.acquire(douts);
+                barrier_arrive_expect(dout_full, C::kHalvesV * half_bytes);
+                for (int half = 0; half < C::kHalvesV; half++)
+                    load(smem.douts[douts.stage()] + half * C::kRowHalf, &maps.dout, dout_full, half, head * p.group, row, item.batch);
+            } else {
+                barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
+                const int row = item.q_begin + tile.t * p.tokens;
+                for (int half = 0; half < C::kHalves; half++) {
+                    load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
+                    load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
+                }
+                const int64_t nth = item.first_tile + tile.t;
+                bulk_load(&smem.stats[ring.stage()], buffers.stats + nth * (stats_bytes / 4), stats_bytes, full);
             }
-            const int64_t nth = item.first_tile + tile.t;
-            bulk_load(&smem.stats[ring.stage()], buffers.stats + nth * (stats_bytes / 4), stats_bytes, full);
         }
     }
 }

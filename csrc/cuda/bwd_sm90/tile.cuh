@@ -10,9 +10,13 @@
 
 namespace sa::bwd_sm90 {
 
+// The first of a math warpgroup's keys in the block, and of its rows in the tile.
+template <class C> __device__ __forceinline__ int first_key(int math_warpgroup) { return C::kIsWide ? 0 : 64 * math_warpgroup; }
+template <class C> __device__ __forceinline__ int first_row(int math_warpgroup) { return C::kIsWide ? C::kColumns * math_warpgroup : 0; }
+
 // Zeroes values that are not finite, and calls bad(row) for their rows.
-template <class C, int kHalfBytes, class Bad> __device__ __forceinline__ void zero_rows(unsigned char *tile, const Bad &bad) {
-    for (int x = pinned(threadIdx.x - 128); x < C::kHalves * kHalfBytes / 16; x += C::kMathThreads)
+template <class C, int kBytes, int kHalfBytes, class Bad> __device__ __forceinline__ void zero_rows(unsigned char *tile, const Bad &bad) {
+    for (int x = pinned(threadIdx.x - 128); x < kBytes / 16; x += C::kMathThreads)
         if (zero_nonfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
 }
 
@@ -40,7 +44,7 @@ template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, I
         set_round(item, item.tiles.end);
     }
     bar_sync<C::kMathThreads>(kMathBarrier);
-    zero_rows<C, C::kKeyHalf>(smem.keys, [&](int key) {
+    zero_rows<C, sizeof smem.keys, C::kKeyHalf>(smem.keys, [&](int key) {
         smem.poisoned[key] = true;
         *reinterpret_cast<uint16_t *>(smem.values + swizzled(key, 0)) = 0x7fff;
         async_fence(); // here, as after the loop it would wait for the previous item's stores every time
@@ -49,24 +53,25 @@ template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, I
 }
 
 // A row of Q or dO that is not finite makes its whole column of S or dP not finite, so one of the thread's two keys suffices.
-template <class C> __device__ __forceinline__ bool any_nonfinite_product(const float (&s)[C::kRows / 2], const float (&dp)[C::kRows / 2]) {
+template <class C>
+__device__ __forceinline__ bool any_nonfinite_product(const float (&s)[C::kColumns / 2], const float (&dp)[C::kColumns / 2]) {
     float zero = 0.0f;
 #pragma unroll
-    for (int n = 0; n < C::kRows / 8; n++)
+    for (int n = 0; n < C::kColumns / 8; n++)
 #pragma unroll
         for (int i = 4 * n; i < 4 * n + 2; i++) zero = fmaf(s[i], 0.0f, fmaf(dp[i], 0.0f, zero));
     return bar_any<C::kMathThreads>(kMathBarrier, zero != 0.0f);
 }
 
 // Zeroes values of Q and dO that are not finite. NaN returns to P through lse, to dS through g - delta, to dV by add_hidden.
-template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage) {
-    zero_rows<C, C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
-    zero_rows<C, C::kRowHalf>(smem.douts[stage], [&](int) { smem.hides = true; });
+template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage, int dout_stage) {
+    zero_rows<C, sizeof smem.queries[0], C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
+    zero_rows<C, sizeof smem.douts[0], C::kRowHalf>(smem.douts[dout_stage], [&](int) { smem.hides = true; });
     async_fence();
     bar_sync<C::kMathThreads>(kMathBarrier);
 }
 
-template <class C> __device__ __forceinline__ void dq_product(float (&dq)[32], uint32_t ds, uint32_t keys) {
+template <class C, int kSize> __device__ __forceinline__ void dq_product(float (&dq)[kSize], uint32_t ds, uint32_t keys) {
     const uint64_t left = operand(ds, 0), right = operand(keys, 0);
     wgmma_fence();
 #pragma unroll
@@ -85,20 +90,21 @@ struct Seen {
 
 template <class C> __device__ __forceinline__ Seen find_seen(const Smem<C> &smem, const BwdProblem &p, int math_warpgroup, int t) {
     const auto bits_before = [&](int token) {
-        const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - fragment_column(),
+        const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - first_row<C>(math_warpgroup) - fragment_column(),
                   count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
         return count < 32 ? (1u << count) - 1 : ~0u;
     };
     const auto bits = [&](const sa_range &rows) { return bits_before(rows.end) & ~bits_before(rows.begin); };
-    const sa_range *seen_by = smem.seen_by + 64 * math_warpgroup + warpgroup_row(0);
+    const sa_range *seen_by = smem.seen_by + first_key<C>(math_warpgroup) + warpgroup_row(0);
     return {{bits(seen_by[0]), bits(seen_by[8])}};
 }
 
 template <class C, bool kMasked>
-__device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const RowStats<C> &stats, const Seen &seen, float scale_log2) {
-    const int column = fragment_column();
+__device__ __forceinline__ void find_weights(float (&s)[C::kColumns / 2], const RowStats<C> &stats, const Seen &seen, float scale_log2,
+                                             int math_warpgroup) {
+    const int column = first_row<C>(math_warpgroup) + fragment_column();
 #pragma unroll
-    for (int n = 0; n < C::kRows / 8; n++) {
+    for (int n = 0; n < C::kColumns / 8; n++) {
         const float2 lse = *reinterpret_cast<const float2 *>(&stats.lse[8 * n + column]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -111,7 +117,7 @@ __device__ __forceinline__ void find_weights(float (&s)[C::kRows / 2], const Row
 // Which sums of p_sink dS a thread keeps. Where the GQA group divides 8, the thread's columns belong to two heads, a sum each; otherwise
 // each lane keeps the sum of one column in 32.
 enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
-template <class C, TermsOf kTerms> constexpr int kNumTerms = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kRows / 32;
+template <class C, TermsOf kTerms> constexpr int kNumTerms = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kColumns / 32;
 
 // The column, of 32, whose sum the lane keeps.
 __device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + fragment_column() + threadIdx.x / 4 % 2; }
@@ -132,12 +138,12 @@ __device__ __forceinline__ float sum_column(float (&columns)[8]) {
 
 // dp becomes dS. With kTermsOf8, terms gain p_sink dS.
 template <class C, bool kMasked, TermsOf kTerms>
-__device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], Smem<C> &smem, const RowStats<C> &stats,
-                                        const Seen &seen) {
-    const int column = fragment_column();
+__device__ __forceinline__ void find_ds(float (&dp)[C::kColumns / 2], const float (&p)[C::kColumns / 2], Smem<C> &smem,
+                                        const RowStats<C> &stats, const Seen &seen, int math_warpgroup) {
+    const int column = first_row<C>(math_warpgroup) + fragment_column();
     float of_tile[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int n = 0; n < C::kRows / 8; n++) {
+    for (int n = 0; n < C::kColumns / 8; n++) {
         const float2 bias = *reinterpret_cast<const float2 *>(&stats.bias[8 * n + column]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -156,14 +162,15 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kRows / 2], const float (
 }
 
 // With kTermsOfAny, when all of dS is there, as registers are short before: terms gain p_sink dS.
-template <class C> __device__ __forceinline__ void add_terms(const float (&ds)[C::kRows / 2], Smem<C> &smem, const RowStats<C> &stats) {
+template <class C>
+__device__ __forceinline__ void add_terms(const float (&ds)[C::kColumns / 2], Smem<C> &smem, const RowStats<C> &stats, int math_warpgroup) {
     const int thread = pinned(threadIdx.x) - 128;
 #pragma unroll
-    for (int i = 0; i < C::kRows / 32; i++) {
+    for (int i = 0; i < C::kColumns / 32; i++) {
         float columns[8];
 #pragma unroll
         for (int n = 0; n < 8; n++) columns[n] = ds[16 * i + n / 2 * 4 + n % 2] + ds[16 * i + n / 2 * 4 + n % 2 + 2];
-        smem.terms[i][thread] += stats.p_sink[32 * i + lane_column()] * sum_column(columns);
+        smem.terms[i][thread] += stats.p_sink[first_row<C>(math_warpgroup) + 32 * i + lane_column()] * sum_column(columns);
     }
 }
 
@@ -193,16 +200,16 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
 }
 
 // Adds the sum of the earlier key blocks to dQ of the last one, and writes dq.
-template <class C>
-__device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                            const BwdProblem &p, const Item &item, int t, int math_warpgroup) {
+template <class C, int kSize>
+__device__ __forceinline__ void finish_tile(float (&dq)[kSize], const float *sum, int first_float4s, bool is_alone, const Smem<C> &smem,
+                                            const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int t, int tile_row,
+                                            int first_column) {
     const int first = t * p.tokens;
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.kv_head * p.group);
-    if (!smem.finish_alone[sum]) {
+    if (!is_alone) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float4 before =
-                reinterpret_cast<const float4 *>(smem.dq[sum])[((C::kIsLate ? 0 : math_warpgroup) * 8 + i) * 128 + threadIdx.x % 128];
+        for (int i = 0; i < kSize / 4; i++) {
+            const float4 before = reinterpret_cast<const float4 *>(sum)[(first_float4s + i) * 128 + threadIdx.x % 128];
             dq[4 * i] += before.x;
             dq[4 * i + 1] += before.y;
             dq[4 * i + 2] += before.z;
@@ -211,16 +218,16 @@ __device__ __forceinline__ void finish_tile(float (&dq)[32], int sum, const Smem
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int row = (C::kRows == 64 ? 0 : 64 * math_warpgroup) + warpgroup_row(r);
-        write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, C::kRows == 64 ? 64 * math_warpgroup : 0,
-                                       args.fwd.problem.head_dim, first + smem.token[row] < item.band.q_len);
+        const int row = tile_row + warpgroup_row(r);
+        write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, first_column, args.fwd.problem.head_dim,
+                                       first + smem.token[row] < item.band.q_len);
     }
 }
 
 // Writes the item's terms of ds_aux, one a head.
 template <class C, TermsOf kTerms>
 __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, const Item &item) {
-    constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kRows;
+    constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kColumns;
     const int thread = threadIdx.x - 128;
     auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
     auto *own = sums + thread / 32 * kColumns;
@@ -238,40 +245,46 @@ __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, 
     const int head = thread;
     if (head >= p.group) return;
     float sum = 0.0f;
-    for (int warp = 0; warp < C::kMathWarps; warp++)
-        for (int column = head; column < kColumns; column += p.group) sum += sums[warp * kColumns + column];
+    for (int warp = 0; warp < C::kMathWarps; warp++) {
+        int first = head; // of the warp's columns, the first whose row is the head's
+        if constexpr (C::kIsWide) {
+            const int before = first_row<C>(warp / 4) % p.group;
+            first = head - before + (head < before ? p.group : 0);
+        }
+        for (int column = first; column < kColumns; column += p.group) sum += sums[warp * kColumns + column];
+    }
     buffers.key_terms[(item.kv_head * p.group + head) * p.num_items + item.nth] = -sum;
 }
 
 // Adds the values of dO that clean_rows zeroed, in masked tiles, to dV of the keys that their rows see.
-template <class C>
-__device__ __forceinline__ void add_hidden(float (&dv)[C::kHeadDim / 2], const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                           const BwdProblem &p, const Item &item, int math_warpgroup) {
-    const sa_range *seen_by = smem.seen_by + 64 * math_warpgroup + warpgroup_row(0);
+template <class C, int kSize>
+__device__ __forceinline__ void add_hidden(float (&dv)[kSize], const Smem<C> &smem, const sinkattn_bwd_args &args, const BwdProblem &p,
+                                           const Item &item, int math_warpgroup, int first_column, const int64_t &columns) {
+    const sa_range *seen_by = smem.seen_by + first_key<C>(math_warpgroup) + warpgroup_row(0);
 #pragma unroll 1
     for (int n = item.tiles.begin * C::kRows; n < item.tiles.end * C::kRows; n++) {
         const int t = n / C::kRows, row = n % C::kRows;
         const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
         if ((t >= item.tiles.full_begin && t < item.tiles.full_end) || token >= item.band.q_len) continue;
         const int64_t head = item.kv_head * p.group + row % p.group;
-        add_nonfinite<typename C::Element>(
-            dv, static_cast<const uint16_t *>(args.dout.data) + sa_offset(&args.dout, item.batch, item.q_begin + token, head),
-            args.fwd.problem.head_dim, [&](int r) { return token >= seen_by[8 * r].begin && token < seen_by[8 * r].end; });
+        add_nonfinite<typename C::Element>(dv,
+                                           static_cast<const uint16_t *>(args.dout.data) +
+                                               sa_offset(&args.dout, item.batch, item.q_begin + token, head) + first_column,
+                                           columns, [&](int r) { return token >= seen_by[8 * r].begin && token < seen_by[8 * r].end; });
     }
 }
 
 // Adds dK and dV of the earlier rounds to those of round `part`, and stores the sums for the next one.
-template <class C>
-__device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const BwdProblem &p,
-                                          const BwdBuffers &buffers, const Item &item, int part) {
+template <class C, class... Sums>
+__device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part, Sums &...sums) {
     const bool is_shared = item.carry >= 0;
     unsigned long long *turns = buffers.carry_turns + item.carry;
     if (is_shared) wait_for_turn(turns, item.carry_turn);
     const int64_t carry = is_shared ? item.carry : p.num_carries + blockIdx.x;
     auto *at = reinterpret_cast<float4 *>(buffers.carries + carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
-    const auto add = [&](float (&d)[C::kHeadDim / 2]) {
+    const auto add = [&](auto &d) {
 #pragma unroll
-        for (int i = 0; i < C::kHeadDim / 2; i += 4, at += C::kMathThreads) {
+        for (int i = 0; i < static_cast<int>(sizeof d / sizeof d[0]); i += 4, at += C::kMathThreads) {
             if (part > 0) {
                 const float4 sum = __ldcg(at);
                 d[i] += sum.x;
@@ -282,8 +295,7 @@ __device__ __forceinline__ void add_carry(float (&dk)[C::kHeadDim / 2], float (&
             if (part < item.num_parts - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
         }
     };
-    add(dk);
-    add(dv);
+    (add(sums), ...);
     if (!is_shared) return;
     bar_sync<C::kMathThreads>(kMathBarrier);
     if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);

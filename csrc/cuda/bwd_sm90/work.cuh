@@ -3,7 +3,7 @@
 // The kernels before and after the general backward's main kernel on sm_90. Before: where the row tiles and key blocks of each sequence
 // begin, the items, lse and g - delta of every row. After: ds_aux from the terms of row tiles and key blocks.
 //
-// A kernel's Config has kHeadDim, kRows and kKeys of a tile, kTileFloats of its dQ, and kParts, in which that is added.
+// A kernel's Config has kHeadDim, kHeadDimV, kRows and kKeys of a tile, kTileFloats of its dQ, and kParts, in which that is added.
 #pragma once
 
 #include "core/chains.h"
@@ -239,11 +239,23 @@ __device__ __forceinline__ float sum_head(const float *terms, const BwdProblem &
     return sum;
 }
 
+// Stores out . dout of rows that kLanes lanes hold together: of the thread's i-th row after i * 128 / kLanes others.
+template <class Element, int kLanes, int kBatch>
+__device__ __forceinline__ void store_deltas(float *to, const uint4 (&out)[kBatch], const uint4 (&dout)[kBatch]) {
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) {
+        float delta = dot<Element>(out[i], dout[i]);
+#pragma unroll
+        for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
+        if (threadIdx.x % kLanes == 0) to[i * 128 / kLanes] = delta;
+    }
+}
+
 // A block prepares one row tile of a kv head; the last blocks write items instead. Neighbouring heads have neighbouring blocks, as their
 // rows are neighbours in memory.
 template <class C>
 __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
-    constexpr int kLanes = C::kHeadDim / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
+    constexpr int kLanes = C::kHeadDimV / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
     __shared__ float deltas[C::kRows], terms[C::kRows];
     const auto heads = static_cast<int>(args.fwd.problem.num_kv_heads), n = static_cast<int>(blockIdx.x), nth_tile = n / heads,
                kv_head = n - nth_tile * heads;
@@ -271,32 +283,31 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
               step_heads = kStep - step_tokens * p.group;
     int own_token = lane_row / p.group, own_head = lane_row - own_token * p.group; // of the next row
     float p_sink = 0.0f;
-    constexpr int kBatch = kSteps / 2; // loads of a thread at a time
+    constexpr int kBatch = 4; // loads of a thread at a time
+    const auto head_dim = args.fwd.problem.head_dim, head_dim_v = C::kIsWide ? sa_head_dim_v(&args.fwd.problem) : head_dim;
 #pragma unroll
     for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
         uint4 out[kBatch] = {}, dout[kBatch] = {};
 #pragma unroll
         for (int i = 0; i < kBatch; i++) {
-            const auto offset = [&](const sinkattn_tensor &tensor) {
-                return sa_offset(&tensor, sequence.batch, sequence.q_begin + first + own_token, first_head + own_head) + column;
+            const auto at = [&](const sinkattn_tensor &tensor) {
+                return static_cast<uint16_t *>(tensor.data) +
+                       (sa_offset(&tensor, sequence.batch, sequence.q_begin + first + own_token, first_head + own_head) + column);
             };
-            if ((first_step + i) * kStep + lane_row < rows && column < args.fwd.problem.head_dim) {
-                out[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.fwd.out.data) + offset(args.fwd.out));
-                dout[i] = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.dout.data) + offset(args.dout));
-                if (blind) *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(args.dq.data) + offset(args.dq)) = uint4{0, 0, 0, 0};
+            const bool is_real = (first_step + i) * kStep + lane_row < rows;
+            if (is_real && column < head_dim_v) {
+                out[i] = *reinterpret_cast<const uint4 *>(at(args.fwd.out));
+                dout[i] = *reinterpret_cast<const uint4 *>(at(args.dout));
+                if (blind && !C::kIsWide) *reinterpret_cast<uint4 *>(at(args.dq)) = uint4{0, 0, 0, 0};
             }
+            for (int64_t x = 0; C::kIsWide && blind && is_real && column + x < head_dim; x += C::kHeadDimV)
+                *reinterpret_cast<uint4 *>(at(args.dq) + x) = uint4{0, 0, 0, 0};
             own_token += step_tokens;
             own_head += step_heads;
             if (own_head >= p.group) own_head -= p.group, own_token++;
         }
         if (first_step == 0 && has_sink && row < rows) p_sink = static_cast<float>(sa_exp_minus(s_aux, found));
-#pragma unroll
-        for (int i = 0; i < kBatch; i++) {
-            float delta = dot<typename C::Element>(out[i], dout[i]);
-#pragma unroll
-            for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
-            if (threadIdx.x % kLanes == 0) deltas[(first_step + i) * kStep + lane_row] = delta;
-        }
+        store_deltas<typename C::Element, kLanes>(deltas + first_step * kStep + lane_row, out, dout);
     }
     __syncthreads();
     const bool is_dead = found == -INFINITY;

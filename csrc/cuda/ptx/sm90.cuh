@@ -198,6 +198,10 @@ __device__ __forceinline__ void wgmma_shared(float (&d)[kLength], uint64_t a, ui
 template <class Element, int kLength>
 __device__ __forceinline__ void wgmma_shared_transposed(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
 
+// d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], both from shared memory, a with K, b with N along its rows.
+template <class Element, int kLength>
+__device__ __forceinline__ void wgmma_shared_rows(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
+
 // d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], a from registers, b from shared memory with N along its rows.
 template <class Element, int kLength>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint32_t (&a)[4], uint64_t b, bool accumulate);
@@ -225,6 +229,10 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint3
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                              \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 28, "56", SA_N28, "%28", "%29", "%30", SA_D28(d))                                 \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                              \
+    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                         \
+    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                         \
+    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                           \
+    SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                   \
     SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                   \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d))                                 \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                                \

@@ -21,6 +21,16 @@ __device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_
     wgmma_commit();
 }
 
+// d += a b over kRowBytes / 2 columns of a.
+template <class Element, int kHalf, int kSize> __device__ __forceinline__ void wgmma_ab(float (&d)[kSize], uint32_t a, uint32_t b) {
+    const uint64_t left = operand(a, 0), right = operand(b, kHalf);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kRowBytes / 32; step++)
+        wgmma_shared_rows<Element>(d, operand_at(left, step * 32), operand_at(right, step * 16 * kRowBytes), true);
+    wgmma_commit();
+}
+
 // d += p b, p as packed pairs.
 template <class Element, int kHalf, int kSize, int kSteps>
 __device__ __forceinline__ void wgmma_pb(float (&d)[kSize], const uint32_t (&p)[kSteps][4], uint32_t b) {

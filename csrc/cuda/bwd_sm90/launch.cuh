@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The host's half of the general backward on sm_90: workspace, tensor maps, and the kernels in their order.
+#pragma once
+
+#include "cuda/bwd_sm90/copies.cuh"
+#include "cuda/bwd_sm90/work.cuh"
+#include "cuda/host/launch.cuh"
+#include "cuda/host/tensor_map.cuh"
+
+namespace sa::bwd_sm90 {
+
+// Launches the kernels of a Config; the keys kernels are named by their terms of ds_aux: none, two sums a thread, a sum a column.
+template <class C, auto kKernel, auto kKernelOf8, auto kKernelOfAny>
+sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const sa_bwd_sm90_layout sizes = sa_bwd_sm90_layout_of(&problem, &plan);
+    static_assert(C::kTileFloats == C::kRows * C::kHeadDim, "as the planner counts them");
+    const int64_t items = sizes.items * problem.num_kv_heads, item_writers = sa_ceil_div(items, 128);
+    if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",
+                         static_cast<long long>(sizes.tiles), static_cast<long long>(items));
+    BwdProblem p;
+    p.num_entries = sizes.entries;
+    p.num_carries = sizes.carries;
+    p.room = sizes.room;
+    p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
+    p.tokens = C::kRows / p.group;
+    p.scale = static_cast<float>(sa_softmax_scale(&problem));
+    p.scale_log2 = p.scale * kLog2e;
+    p.num_tiles = sizes.tiles / problem.num_kv_heads;
+    p.num_items = sizes.items;
+    auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
+    auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
+    const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
+                                reinterpret_cast<Item *>(base + sizes.items_at),
+                                reinterpret_cast<unsigned *>(turns),
+                                turns + 1,
+                                reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
+                                reinterpret_cast<float *>(base + sizes.stats_at),
+                                reinterpret_cast<float *>(base + sizes.slots_at),
+                                reinterpret_cast<float *>(base + sizes.carries_at),
+                                args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
+                                reinterpret_cast<float *>(base + sizes.key_terms_at)};
+    unsigned *error_word;
+    Maps maps;
+    sinkattn_problem of_values = problem;
+    of_values.head_dim = sa_head_dim_v(&problem);
+    SA_TRY(sa_cuda_error_word(&error_word));
+    SA_TRY(map_rows(&maps.q, problem, args.fwd.q, p.tokens, p.group, "q"));
+    SA_TRY(map_rows(&maps.dout, of_values, args.dout, p.tokens, p.group, "dout"));
+    SA_TRY(map_keys(&maps.k, problem, args.fwd.k, C::kKeys, "k"));
+    SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, C::kKeys, "v"));
+    const char *name = "sa_bwd_cuda_sm90";
+    void *stream = context.stream;
+    SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
+    SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
+    const auto launch_keys = !args.ds_aux       ? launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+                             : 8 % p.group == 0 ? launch_blocks<kKernelOf8, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
+                                                : launch_blocks<kKernelOfAny, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>;
+    SA_TRY(launch_keys(name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
+    if (!args.ds_aux) return sa_ok();
+    return launch_blocks<sink_kernel>(name, static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream, args, p, buffers);
+}
+
+} // namespace sa::bwd_sm90
