@@ -25,8 +25,13 @@
 enum {
     SA_FEW_BLOCKS = 256,   /* of all kv heads: a sequence of fewer has rounds, */
     SA_ROUND_BLOCKS = 512, /* so many that blocks times rounds are about this, */
-    SA_LEAST_ROUND = 32,   /* but none shorter than this */
-    SA_MANY_BLOCKS = 512,  /* of all sequences and kv heads: items are whole blocks */
+    SA_LEAST_ROUND = 32,   /* but none shorter than this; */
+    SA_LONG_BLOCKS = 1024, /* or this, */
+    SA_LONG_ROUND = 64,    /* if none is shorter than this; */
+    SA_SCARCE_BLOCKS = 32, /* and of at most so many blocks, */
+    SA_SHORT_BLOCKS = 128, /* that blocks times rounds are this, */
+    SA_SHORT_ROUND = 8,    /* and none is shorter than this */
+    SA_MANY_BLOCKS = 256,  /* of all sequences and kv heads: items are whole blocks */
     SA_SINK_BLOCKS = 4,    /* under a window, as many blocks with sink tokens have rounds */
     SA_SINK_ROUND = 16,    /* of so many tiles, */
     SA_SINK_LEAD = 32      /* that come so many tiles early */
@@ -40,7 +45,7 @@ typedef struct sa_chain_room {
     int32_t round_tiles;
     int32_t num_slots; /* accumulator slots */
     bool is_local;     /* under a window, whose items' tiles fit the slots */
-    int32_t span;      /* under a window: at most so many tiles see a block without sink tokens */
+    int32_t span;      /* and at most so many tiles see a block without sink tokens */
     bool merges;       /* items are many: a chain is all rounds */
 } sa_chain_room;
 
@@ -48,6 +53,7 @@ typedef struct sa_chains {
     int32_t blocks;              /* key blocks of a head */
     int32_t blind, tiles;        /* row tiles before the first row that sees a key; all row tiles of a head */
     int32_t rounds, round_tiles; /* the last round may be shorter */
+    bool is_local;               /* a chain's slots follow its rows; not where sink tokens add little work */
     bool is_long;                /* rounds because of slots: heads one after another */
     bool split;                  /* a chain is a round, not all of them */
     int32_t heads;               /* of all copies */
@@ -55,6 +61,15 @@ typedef struct sa_chains {
     int32_t uses;                /* slot uses of a chain: its tiles, and in a shorter round idle ones */
     int32_t sinks, lead;         /* under a window: blocks with sink tokens, which alone have rounds, and how early they come, in tiles */
 } sa_chains;
+
+/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, below SA_FEW_BLOCKS, and so many row tiles. In 32 bits: one
+ * warp asks for every sequence of a launch. */
+SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
+    const int32_t most = (SA_ROUND_BLOCKS + blocks - 1) / blocks, most_long = (SA_LONG_BLOCKS + blocks - 1) / blocks,
+                  most_short = blocks > SA_SCARCE_BLOCKS ? 1 : SA_SHORT_BLOCKS / blocks;
+    const sa_position_t rounds = sa_last(sa_first(most, tiles / SA_LEAST_ROUND), sa_first(most_long, tiles / SA_LONG_ROUND));
+    return (int32_t)sa_last(rounds, sa_first(most_short, tiles / SA_SHORT_ROUND));
+}
 
 /* tokens: of a row tile; keys: of a block. */
 SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_position_t keys, const sa_chain_room *room) {
@@ -65,16 +80,17 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.blind = first < band->q_len ? sa_tile_of(first, tokens) : c.tiles;
     const int32_t seeing = c.tiles - c.blind;
     const int64_t all_blocks = (int64_t)c.blocks * room->num_heads;
+    c.is_local = room->is_local && (!band->num_sink || seeing > sa_min(INT64_C(2) * room->span, room->most_tiles));
     c.is_long = !room->is_local && c.tiles > room->most_tiles;
-    c.sinks = room->is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
+    c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
     c.lead = 0;
     c.rounds = 1;
     if (c.sinks)
         c.rounds = sa_tile_from(seeing, SA_SINK_ROUND);
     else if (c.is_long)
         c.rounds = sa_tile_from(seeing, room->round_tiles);
-    else if (!room->is_local && all_blocks > 0 && all_blocks < SA_FEW_BLOCKS)
-        c.rounds = (int32_t)sa_min(sa_ceil_div(SA_ROUND_BLOCKS, all_blocks), seeing / SA_LEAST_ROUND);
+    else if (!c.is_local && all_blocks > 0 && all_blocks < SA_FEW_BLOCKS)
+        c.rounds = sa_rounds_of((int32_t)all_blocks, seeing);
     c.rounds = (int32_t)sa_last(c.rounds, 1);
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
@@ -83,7 +99,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.count = (int32_t)((int64_t)c.heads * (c.split ? c.rounds : 1));
     c.uses = c.split ? c.round_tiles : seeing;
     c.together = 1;
-    if (!room->is_local && !c.is_long && c.uses) {
+    if (!c.is_local && !c.is_long && c.uses) {
         const int32_t most = (int32_t)sa_within(room->num_slots / c.uses, 1, c.count);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
     }
@@ -179,8 +195,7 @@ SA_HD sa_chain_place sa_place_in_set(const sa_chains *c, const sa_band *band, sa
 }
 
 /* Item n in the order in which they are taken. */
-SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys,
-                                     const sa_chain_room *room, int32_t n) {
+SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n) {
     sa_chain_item item;
     const sa_chain_place place =
         c->sinks ? sa_place_beside_sinks(c, band, tokens, keys, n, &item) : sa_place_in_set(c, band, tokens, keys, n, &item);
@@ -191,7 +206,7 @@ SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa
     item.round_tiles = c->sinks && !is_sink ? (int32_t)sa_last(c->tiles, 1) : c->round_tiles;
     item.tiles.begin = item.tiles.end = item.part = item.num_parts = 0;
     item.use = item.idle_use = item.idle = 0;
-    item.step = room->is_local ? -place.together : place.together;
+    item.step = c->is_local ? -place.together : place.together;
     if (rows.begin < rows.end) {
         const int32_t first = sa_tile_of(rows.begin, tokens), past = sa_tile_from(rows.end, tokens),
                       first_round = (first - c->blind) / item.round_tiles, last_round = (past - 1 - c->blind) / item.round_tiles;
@@ -201,7 +216,7 @@ SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa
         if (is_round) item.part = is_sink ? item.round - first_round : last_round - item.round;
     }
     if (item.tiles.begin < item.tiles.end)
-        item.use = first_use + (room->is_local ? item.tiles.end - 1 - c->blind : end - item.tiles.end) * place.together;
+        item.use = first_use + (c->is_local ? item.tiles.end - 1 - c->blind : end - item.tiles.end) * place.together;
     else
         item.tiles.begin = item.tiles.end = 0;
     if (item.block == 0 && item.exists && !c->sinks) {

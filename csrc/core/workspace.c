@@ -105,14 +105,15 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                                                                  : slot_tiles);
     /* A packed batch may be one sequence, or any number of them. */
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
+    const int64_t sinks = room->is_local ? sink_blocks : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND,
+                  most_short = sa_min(p->batch, longest / least_tiles);
     const bool may_have_rounds =
-        !room->is_local && (p->packed ? longest >= INT64_C(2) * SA_LEAST_ROUND : dense.rounds > 1 && !dense.is_long);
-    const int64_t most_short = sa_min(p->batch, longest / (INT64_C(2) * SA_LEAST_ROUND)), sinks = room->is_local ? sink_blocks : 0;
+        p->packed ? (!room->is_local || sinks) && longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1;
     to.items = blocks * (has_long ? sa_ceil_div(longest, round_tiles) : 1) + sinks * (to.tiles / heads / SA_SINK_ROUND);
     if (!p->packed)
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     else if (may_have_rounds && !room->merges)
-        to.items += most_short * (sa_ceil_div(SA_ROUND_BLOCKS, heads) + 1);
+        to.items += most_short * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
     to.carries = !may_have_rounds || room->merges ? 0 : blocks * heads;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     if (has_long) to.carries += p->packed ? sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1) : blocks;

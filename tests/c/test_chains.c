@@ -32,16 +32,18 @@ static sequence pick_sequence(void) {
     s.room.most_tiles = one_in(2) ? 1152 : 150;
     s.room.round_tiles = s.room.most_tiles == 150 ? 80 : 608;
     s.room.num_slots = s.room.most_tiles == 150 ? 150 : 2048;
+    s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, s.tokens) + 1;
     s.room.is_local = has_window;
     s.room.merges = one_in(2);
-    s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, s.tokens) + 1;
-    if (s.room.is_local)
-        s.room.num_slots = s.room.span + (mask.num_sink_tokens ? SA_SINK_ROUND : 1) + (one_in(2) ? 0 : (int32_t)pick(0, 2000));
+    if (s.room.is_local) {
+        s.room.most_tiles = s.room.span + SA_SINK_ROUND + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
+        s.room.num_slots = s.room.most_tiles + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
+    }
     s.chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
     return s;
 }
 
-static sa_chain_item item_of(const sequence *s, int32_t n) { return sa_chain_item_of(&s->chains, &s->band, s->tokens, kKeys, &s->room, n); }
+static sa_chain_item item_of(const sequence *s, int32_t n) { return sa_chain_item_of(&s->chains, &s->band, s->tokens, kKeys, n); }
 
 #define CHECK_ITEM(ok, s, n)                                                                                                               \
     CHECK(ok, "%s: item %d, %d tokens a tile, %d heads, q_len %" PRId64 ", k_len %" PRId64 ", rounds %d, together %d", #ok, (int)(n),      \
@@ -64,8 +66,9 @@ static void test_chains_meet_all_tiles_in_order(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
         const int32_t heads = s.chains.heads, tiles = s.chains.tiles, uses = s.chains.count * s.chains.uses, num_slots = s.room.num_slots;
-        int32_t *met = calloc((size_t)(heads * tiles + 1), sizeof *met), *use_of = calloc((size_t)(heads * tiles + 1), sizeof *use_of),
-                *first = calloc((size_t)(uses + 1), sizeof *first), *last = calloc((size_t)(uses + 1), sizeof *last);
+        int32_t *met = calloc((size_t)heads * (size_t)tiles + 1, sizeof *met),
+                *use_of = calloc((size_t)heads * (size_t)tiles + 1, sizeof *use_of), *first = calloc((size_t)uses + 1, sizeof *first),
+                *last = calloc((size_t)uses + 1, sizeof *last);
         for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
             const sa_chain_item item = item_of(&s, n);
             CHECK_ITEM(item.exists || item.tiles.begin == item.tiles.end, &s, n);
@@ -99,7 +102,7 @@ static void test_rounds_of_a_block_are_added_in_order(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
         const int32_t all = s.chains.heads * s.chains.blocks;
-        int32_t *added = calloc((size_t)(all + 1), sizeof *added), *written = calloc((size_t)(all + 1), sizeof *written);
+        int32_t *added = calloc((size_t)all + 1, sizeof *added), *written = calloc((size_t)all + 1, sizeof *written);
         for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
             const sa_chain_item item = item_of(&s, n);
             if (!item.exists || !item.num_parts) continue;
@@ -139,13 +142,13 @@ static void test_items_of_a_head_have_numbers(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
         const int32_t all = sa_num_chain_items(&s.chains), each = all / s.chains.heads;
-        char *taken = calloc((size_t)(all + 1), 1);
+        char *taken = calloc((size_t)all + 1, 1);
         for (int32_t n = 0; n < all; n++) {
             const sa_chain_item item = item_of(&s, n);
             if (CHECK_ITEM(item.head >= 0 && item.head < s.chains.heads && item.nth >= 0 && item.nth < each, &s, n))
                 CHECK_ITEM(!taken[item.head * each + item.nth]++, &s, n);
         }
-        if (s.room.is_local) CHECK_ITEM(each <= s.chains.blocks + s.chains.sinks * (s.chains.tiles / SA_SINK_ROUND), &s, each);
+        if (s.chains.is_local) CHECK_ITEM(each <= s.chains.blocks + s.chains.sinks * (s.chains.tiles / SA_SINK_ROUND), &s, each);
         free(taken);
     }
 }
@@ -161,7 +164,7 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
           (int)chains.together);
     int32_t seen_to = 16; /* of block 0 alone */
     for (int32_t n = 0; n < sa_num_chain_items(&chains); n++) {
-        const sa_chain_item item = sa_chain_item_of(&chains, &s.band, s.tokens, kKeys, &s.room, n);
+        const sa_chain_item item = sa_chain_item_of(&chains, &s.band, s.tokens, kKeys, n);
         CHECK(item.exists && item.tiles.end - item.tiles.begin <= 17, "item %d has tiles %d to %d", (int)n, (int)item.tiles.begin,
               (int)item.tiles.end);
         if (item.block > 0)
@@ -178,13 +181,21 @@ static void test_few_blocks_have_rounds(void) {
     sa_chain_room room = {.num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .num_slots = 2048};
     sa_band band = sa_band_of(&causal, 4096, 4096);
     CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
+    const struct {
+        int32_t length, rounds;
+    } short_ones[] = {{128, 1}, {256, 2}, {512, 4}, {640, 1}, {1024, 2}, {2000, 3}};
+    for (size_t i = 0; i < sizeof short_ones / sizeof *short_ones; i++) {
+        band = sa_band_of(&causal, short_ones[i].length, short_ones[i].length);
+        const int32_t rounds = sa_chains_of(&band, 16, kKeys, &room).rounds;
+        CHECK(rounds == short_ones[i].rounds, "%d tokens, 64:8: %d rounds", (int)short_ones[i].length, (int)rounds);
+    }
     room.num_heads = 1;
     band = sa_band_of(&causal, 8192, 8192);
     sa_chains chains = sa_chains_of(&band, 8, kKeys, &room);
-    CHECK(chains.rounds == 8 && chains.split && chains.count == 8, "8192 tokens, 16:1: %d rounds", (int)chains.rounds);
+    CHECK(chains.rounds == 16 && chains.split && chains.count == 16, "8192 tokens, 16:1: %d rounds", (int)chains.rounds);
     room.merges = true;
     chains = sa_chains_of(&band, 8, kKeys, &room);
-    CHECK(chains.rounds == 8 && !chains.split && chains.count == 1, "the same in a large batch: %d rounds", (int)chains.rounds);
+    CHECK(chains.rounds == 16 && !chains.split && chains.count == 1, "the same in a large batch: %d rounds", (int)chains.rounds);
 }
 
 const test chain_tests[] = {{"chains meet all tiles in order", test_chains_meet_all_tiles_in_order},

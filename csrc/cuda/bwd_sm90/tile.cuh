@@ -283,16 +283,27 @@ __device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers 
     const int64_t carry = is_shared ? item.carry : p.num_carries + blockIdx.x;
     auto *at = reinterpret_cast<float4 *>(buffers.carries + carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
     const auto add = [&](auto &d) {
+        constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize < 32 ? kSize / 4 : 8; // loads in flight
 #pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof d / sizeof d[0]); i += 4, at += C::kMathThreads) {
+        for (int first = 0; first < kSize; first += 4 * kBatch, at += kBatch * C::kMathThreads) {
             if (part > 0) {
-                const float4 sum = __ldcg(at);
-                d[i] += sum.x;
-                d[i + 1] += sum.y;
-                d[i + 2] += sum.z;
-                d[i + 3] += sum.w;
+                float4 sums[kBatch];
+#pragma unroll
+                for (int i = 0; i < kBatch; i++) sums[i] = __ldcg(at + i * C::kMathThreads);
+#pragma unroll
+                for (int i = 0; i < kBatch; i++) {
+                    d[first + 4 * i] += sums[i].x;
+                    d[first + 4 * i + 1] += sums[i].y;
+                    d[first + 4 * i + 2] += sums[i].z;
+                    d[first + 4 * i + 3] += sums[i].w;
+                }
             }
-            if (part < item.num_parts - 1) __stcg(at, float4{d[i], d[i + 1], d[i + 2], d[i + 3]});
+            if (part == item.num_parts - 1) continue;
+#pragma unroll
+            for (int i = 0; i < kBatch; i++) {
+                const float *of = d + first + 4 * i;
+                __stcg(at + i * C::kMathThreads, float4{of[0], of[1], of[2], of[3]});
+            }
         }
     };
     (add(sums), ...);

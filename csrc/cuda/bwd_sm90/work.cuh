@@ -151,7 +151,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_const
         if (b <= p.num_entries) entry = buffers.entries[b];
         const sa_band band = band_of(args, entry.sequence, b >= problem.batch);
         const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
-        const int chained = b % p.room.copies == 0; // the first of the sequences whose chains are side by side has all their items
+        const int chained = problem.packed || b == 0; // the first sequence of a dense batch has the items of all
         const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens),
                       own_uses = chained * static_cast<int64_t>(chains.count) * chains.uses,
                       own_items = chained * sa_num_chain_items(&chains),
@@ -190,7 +190,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const Entry &entry = buffers.entries[e];
     const sa_band band = band_of(args, entry.sequence, args.fwd.problem.packed && e == p.num_entries - 1);
     const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
-    const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, &p.room, static_cast<int32_t>(n - entry.first_item));
+    const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, static_cast<int32_t>(n - entry.first_item));
     const int copy = own.head / p.room.num_heads, kv_head = own.head - copy * p.room.num_heads;
     const Entry &of_copy = buffers.entries[e + copy];
     const sa_sequence sequence = of_copy.sequence;
