@@ -3,9 +3,10 @@
 // The steps of a thread block of the windowed backward.
 //
 // Positions of a sequence are cut into tiles of 64 from key 0; the tokens of tile a see keys of the tiles a - 2, a - 1 and a only. The
-// tiles of all sequences of the first kv head, then of the next, are cut into equal shares, one a thread block, without regard to
-// sequences. A segment is the part of a share in one sequence and kv head. The block owns dQ, dK and dV of its tiles. It also visits up to
-// two tiles after a segment, whose rows see its last keys, and loads the keys of up to two tiles before it, which its first rows see.
+// tiles of all sequences of the first kv head, then of the next, are cut into shares, one a thread block, without regard to sequences. A
+// share has whole tiles and as many steps as the others: a tile without rows, as before the rows of a chunk, takes one. A segment is the
+// part of a share in one sequence and kv head. The block owns dQ, dK and dV of its tiles. It also visits up to two tiles after a segment,
+// whose rows see its last keys, and loads the keys of up to two tiles before it, which its first rows see.
 //
 // A step is 64 rows of a tile: the heads of a GQA group in parts of a power of two, times tokens.
 #pragma once
@@ -58,7 +59,7 @@ struct alignas(16) Step {
 
 // The state from which the next step follows. One thread updates it, in shared memory.
 struct ShareWalk {
-    int64_t remaining;      // tiles of the share after this segment
+    int64_t remaining;      // steps of the share after this segment
     int64_t index, kv_head; // index: of the sequence
     sa_sequence sequence;
     int64_t tile, begin, end, last; // the segment owns tiles [begin, end) and visits [begin, last)
@@ -85,6 +86,24 @@ __device__ __forceinline__ sa_range tiles_of(const sa_sequence &sequence) {
     return {static_cast<sa_position_t>(-sa_ceil_div(before, kKeys)), static_cast<sa_position_t>(sa_ceil_div(sequence.k_len, kKeys))};
 }
 
+// The first tiles of a sequence have no rows, and a step each; the others have one a head of the group.
+__device__ __forceinline__ int64_t num_rowless(const sa_sequence &sequence, const sa_range &tiles) {
+    const auto before = static_cast<sa_position_t>(sa_max(sequence.k_len - sequence.q_len, 0)); // the first row
+    return sequence.q_len ? sa_tile_of(before, kKeys) : tiles.end - tiles.begin;
+}
+
+__device__ __forceinline__ int64_t num_steps(const sa_sequence &sequence, const WalkShape &p) {
+    const sa_range tiles = tiles_of(sequence);
+    const int64_t rowless = num_rowless(sequence, tiles);
+    return rowless + (tiles.end - tiles.begin - rowless) * p.group;
+}
+
+// The tile of the sequence's step n.
+__device__ __forceinline__ int64_t tile_of_step(const sa_sequence &sequence, const sa_range &tiles, int64_t n, const WalkShape &p) {
+    const int64_t rowless = num_rowless(sequence, tiles);
+    return tiles.begin + (n <= rowless ? n : rowless + (n - rowless) / p.group);
+}
+
 __device__ __forceinline__ void open_tile(ShareWalk &walk, const WalkShape &p) {
     const int tokens = kRows >> p.head_shift;
     const int64_t first = kKeys * walk.tile, shift = walk.sequence.k_len - walk.sequence.q_len;
@@ -97,12 +116,21 @@ __device__ __forceinline__ void open_tile(ShareWalk &walk, const WalkShape &p) {
     walk.heads = 0;
 }
 
-__device__ __forceinline__ void open_segment(ShareWalk &walk, const WalkShape &p, int64_t begin, int64_t tiles_end) {
-    walk.begin = walk.tile = begin;
-    walk.end = sa_min(tiles_end, begin + walk.remaining);
-    walk.remaining -= walk.end - begin;
-    walk.last = walk.end > 0 ? sa_min(walk.end + p.tiles_before, tiles_end) : walk.end;
+// From the sequence's step n on. False where the share ends in that step's tile, which is the next share's.
+__device__ __forceinline__ bool open_segment(ShareWalk &walk, const WalkShape &p, int64_t n) {
+    const sa_range tiles = tiles_of(walk.sequence);
+    const int64_t steps = num_steps(walk.sequence, p) - n;
+    walk.begin = walk.tile = n ? tile_of_step(walk.sequence, tiles, n, p) : tiles.begin;
+    walk.end = walk.remaining < steps ? tile_of_step(walk.sequence, tiles, n + walk.remaining, p) : tiles.end;
+    walk.remaining -= sa_min(walk.remaining, steps);
+    walk.last = walk.end > 0 ? sa_min(walk.end + p.tiles_before, tiles.end) : walk.end;
+    if (walk.begin == walk.end) {
+        walk.heads = walk.num_heads = 0;
+        walk.last = walk.tile;
+        return false;
+    }
     open_tile(walk, p);
+    return true;
 }
 
 __device__ __forceinline__ bool is_tile_done(const ShareWalk &walk) { return walk.heads == walk.num_heads; }
@@ -135,7 +163,7 @@ __device__ __forceinline__ void next_heads(Step &step, ShareWalk &walk, const si
                 walk.sequence = sequence_or_tails(args, walk.index);
                 tiles = tiles_of(walk.sequence);
             } while (tiles.begin == tiles.end);
-            open_segment(walk, p, tiles.begin, tiles.end);
+            if (!open_segment(walk, p, 0)) return;
         }
         walk.newest++;
     }
@@ -183,15 +211,12 @@ __device__ __forceinline__ bool next_tokens(Step &step, const Step &before, cons
     return step.token < step.last_token;
 }
 
-// Starts at the first tile of the block's share. All threads sum up lengths; the one whose sequences hold the tile writes the walk.
+// Starts at the first tile of the block's share. All threads sum up steps; the one whose sequences hold the first writes the walk.
 template <int kThreads>
 __device__ __forceinline__ void start_walk(ShareWalk &walk, int64_t (&scan)[kThreads / 32], const sinkattn_fwd_args &args,
                                            const WalkShape &p) {
     const int64_t count = num_sequences(args.problem), each = sa_ceil_div(count, kThreads);
-    const auto size = [&](int64_t b) {
-        const sa_range tiles = tiles_of(sequence_or_tails(args, b));
-        return tiles.end - tiles.begin;
-    };
+    const auto size = [&](int64_t b) { return num_steps(sequence_or_tails(args, b), p); };
     const int64_t first = sa_min(threadIdx.x * each, count), end = sa_min(first + each, count);
     int64_t own = 0;
     for (int64_t b = first; b < end; b++) own += size(b);
@@ -232,8 +257,7 @@ __device__ __forceinline__ void start_walk(ShareWalk &walk, int64_t (&scan)[kThr
     walk.sequence = sequence_or_tails(args, b);
     walk.newest = kSeenTiles - 1; // the number of its first tile: two older ones may be loaded with it
     walk.new_kv_head = true;
-    const sa_range tiles = tiles_of(walk.sequence);
-    open_segment(walk, p, tiles.begin + at, tiles.end);
+    open_segment(walk, p, at);
 }
 
 } // namespace sa::bwd_window_sm90
