@@ -304,6 +304,12 @@ static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info 
     return streams > blocks ? 2 * blocks : blocks;
 }
 
+/* A backward on CUDA has items of keys too, and chunks with long caches have more of those than of rows. */
+static int64_t most_busy(const sinkattn_problem *p, const sinkattn_variant_info *info, const sinkattn_plan *plan) {
+    if (p->op != SINKATTN_BWD || info->backend != SINKATTN_CUDA) return plan->num_items;
+    return sa_max(plan->num_items, p->num_kv_heads * (p->packed ? 1 : p->batch) * sa_ceil_div(p->k_len, info->tile_k));
+}
+
 /* Appends to the reason; what would not fit whole is left out. */
 __attribute__((format(printf, 2, 3))) static void say(sinkattn_plan *plan, const char *format, ...) {
     const size_t used = strlen(plan->reason), left = sizeof plan->reason - used;
@@ -379,7 +385,7 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
     if (!sa_is_balanced(problem, plan) && !partials_fit(problem, device->backend, splits))
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must leave less than 2^31 partial rows", splits);
     plan->num_items = num_items(problem, &row->info, plan);
-    plan->workers = (int32_t)sa_clamp(plan->num_items, 1, device->workers);
+    plan->workers = (int32_t)sa_clamp(most_busy(problem, &row->info, plan), 1, device->workers);
     plan->workspace_bytes = row->workspace_bytes(problem, plan);
     explain(problem, device, tiles, plan);
     return sa_ok();

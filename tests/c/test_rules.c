@@ -144,6 +144,19 @@ static void test_the_workspace_of_narrow_values(void) {
     }
 }
 
+/* A backward of few rows and many keys has a worker a key block: 8 rows of 8 heads fill a tile. */
+static void test_workers_of_few_rows(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    sinkattn_problem problem = causal_window(SINKATTN_BWD, 2000);
+    problem.q_len = 8;
+    for (int64_t blocks = 100; blocks < 200; blocks += 50) {
+        problem.k_len = 128 * blocks;
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        CHECK(status.code == SINKATTN_OK && plan.workers == sa_min(blocks, 132), "%s%d workers", status.message, (int)plan.workers);
+    }
+}
+
 /* Decodes with invariant, in one part. */
 static void test_which_decodes_have_one_key_tile(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, ""};
@@ -316,6 +329,7 @@ const test rule_tests[] = {{"what is not compiled is planned and not run", test_
                            {"rows and devices", test_rows_and_devices},
                            {"the local window's edge", test_the_local_windows_edge},
                            {"the single key tile's edge", test_the_single_tiles_edge},
+                           {"workers of few rows", test_workers_of_few_rows},
                            {"decodes with one key tile", test_which_decodes_have_one_key_tile},
                            {"invariant decodes follow a forward", test_invariant_decodes_follow_a_forward},
                            {"partials that fit", test_partials_that_fit},
