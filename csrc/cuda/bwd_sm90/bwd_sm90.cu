@@ -2,7 +2,7 @@
 //
 // Backward for every mask on sm_90, head_dim up to 128.
 //
-//     table   one block: where each sequence's tiles and items begin
+//     table   if packed, one block: where each sequence's tiles and items begin
 //     rows    lse and g - delta of every row, the items of the keys kernel, dq of rows without keys
 //     keys    an item is 128 keys of a kv head, and the row tiles of a chain (core/chains.h) that see some of them:
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA

@@ -30,6 +30,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.scale_log2 = p.scale * kLog2e;
     p.num_tiles = sizes.tiles / problem.num_kv_heads;
     p.num_items = sizes.items;
+    p.dense_tiles = static_cast<int>(sa_ceil_div(problem.q_len, p.tokens));
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
     const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
@@ -53,7 +54,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, C::kKeys, "v"));
     const char *name = "sa_bwd_cuda_sm90";
     void *stream = context.stream;
-    SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
+    if (problem.packed) SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
     SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
     const auto launch_keys = !args.ds_aux       ? launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
                              : 8 % p.group == 0 ? launch_blocks<kKernelOf8, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>

@@ -287,15 +287,15 @@ __device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers 
 #pragma unroll
         for (int first = 0; first < kSize; first += 4 * kBatch, at += kBatch * C::kMathThreads) {
             if (part > 0) {
-                float4 sums[kBatch];
+                float4 before[kBatch];
 #pragma unroll
-                for (int i = 0; i < kBatch; i++) sums[i] = __ldcg(at + i * C::kMathThreads);
+                for (int i = 0; i < kBatch; i++) before[i] = __ldcg(at + i * C::kMathThreads);
 #pragma unroll
                 for (int i = 0; i < kBatch; i++) {
-                    d[first + 4 * i] += sums[i].x;
-                    d[first + 4 * i + 1] += sums[i].y;
-                    d[first + 4 * i + 2] += sums[i].z;
-                    d[first + 4 * i + 3] += sums[i].w;
+                    d[first + 4 * i] += before[i].x;
+                    d[first + 4 * i + 1] += before[i].y;
+                    d[first + 4 * i + 2] += before[i].z;
+                    d[first + 4 * i + 3] += before[i].w;
                 }
             }
             if (part == item.num_parts - 1) continue;

@@ -54,10 +54,11 @@ struct BwdProblem {
     int group, tokens; // heads and tokens of a tile of rows
     float scale, scale_log2;
     int64_t num_tiles, num_items; // upper bounds for one kv head
+    int dense_tiles;              // of a kv head of a sequence, where all are alike
 };
 
 struct BwdBuffers {
-    Entry *entries;                          // num_entries, and one behind them for the totals
+    Entry *entries;                          // num_entries, if packed, and one behind them for the totals
     Item *items;                             // in the order of work
     unsigned *counter;                       // items taken so far
     unsigned long long *turns, *carry_turns; // whose turn it is at each slot and carry
@@ -85,6 +86,12 @@ __device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const 
     return sa_band_of(&args.fwd.problem.mask, is_tail ? 0 : sequence.q_len, sequence.k_len);
 }
 
+// Sequences of a dense batch are alike, and the first has the items of all. A packed batch has a table.
+__device__ __forceinline__ Entry entry_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t e) {
+    if (args.fwd.problem.packed) return buffers.entries[e];
+    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, args.fwd.s_aux != nullptr};
+}
+
 template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
     for (int distance = 1; distance < 32; distance *= 2) {
         const T before = __shfl_up_sync(0xffffffffu, x, distance);
@@ -95,78 +102,91 @@ template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const
 
 constexpr int kTableThreads = 1024;
 
+// Joins the x of the block's threads up to this one; those of all threads are joined to `all`.
+template <class Join> __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t &all, const Join &join) {
+    __shared__ int64_t warps[kTableThreads / 32];
+    const int warp = threadIdx.x / 32;
+    x = warp_scan(x, join);
+    __syncthreads(); // the warps of the scan before have been read
+    if (threadIdx.x % 32 == 31) warps[warp] = x;
+    __syncthreads();
+    const int64_t up_to = warp_scan(warps[threadIdx.x % 32], join), before = __shfl_sync(0xffffffffu, up_to, warp > 0 ? warp - 1 : 0);
+    if (warp > 0) x = join(before, x);
+    x = join(all, x);
+    all = join(all, __shfl_sync(0xffffffffu, up_to, 31));
+    return x;
+}
+
 // Sorts sequences, the longest first, so that no block is left with a long one at the end. More sequences than threads stay unsorted.
 __device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (&places)[kTableThreads]) {
-    __shared__ int64_t lengths[kTableThreads];
-    const int b = threadIdx.x, batch = static_cast<int>(sa_min(args.problem.batch, kTableThreads));
-    if (b < batch) lengths[b] = rows_before(args, b + 1) - rows_before(args, b);
-    __syncthreads();
-    int place = 0;
-    for (int x = 0; x < batch && b < batch; x++) place += lengths[x] > lengths[b] || (lengths[x] == lengths[b] && x < b);
-    places[b] = place;
+    __shared__ uint64_t keys[kTableThreads];
+    const auto thread = threadIdx.x, batch = static_cast<unsigned>(sa_min(args.problem.batch, kTableThreads));
+    uint64_t own = UINT64_MAX;
+    if (thread < batch) {
+        const int64_t length = sa_max(rows_before(args, thread + 1) - rows_before(args, thread), 0);
+        own = static_cast<uint64_t>(INT32_MAX - length) << 32 | thread;
+    }
+    for (unsigned run = 2; run < 2 * batch; run *= 2) // of sorted sequences, ascending and descending in turns
+        for (unsigned distance = run / 2; distance > 0; distance /= 2) {
+            uint64_t other;
+            if (distance < 32) {
+                other = __shfl_xor_sync(0xffffffffu, own, distance);
+            } else {
+                __syncthreads();
+                keys[thread] = own;
+                __syncthreads();
+                other = keys[thread ^ distance];
+            }
+            const bool takes_less = ((thread & distance) == 0) == ((thread & run) == 0);
+            if (takes_less == (other < own)) own = other;
+        }
+    if (own != UINT64_MAX) places[static_cast<uint32_t>(own)] = static_cast<int>(thread);
     __syncthreads();
 }
 
+// The table of a packed batch.
 template <class C>
 __global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,
                                                               BwdBuffers buffers, unsigned *error_word) {
     check_lengths(args.fwd, error_word);
     const sinkattn_problem &problem = args.fwd.problem;
-    for (int64_t i = threadIdx.x; i < C::kParts * p.room.num_slots; i += blockDim.x) buffers.turns[i] = 0;
-    for (int64_t i = threadIdx.x; i < p.num_carries; i += blockDim.x) buffers.carry_turns[i] = 0;
     __shared__ int places[kTableThreads];
-    const bool sorts = problem.packed && problem.batch <= kTableThreads;
+    const bool sorts = problem.batch <= kTableThreads;
     if (sorts) find_places(args.fwd, places);
-    if (threadIdx.x >= 32) return;
-    if (threadIdx.x == 0) *buffers.counter = 0;
     const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
     const auto sum = [](int64_t a, int64_t b) { return a + b; };
-    const auto last = [](int64_t x) { return __shfl_sync(0xffffffffu, x, 31); };
     int64_t q_end = 0, k_end = 0;
-    for (int64_t base = 0; base <= p.num_entries; base += 32) {
+    for (int64_t base = 0; base <= p.num_entries; base += kTableThreads) {
+        // Decreasing offsets are raised: sequences are disjoint, whatever memory holds.
         const int64_t b = base + threadIdx.x;
+        const auto offset = [&](const int32_t *cu_seqlens, int64_t x, int64_t total) {
+            return x <= problem.batch ? sa_packed_begin(cu_seqlens, x, total) : total;
+        };
+        const int64_t q_begin = block_scan(offset(args.fwd.cu_seqlens_q, b, problem.q_len), q_end, most),
+                      k_begin = block_scan(offset(args.fwd.cu_seqlens_k, b, problem.k_len), k_end, most),
+                      q_len = sa_max(offset(args.fwd.cu_seqlens_q, b + 1, problem.q_len) - q_begin, 0),
+                      k_len = sa_max(offset(args.fwd.cu_seqlens_k, b + 1, problem.k_len) - k_begin, 0);
         Entry entry = {};
-        if (problem.packed) { // decreasing offsets are raised: sequences are disjoint, whatever memory holds
-            const int64_t x = sa_min(b + 1, problem.batch), q = b < problem.batch ? args.fwd.cu_seqlens_q[x] : problem.q_len,
-                          k = b < problem.batch ? args.fwd.cu_seqlens_k[x] : problem.k_len;
-            const int64_t q_top = sa_max(q_end, warp_scan(sa_clamp(q, 0, problem.q_len), most)),
-                          k_top = sa_max(k_end, warp_scan(sa_clamp(k, 0, problem.k_len), most));
-            int64_t q_before = __shfl_up_sync(0xffffffffu, q_top, 1), k_before = __shfl_up_sync(0xffffffffu, k_top, 1);
-            if (threadIdx.x == 0) q_before = q_end, k_before = k_end;
-            entry.sequence = {0, q_before, q_top - q_before, k_before, k_top - k_before};
-            q_end = last(q_top);
-            k_end = last(k_top);
-        } else if (b < problem.batch) {
-            entry.sequence = sa_sequence_at(&args.fwd, b);
-        }
+        if (b < p.num_entries) entry.sequence = {0, q_begin, q_len, k_begin, k_len};
         entry.has_sink = args.fwd.s_aux && b < problem.batch;
-        if (b > p.num_entries - 1) entry.sequence = {};
         if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
     }
-    __syncwarp();
+    __syncthreads();
     int64_t tiles = 0, uses = 0, items = 0, carries = 0;
-    for (int64_t base = 0; base <= p.num_entries; base += 32) {
+    for (int64_t base = 0; base <= p.num_entries; base += kTableThreads) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
         if (b <= p.num_entries) entry = buffers.entries[b];
         const sa_band band = band_of(args, entry.sequence, b >= problem.batch);
         const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
-        const int chained = problem.packed || b == 0; // the first sequence of a dense batch has the items of all
-        const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens),
-                      own_uses = chained * static_cast<int64_t>(chains.count) * chains.uses,
-                      own_items = chained * sa_num_chain_items(&chains),
-                      own_carries = chained * sa_num_carries(&chains) * (chains.is_long ? 1 : chains.heads);
-        const int64_t tiles_to = tiles + warp_scan(own_tiles, sum), uses_to = uses + warp_scan(own_uses, sum),
-                      items_to = items + warp_scan(own_items, sum), carries_to = carries + warp_scan(own_carries, sum);
-        entry.first_tile = tiles_to - own_tiles;
-        entry.first_use = uses_to - own_uses;
-        entry.first_item = items_to - own_items;
-        entry.first_carry = carries_to - own_carries;
+        const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens), own_uses = static_cast<int64_t>(chains.count) * chains.uses,
+                      own_items = sa_num_chain_items(&chains),
+                      own_carries = static_cast<int64_t>(sa_num_carries(&chains)) * (chains.is_long ? 1 : chains.heads);
+        entry.first_tile = block_scan(own_tiles, tiles, sum) - own_tiles;
+        entry.first_use = block_scan(own_uses, uses, sum) - own_uses;
+        entry.first_item = block_scan(own_items, items, sum) - own_items;
+        entry.first_carry = block_scan(own_carries, carries, sum) - own_carries;
         if (b <= p.num_entries) buffers.entries[b] = entry;
-        tiles = last(tiles_to);
-        uses = last(uses_to);
-        items = last(items_to);
-        carries = last(carries_to);
     }
 }
 
@@ -185,14 +205,20 @@ __device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_
 
 template <class C>
 __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t n) {
-    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_item, n);
+    const bool is_packed = args.fwd.problem.packed;
+    const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, &Entry::first_item, n) : 0;
     if (e >= p.num_entries) return;
-    const Entry &entry = buffers.entries[e];
-    const sa_band band = band_of(args, entry.sequence, args.fwd.problem.packed && e == p.num_entries - 1);
+    const Entry entry = entry_of(args, p, buffers, e);
+    const sa_band band = band_of(args, entry.sequence, is_packed && e == p.num_entries - 1);
     const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
+    if (!is_packed) {
+        const int32_t all = sa_num_chain_items(&chains);
+        if (n == 0) buffers.entries[p.num_entries] = {{}, p.num_tiles, 0, all, 0, false};
+        if (n >= all) return;
+    }
     const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, static_cast<int32_t>(n - entry.first_item));
     const int copy = own.head / p.room.num_heads, kv_head = own.head - copy * p.room.num_heads;
-    const Entry &of_copy = buffers.entries[e + copy];
+    const Entry of_copy = entry_of(args, p, buffers, e + copy);
     const sa_sequence sequence = of_copy.sequence;
     Item item = {};
     item.exists = own.exists;
@@ -232,6 +258,16 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; head++) buffers.key_terms[head * p.num_items + item.nth] = 0.0f;
 }
 
+// By block n, the first-th of those behind row tiles: an item a thread, and turns to begin with.
+template <class C>
+__device__ __forceinline__ void begin_items(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int n,
+                                            int first) {
+    const int writers = (static_cast<int>(gridDim.x) - n + first) * 128;
+    for (int64_t i = first * 128 + threadIdx.x; i < p.num_carries; i += writers) buffers.carry_turns[i] = 0;
+    if (first == 0 && threadIdx.x == 0) *buffers.counter = 0;
+    write_item<C>(args, p, buffers, first * 128 + threadIdx.x);
+}
+
 // The sum of one head's terms over a tile's rows.
 __device__ __forceinline__ float sum_head(const float *terms, const BwdProblem &p, int head) {
     float sum = 0.0f;
@@ -255,16 +291,18 @@ __device__ __forceinline__ void store_deltas(float *to, const uint4 (&out)[kBatc
 // rows are neighbours in memory.
 template <class C>
 __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
-    constexpr int kLanes = C::kHeadDimV / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep;
+    constexpr int kLanes = C::kHeadDimV / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep, kBatch = 4; // loads at a time
     __shared__ float deltas[C::kRows], terms[C::kRows];
     const auto heads = static_cast<int>(args.fwd.problem.num_kv_heads), n = static_cast<int>(blockIdx.x), nth_tile = n / heads,
                kv_head = n - nth_tile * heads;
-    if (nth_tile >= p.num_tiles) return write_item<C>(args, p, buffers, (n - p.num_tiles * heads) * 128 + threadIdx.x);
-    const int64_t e = find_entry(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile);
+    if (n < p.room.num_slots && threadIdx.x < C::kParts) buffers.turns[C::kParts * n + threadIdx.x] = 0;
+    if (nth_tile >= p.num_tiles) return begin_items<C>(args, p, buffers, n, n - static_cast<int>(p.num_tiles) * heads);
+    const bool is_packed = args.fwd.problem.packed;
+    const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile) : nth_tile / p.dense_tiles;
     if (e >= p.num_entries) return;
-    const Entry &entry = buffers.entries[e];
+    const Entry entry = entry_of(args, p, buffers, e);
     const sa_sequence sequence = entry.sequence;
-    const bool is_tail = args.fwd.problem.packed && e == p.num_entries - 1;
+    const bool is_tail = is_packed && e == p.num_entries - 1;
     const int t = nth_tile - static_cast<int>(entry.first_tile), first = t * p.tokens,
               rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
     const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
@@ -283,7 +321,6 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
               step_heads = kStep - step_tokens * p.group;
     int own_token = lane_row / p.group, own_head = lane_row - own_token * p.group; // of the next row
     float p_sink = 0.0f;
-    constexpr int kBatch = 4; // loads of a thread at a time
     const auto head_dim = args.fwd.problem.head_dim, head_dim_v = C::kIsWide ? sa_head_dim_v(&args.fwd.problem) : head_dim;
 #pragma unroll
     for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
