@@ -86,7 +86,7 @@ $(BUILD)/csrc/cpu/cpu_neon_bf16.c.o: ROW_FLAGS := -march=armv8.2-a+bf16
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install binding package wheel wheel-headers test-wheel show-torches ext ext-test ext-docs ext-demo test test-c test-aarch64 test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
+.PHONY: lib install binding package wheel wheel-headers test-wheel try-wheel show-torches ext ext-test ext-docs ext-demo test test-c test-aarch64 test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -143,9 +143,10 @@ BINDING_FLAGS := -std=c++20 -O2 -g0 -fPIC -fopenmp -fvisibility=hidden $(PREFIX_
 BINDING_OBJECTS := $(patsubst csrc/torch/%,$(BINDING_BUILD)/%.o,$(sort $(wildcard csrc/torch/*.cpp)))
 TORCH_LIBRARIES := $(BINDING_BUILD)/named/libc10.so $(BINDING_BUILD)/named/libtorch_cpu.so
 
+# Headers of one version are the same wherever they lie: a wheel takes what was compiled for the torch of .venv.
 $(BINDING_BUILD)/flags: FORCE
 	@mkdir -p $(@D)/named
-	@cat $(TORCH_INCLUDE)/torch/headeronly/version.h > $@.new; echo '$(CXX) $(BINDING_FLAGS)' >> $@.new
+	@cat $(TORCH_INCLUDE)/torch/headeronly/version.h > $@.new; echo '$(CXX) $(subst $(TORCH_INCLUDE),torch,$(BINDING_FLAGS))' >> $@.new
 	@cmp -s $@.new $@ || cp $@.new $@
 
 $(BINDING_BUILD)/%.cpp.o: csrc/torch/%.cpp $(BINDING_BUILD)/flags
@@ -165,10 +166,11 @@ endif
 # What the Python package has of all this, in its folder LIBRARIES.
 LIBRARIES ?= sinkattn/_lib
 
+# What is there already stays as it is: a process may be about to load it.
 package: lib $(SHARED) $(if $(TORCH_INCLUDE),binding)
 	@install -d $(LIBRARIES)
-	@install -m 755 $(SHARED) $(LIBRARIES)/$(SONAME)
-	$(if $(TORCH_INCLUDE),@install -m 755 $(BUILD)/torch$(TORCH_RELEASE).so $(LIBRARIES))
+	@install -C -m 755 $(SHARED) $(LIBRARIES)/$(SONAME)
+	$(if $(TORCH_INCLUDE),@install -C -m 755 $(BUILD)/torch$(TORCH_RELEASE).so $(LIBRARIES))
 
 install: lib $(SHARED)
 	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(LIBDIR)/pkgconfig
@@ -271,8 +273,12 @@ ext:
 	$(PY) setup.py --quiet build_ext --inplace
 
 # After an install, and once in a make: it replaces what tests that run side by side have loaded.
+ifeq ($(PYTHON),)
 ext-test ext-docs ext-demo: ext-%: $(call installed,%)
 	$(MAKE) ext
+else
+ext-test ext-docs ext-demo: ext
+endif
 
 test: test-c test-py
 
@@ -358,6 +364,11 @@ WHEEL_LEGS ?= $(TORCHES) 2.14-3.10 2.15-3.14
 test-wheel: $(WHEEL_LEGS:%=test-wheel-%)
 test-wheel-%:
 	@$(WHEEL_PY) tools/try_wheel.py dist/*.whl $* build/try/$* $(patsubst %,test_%.py,func raw_lse append append_slots varlen_cache cache_batch_idx refusals)
+
+# After ext, whose build folder the wheel shares.
+try-wheel: ext-test
+	$(MAKE) wheel
+	$(MAKE) test-wheel
 
 show-torches:
 	@echo $(TORCHES)
