@@ -39,8 +39,6 @@ V ?=
 .SECONDARY:
 MAKEFLAGS += --no-builtin-rules
 
-# ---- C ----
-
 WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wconversion $(WERROR)
 # No folder of this machine gets into what is built.
 PREFIX_MAP := -ffile-prefix-map=$(CURDIR)=.
@@ -128,7 +126,7 @@ SHARED := $(BUILD)/libsinkattn.so.$(VERSION)
 $(SHARED): $(OBJECTS)
 	$(call say,LINK,$@) $(CC) -shared $(C_FLAGS) $^ -Wl,-soname,$(SONAME) -Wl,-z,defs -Wl,--exclude-libs,ALL -o $@ $(LINK_LIBS)
 
-# ---- the binding: torch's operators, one library for each torch release ----
+# The binding: torch's operators, one library for each torch release.
 #
 # It links no torch: it names torch's libraries, which the process has loaded already, and takes torch's OpenMP runtime with them, so
 # headers are all that compiling asks for. It has no Python in it.
@@ -214,7 +212,7 @@ test-tsan:
 test-aarch64:
 	$(MAKE) test-c BUILD=build/aarch64 NVCC= CC=aarch64-linux-gnu-gcc RUN='qemu-aarch64 -L /usr/aarch64-linux-gnu'
 
-# ---- what ptxas says of each kernel; compiled apart, so that the build stays quiet ----
+# What ptxas says of each kernel; compiled apart, so that the build stays quiet.
 
 PTXAS_LOGS := $(patsubst %.cu,$(BUILD)/%.ptxas,$(filter %.cu,$(SOURCES)))
 
@@ -228,7 +226,7 @@ check-spills: $(PTXAS_LOGS)
 
 -include $(PTXAS_LOGS:=.d)
 
-# ---- fuzzing: one binary a file; new inputs are kept in the build folder, the corpus in git is only read ----
+# Fuzzing: one binary a file; new inputs are kept in the build folder, the corpus in git is only read.
 
 FUZZ_CC ?= $(firstword $(foreach name,clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14,$(shell command -v $(name))))
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/*.c))
@@ -246,8 +244,6 @@ fuzz:
 	@test -n '$(FUZZ_CC)' || { echo 'make fuzz needs clang with libFuzzer; none is on PATH'; exit 1; }
 	@test -n '$(FUZZERS)' || { echo 'make fuzz found no tests/fuzz/*.c'; exit 1; }
 	$(MAKE) $(FUZZERS:%=run-%) BUILD=build/fuzz NVCC= CC=$(FUZZ_CC) OPTIMIZE=-O1 SANITIZE=address,undefined,fuzzer-no-link
-
-# ---- Python ----
 
 ifeq ($(PYTHON),)
 PY := .venv/bin/python
@@ -335,7 +331,7 @@ gpu-%:
 	    $(if $(filter initcheck,$*),--suppressions tests/initcheck.xml --check-api-memory-access no) \
 	    $(PY) -m pytest $(call gpu-tests,fwd bwd decode nvfp4 tiers) -k '$(SANITIZED)'
 
-# ---- one wheel for every torch of TORCHES and every Python: build/wheel, then dist with the tag that its symbols allow ----
+# One wheel for every torch of TORCHES and every Python: build/wheel, then dist with the tag that its symbols allow.
 
 TORCHES ?= 2.10 2.11 2.12 2.13 2.14 2.15
 WHEEL_PY := build/wheel-env/bin/python
@@ -378,8 +374,6 @@ demo: ext-demo
 
 docs: ext-docs
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/docs
-
-# ---- style ----
 
 C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/cuda/*.cu tests/cuda/*.cuh tests/fuzz/*.c benchmarks/*.cu examples/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)

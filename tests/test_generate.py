@@ -56,9 +56,6 @@ def generated(model: GptOssForCausalLM, cache: str, pads: tuple[int, ...] = (), 
 CASES = [("dynamic", ()), ("dynamic", (3,)), ("static", ()), ("static", (3,)), ("streaming", ())]
 
 
-# ---- one flash_decode a layer and token
-
-
 @pytest.mark.parametrize(("cache", "pads"), CASES)
 def test_a_new_token_is_one_decode_a_layer(cache: str, pads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The window of the first layer is shorter than the text; what a prefill of one row gives is within rounding."""
@@ -207,9 +204,6 @@ def test_pages_of_one_key_are_the_cache() -> None:
     assert len(keys.tables) == 2
 
 
-# ---- one graph a token
-
-
 @pytest.mark.parametrize(("kind", "pads"), [("full", ()), ("full", (3,)), ("sliding", (3,))])
 def test_a_static_cache_is_one_graph(kind: str, pads: tuple[int, ...]) -> None:
     """From the second token to the last; of a window one more when it is full, as transformers' cache has it."""
@@ -250,9 +244,6 @@ def test_a_graph_cannot_miss_a_mask_that_is_too_short() -> None:
     q = torch.randn(2, 1, 4, 8)
     with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is -1"):
         hf_decode.decode(q, q.expand(2, 8, 4, 8), q.expand(2, 8, 4, 8), keys)
-
-
-# ---- the config's num_sink_tokens
 
 
 def with_sinks(number: int = 2, **config: Any) -> GptOssForCausalLM:

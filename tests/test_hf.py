@@ -48,9 +48,6 @@ def eager(model: GptOssForCausalLM) -> GptOssForCausalLM:
     return twin
 
 
-# ---- training forward and backward
-
-
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, WINDOW), (2, 29)])
 def test_dense_matches_eager(
@@ -215,9 +212,6 @@ def test_switching_back_to_eager_is_exact(model: GptOssForCausalLM) -> None:
         assert torch.equal(model(ids).logits, before)
 
 
-# ---- caches
-
-
 @pytest.mark.parametrize("prompt", [3, 12, WINDOW])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True])
@@ -265,9 +259,6 @@ def test_chunked_prefill(
     assert_close(torch.cat(chunks, 1)[mask.bool()], want[mask.bool()], 1e-5)
 
 
-# ---- torch.compile
-
-
 @pytest.mark.parametrize("form", ["dense", "packed", "padded"])
 def test_compiles_without_a_graph_break(form: str) -> None:
     q, k, s_aux = torch.randn(2, 4, 12, 16), torch.randn(2, 2, 12, 16), torch.randn(4, requires_grad=True)
@@ -308,9 +299,6 @@ def test_whole_model_compiles(model: GptOssForCausalLM) -> None:
         assert_same_gradients(gradients(model, loss(got[seen])), gradients(model, loss(want[seen])))
 
 
-# ---- other models
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_privacy_filter_two_sided(padded: bool) -> None:
     """Not causal, a window on both sides, its own scaling; attention is an encoder's."""
@@ -341,9 +329,6 @@ def test_privacy_filter_two_sided(padded: bool) -> None:
     got, want = (m(ids, attention_mask=mask).last_hidden_state[mask] for m in (model, eager))
     assert_close(got, want, 1e-5)
     assert_same_gradients(gradients(model, loss(got)), gradients(eager, loss(want)))
-
-
-# ---- refusals
 
 
 def test_model_refusals(model: GptOssForCausalLM) -> None:

@@ -54,9 +54,6 @@ def make(name: str, **config: Any) -> tuple[Any, Any]:
     return model, eager
 
 
-# ---- windows that only the mask has
-
-
 @pytest.mark.parametrize("name", UNTOLD)
 @pytest.mark.parametrize("padded", [False, True])
 def test_window_of_the_mask_alone(name: str, padded: bool) -> None:
@@ -143,9 +140,6 @@ def test_a_decoder_made_two_sided(compile: bool) -> None:
     assert_close(got[mask.bool()], want[mask.bool()], 1e-5)
 
 
-# ---- packed rows
-
-
 PACKED = ["llama", "qwen3", "mistral", "olmo3", "gpt_oss", "phimoe", "qwen2_moe", "gpt_bigcode"]
 # With a cache neither gpt_bigcode's mask nor its layers are told the positions, whatever the attention.
 CACHED = [(name, "cached") for name in PACKED if name != "gpt_bigcode"]
@@ -176,9 +170,6 @@ def test_packed_rows(name: str, form: str) -> None:
     assert_close(got, want, 1e-5)
     if form != "compiled":
         assert_same_gradients(gradients(model, loss(got)), gradients(eager, loss(want)))
-
-
-# ---- masks that are not served
 
 
 @pytest.mark.parametrize("fullgraph", [None, False, True])
@@ -315,9 +306,6 @@ def test_masks_beside_the_mask_function_are_refused(name: str) -> None:
     setattr(config, name, 4)
     with pytest.raises(NotImplementedError, match=f"LlamaConfig has {name}"):
         hf.attention_mask(1, 6, 6, config=config)
-
-
-# ---- shapes
 
 
 def test_static_cache_is_cut_to_what_is_used() -> None:

@@ -87,9 +87,6 @@ def test_a_sequence_goes_on_behind_padding(position_ids: Any) -> None:
     assert [x.tolist() for x in (*found[:2], *found.tokens)] == [[0, 2], [0, 4], [1, 2], [0, 1, 4, 5]]
 
 
-# ---- packed rows beside a padding mask
-
-
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_packed_positions_beside_padding(model: GptOssForCausalLM, eager: GptOssForCausalLM, side: str) -> None:
     """One padded column, and a row's sequences must not see each other."""
@@ -114,9 +111,6 @@ def test_packed_rows_of_a_padded_batch(model: GptOssForCausalLM, eager: GptOssFo
             got = model(ids, attention_mask=mask, position_ids=position_ids, use_cache=use_cache).logits
         assert_close(got[:1], one_by_one(eager, ids[:1], [5, 7]), 1e-5)
         assert_close(got[1:, :9], eager(ids[1:, :9]).logits, 1e-5)
-
-
-# ---- padding amid a sequence: virtual tokens, then padding
 
 
 def tune(model: Any, kind: str) -> Any:
@@ -199,9 +193,6 @@ def test_a_graph_refuses_padding_amid_a_sequence(model: GptOssForCausalLM) -> No
     mask = torch.tensor([[1, 1, 0, 0, 1, 1]])
     with pytest.raises(NotImplementedError, match=r"leave out torch\.compile"):
         hf.sequence_bounds(mask.bool(), None, 1, 6, 6)
-
-
-# ---- what is kept of a forward
 
 
 def test_sequences_are_found_once_a_forward(model: GptOssForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
