@@ -16,6 +16,7 @@ from sinkattn._testing import (
     RATIOS,
     Case,
     assert_right,
+    assert_right_at,
     available_levels,
     check,
     evaluate,
@@ -49,14 +50,14 @@ CASES = (
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_case(level: str, name: str, dtype: str) -> None:
-    assert_right(Case.parse(f"{name}-{dtype}"), backward=False)
+def test_case(name: str, dtype: str) -> None:
+    assert_right_at(Case.parse(f"{name}-{dtype}"), available_levels(), backward=False)
 
 
 @pytest.mark.parametrize("name", CASES[:: len(CASES) // 25])
 @pytest.mark.parametrize("dtype", ["fp16", "fp64"])
-def test_case_of_a_rarer_dtype(level: str, name: str, dtype: str) -> None:
-    assert_right(Case.parse(f"{name}-{dtype}"), backward=False)
+def test_case_of_a_rarer_dtype(name: str, dtype: str) -> None:
+    assert_right_at(Case.parse(f"{name}-{dtype}"), available_levels(), backward=False)
 
 
 def test_case_id_parses_back() -> None:
@@ -78,6 +79,15 @@ def test_check_sees_a_dropped_sink_and_a_wrong_window() -> None:
     larger = t.s_aux.detach() * 1.01
     for change in ({"s_aux": None}, {"window_size": (20, 0)}, {"window_size": (18, 0)}, {"s_aux": larger}):
         assert any(f.ratio > 1 for f in check(case, Wrong, backward=False)), change  # type: ignore[arg-type]
+
+
+def test_a_failure_names_its_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sinkless(*args: torch.Tensor, **options: object) -> object:
+        return reference.flash_attn_func(*args, **(options | {"s_aux": None}))
+
+    monkeypatch.setattr(sinkattn, "flash_attn_func", sinkless)
+    with pytest.raises(AssertionError, match=r"(?s)oracle.*scalar"):
+        assert_right_at(Case.parse("d64-causal-w20-q60-k60-fp32"), ("oracle", "scalar"), backward=False)
 
 
 def served(op: str) -> list[tuple[str, str]]:

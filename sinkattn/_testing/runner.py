@@ -10,7 +10,7 @@ import platform
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty
 from types import ModuleType
@@ -72,6 +72,20 @@ def assert_right(case: Case, ops: ModuleType | None = None, backward: bool = Tru
     """Raises AssertionError, with what is wrong and how to run it alone, when check() finds a failure."""
     outcome = Outcome(case, os.environ.get(LEVEL_VARIABLE, "default"), check(case, ops, backward))
     assert not outcome.failures, str(outcome)
+
+
+def assert_right_at(case: Case, levels: Iterable[str], backward: bool = True) -> None:
+    """assert_right at each of these CPU levels, on one evaluation in fp64."""
+    import sinkattn
+
+    t = make_inputs(case)
+    expected = evaluate(case, t), evaluate(case, t, DTYPES[case.dtype])
+    failed = []
+    for level in levels:
+        with at_level(level):
+            outcome = Outcome(case, level, compare_all(case, t, run_ops(case, t, sinkattn, backward), *expected))
+        failed += [str(outcome)] if outcome.failures else []
+    assert not failed, "\n".join(failed)
 
 
 def available_levels() -> tuple[str, ...]:
