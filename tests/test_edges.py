@@ -445,3 +445,15 @@ def test_every_stride_gives_the_same_bits(level: str) -> None:
     for strides in ("transposed", "sliced", "offset", "lastdim"):
         got = attend([restride(x, strides).requires_grad_() for x in plain], causal=True)
         assert same_bits(got, want), strides
+
+
+def test_a_visible_infinite_value_is_the_output(level: str) -> None:
+    """Whatever its weight, of which products of bf16 take the part that 8 bits leave as well: it must not be 0 here."""
+    q, k, v = (x.detach().bfloat16() for x in qkv(3, 40))
+    q[:, 0] = 0  # weights of exactly 1
+    v[:, 5, :, 7], v[:, 30, :, 9] = INF, -INF
+    out = sinkattn.flash_attn_func(q, k, v)
+    assert torch.equal(out[..., 7], torch.full_like(out[..., 7], INF))
+    assert torch.equal(out[..., 9], torch.full_like(out[..., 9], -INF))
+    out[..., [7, 9]] = 0
+    assert torch.isfinite(out).all()

@@ -35,7 +35,8 @@ typedef struct sa_product {
     int64_t a_row, a_col;
     const sa_cell *b; /* [k][b_row], first `lanes` of each row used */
     int64_t b_row;
-    float *c; /* [m][c_row] */
+    const sa_cell *b_low; /* as b; NULL: none. C takes A (B + B_low), a cell of B and then the same of B_low at a time */
+    float *c;             /* [m][c_row] */
     int64_t c_row;
     sa_join join;
     const float *beta; /* [lanes] */
@@ -47,7 +48,8 @@ typedef struct sa_lane_mask {
     bool has_sink;
 } sa_lane_mask;
 
-/* One tile of the forward, in place: scores [keys][row_stride] become cells of P [keys / pack][row_stride]. */
+/* One tile of the forward, in place: scores [keys][row_stride] become P. Where cells are two bf16, so is a number
+ * a little below each weight, and what it leaves: two keys' rows of scores become a row of cells of the former and a row of the latter. */
 typedef struct sa_softmax_tile {
     float *scores;
     int64_t row_stride, lanes, keys;

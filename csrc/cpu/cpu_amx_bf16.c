@@ -53,7 +53,7 @@ static void sa_tile_leave(void) { _tile_release(); }
 
 /* rows x columns tiles of C at (i, lane) from tiles of A and B whose cells are [x, end), `step` at a time. */
 static inline __attribute__((always_inline)) void sa_tile_block(const sa_product *g, int64_t i, int64_t lane, int64_t x, int64_t end,
-                                                                int64_t step, bool set, const int rows, const int columns) {
+                                                                int64_t step, bool set, const int rows, const int columns, const bool low) {
     const size_t a_row = (size_t)g->a_row * sizeof *g->a, b_row = (size_t)g->b_row * sizeof *g->b, c_row = (size_t)g->c_row * sizeof *g->c;
     float *c = g->c + i * g->c_row + lane, *c_below = c + SA_TILE * g->c_row;
     if (set) {
@@ -81,6 +81,16 @@ static inline __attribute__((always_inline)) void sa_tile_block(const sa_product
             _tile_dpbf16ps(2, 5, 6);
         }
         if (rows == 2 && columns == 2) _tile_dpbf16ps(3, 5, 7);
+        if (!low) continue;
+        const sa_cell *b_low = g->b_low + x * g->b_row + lane;
+        _tile_loadd(6, b_low, b_row);
+        _tile_dpbf16ps(0, 4, 6);
+        if (rows == 2) _tile_dpbf16ps(2, 5, 6);
+        if (columns == 2) {
+            _tile_loadd(7, b_low + SA_TILE, b_row);
+            _tile_dpbf16ps(1, 4, 7);
+            if (rows == 2) _tile_dpbf16ps(3, 5, 7);
+        }
     }
     _tile_stored(0, c, c_row);
     if (columns == 2) _tile_stored(1, c + SA_TILE, c_row);
@@ -89,7 +99,8 @@ static inline __attribute__((always_inline)) void sa_tile_block(const sa_product
 }
 
 /* Rows [begin, end) of C, all of them full tiles or one that is not, over cells that are the same. */
-static void sa_tile_part(const sa_product *g, sa_range rows, sa_range cells, bool set) {
+static inline __attribute__((always_inline)) void sa_tile_part(const sa_product *g, sa_range rows, sa_range cells, bool set,
+                                                               const bool low) {
     const int64_t height = sa_min(SA_TILE, rows.end - rows.begin), step = sa_min(SA_TILE, cells.end - cells.begin);
     if (height < SA_TILE || step < SA_TILE) sa_configure_tiles(height, step);
     for (int64_t i = rows.begin; i < rows.end; i += SA_TWO_TILES) {
@@ -97,15 +108,15 @@ static void sa_tile_part(const sa_product *g, sa_range rows, sa_range cells, boo
         int64_t lane = 0;
         for (; lane + SA_TILE < g->lanes; lane += SA_TWO_TILES) {
             if (two)
-                sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 2, 2);
+                sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 2, 2, low);
             else
-                sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 1, 2);
+                sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 1, 2, low);
         }
         if (lane == g->lanes) continue;
         if (two)
-            sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 2, 1);
+            sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 2, 1, low);
         else
-            sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 1, 1);
+            sa_tile_block(g, i, lane, cells.begin, cells.end, step, set, 1, 1, low);
     }
 }
 
@@ -128,7 +139,10 @@ static void sa_tile_product(const sa_product *g) {
         bool set = g->join == SA_SET;
         for (int x = 0; x < 2; x++) {
             if (rows[r].begin == rows[r].end || cells[x].begin == cells[x].end) continue;
-            sa_tile_part(g, rows[r], cells[x], set);
+            if (g->b_low)
+                sa_tile_part(g, rows[r], cells[x], set, true);
+            else
+                sa_tile_part(g, rows[r], cells[x], set, false);
             set = false;
         }
     }

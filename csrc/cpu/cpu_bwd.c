@@ -275,7 +275,7 @@ static void add_query_gradients(const bwd_job *job, bwd_worker *worker, const sa
                                 .c_row = rows->lanes,
                                 .join = SA_ADD};
     ops->product(&product);
-    if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, 0, ops, stream, rows, keys, worker->ds_keys, worker->dq);
+    if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, 0, ops, stream, rows, keys, worker->ds_keys, 1, worker->dq);
 }
 
 static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot,

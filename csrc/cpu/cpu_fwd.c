@@ -104,14 +104,15 @@ static void attend_state(sa_attend *attend, sa_row_state *state, const sa_stream
                            .a_row = v->read_row,
                            .a_col = v->read_col,
                            .b = weights,
-                           .b_row = lanes,
+                           .b_row = lanes * ops->pack,
+                           .b_low = ops->pack == 2 ? weights + lanes : NULL,
                            .c = state->chunk.out,
                            .c_row = lanes,
                            .join = state->fresh ? SA_SET : SA_RESCALE,
                            .beta = attend->alpha};
     ops->product(&pv);
     state->fresh = false;
-    if (v->hidden) sa_add_hidden(v, first, ops, stream, &state->rows, keys, weights, state->chunk.out);
+    if (v->hidden) sa_add_hidden(v, first, ops, stream, &state->rows, keys, weights, ops->pack, state->chunk.out);
 }
 
 static void attend_tile(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, int32_t t) {

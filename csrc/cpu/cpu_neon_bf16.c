@@ -39,25 +39,30 @@ static inline __attribute__((always_inline)) void sa_quad_join(const sa_product 
     vst1q_f32(c, sum);
 }
 
+/* C += A . B over two cells of A, of the lanes that a block has. */
+static inline __attribute__((always_inline)) void sa_quad_step(float32x4_t sum[][SA_QUAD_LANES / 2], const sa_product *g, const sa_cell *b,
+                                                               int64_t i, int64_t x, const int pairs) {
+    const bool two = x + 1 < g->k, packed = two && g->a_col == 1;
+    bfloat16x8_t right[SA_QUAD_LANES / 2];
+    for (int half = 0; half < 2; half++, b += 4) {
+        const uint32x4_t above = vld1q_u32(b), below = two ? vld1q_u32(b + g->b_row) : vdupq_n_u32(0);
+        right[2 * half] = vreinterpretq_bf16_u32(vzip1q_u32(above, below));
+        right[2 * half + 1] = vreinterpretq_bf16_u32(vzip2q_u32(above, below));
+    }
+    for (int r = 0; r < pairs; r++) {
+        const bfloat16x8_t left = packed ? sa_quad_left(g, i + 2 * r, x, true) : sa_quad_left(g, i + 2 * r, x, false);
+        for (int l = 0; l < SA_QUAD_LANES / 2; l++) sum[r][l] = vbfmmlaq_f32(sum[r][l], left, right[l]);
+    }
+}
+
 /* Rows i to i + 2 * pairs of C, of which the last may lie past the end. */
 static inline __attribute__((always_inline)) void sa_quad_block(const sa_product *g, int64_t i, int64_t lane, const int pairs) {
     float32x4_t sum[SA_QUAD_ROWS / 2][SA_QUAD_LANES / 2];
     for (int r = 0; r < pairs; r++)
         for (int l = 0; l < SA_QUAD_LANES / 2; l++) sum[r][l] = vdupq_n_f32(0.0f);
     for (int64_t x = 0; x < g->k; x += 2) {
-        const bool two = x + 1 < g->k;
-        bfloat16x8_t right[SA_QUAD_LANES / 2];
-        for (int half = 0; half < 2; half++) {
-            const sa_cell *b = g->b + x * g->b_row + lane + 4 * half;
-            const uint32x4_t above = vld1q_u32(b), below = two ? vld1q_u32(b + g->b_row) : vdupq_n_u32(0);
-            right[2 * half] = vreinterpretq_bf16_u32(vzip1q_u32(above, below));
-            right[2 * half + 1] = vreinterpretq_bf16_u32(vzip2q_u32(above, below));
-        }
-        const bool packed = two && g->a_col == 1;
-        for (int r = 0; r < pairs; r++) {
-            const bfloat16x8_t left = packed ? sa_quad_left(g, i + 2 * r, x, true) : sa_quad_left(g, i + 2 * r, x, false);
-            for (int l = 0; l < SA_QUAD_LANES / 2; l++) sum[r][l] = vbfmmlaq_f32(sum[r][l], left, right[l]);
-        }
+        sa_quad_step(sum, g, g->b + x * g->b_row + lane, i, x, pairs);
+        if (g->b_low) sa_quad_step(sum, g, g->b_low + x * g->b_row + lane, i, x, pairs);
     }
     for (int r = 0; r < pairs; r++)
         for (int l = 0; l < SA_QUAD_LANES / 2; l += 2) {

@@ -137,17 +137,26 @@ SA_INLINE sa_vf sa_load_values(const void *row, sinkattn_dtype dtype, int64_t x)
 }
 
 #ifndef SA_PRODUCT
-SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int rows, const int vectors) {
+SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int rows, const int vectors, const bool low) {
     sa_vf sum[SA_ROWS][SA_PANEL];
     SA_UNROLL
     for (int r = 0; r < rows; r++) SA_UNROLL
     for (int v = 0; v < vectors; v++) sum[r][v] = sa_splat(0.0f);
     const sa_cell *a = g->a + i * g->a_row, *b = g->b + lane;
-    const int64_t a_row = g->a_row, a_col = g->a_col, b_row = g->b_row;
+    const int64_t a_row = g->a_row, a_col = g->a_col, b_row = g->b_row, to_low = low ? g->b_low - g->b : 0;
     for (int64_t x = 0; x < g->k; x++, a += a_col, b += b_row) {
         sa_vu right[SA_PANEL];
         SA_UNROLL
         for (int v = 0; v < vectors; v++) right[v] = sa_load_vu(b + v * SA_STEP);
+        SA_UNROLL
+        for (int r = 0; r < rows; r++) {
+            const sa_vu left = sa_splat_cell(a[r * a_row]);
+            SA_UNROLL
+            for (int v = 0; v < vectors; v++) sum[r][v] = SA_CELL_MADD(sum[r][v], left, right[v]);
+        }
+        if (!low) continue;
+        SA_UNROLL
+        for (int v = 0; v < vectors; v++) right[v] = sa_load_vu(b + to_low + v * SA_STEP);
         SA_UNROLL
         for (int r = 0; r < rows; r++) {
             const sa_vu left = sa_splat_cell(a[r * a_row]);
@@ -170,26 +179,36 @@ SA_INLINE void sa_block(const sa_product *g, int64_t i, int64_t lane, const int 
     }
 }
 
-SA_INLINE void sa_panel(const sa_product *g, int64_t lane, const int vectors) {
+SA_INLINE void sa_panel(const sa_product *g, int64_t lane, const int vectors, const bool low) {
     int64_t i = 0;
-    for (; i + SA_ROWS <= g->m; i += SA_ROWS) sa_block(g, i, lane, SA_ROWS, vectors);
+    for (; i + SA_ROWS <= g->m; i += SA_ROWS) sa_block(g, i, lane, SA_ROWS, vectors, low);
     switch (g->m - i) {
-    case 5: sa_block(g, i, lane, 5, vectors); break;
-    case 4: sa_block(g, i, lane, 4, vectors); break;
-    case 3: sa_block(g, i, lane, 3, vectors); break;
-    case 2: sa_block(g, i, lane, 2, vectors); break;
-    case 1: sa_block(g, i, lane, 1, vectors); break;
+    case 5: sa_block(g, i, lane, 5, vectors, low); break;
+    case 4: sa_block(g, i, lane, 4, vectors, low); break;
+    case 3: sa_block(g, i, lane, 3, vectors, low); break;
+    case 2: sa_block(g, i, lane, 2, vectors, low); break;
+    case 1: sa_block(g, i, lane, 1, vectors, low); break;
     default: break;
     }
 }
 
-static void sa_product_run(const sa_product *g) {
+SA_INLINE void sa_panels(const sa_product *g, const bool low) {
     int64_t lane = 0;
-    for (; lane + SA_PANEL * SA_STEP <= g->lanes; lane += SA_PANEL * SA_STEP) sa_panel(g, lane, SA_PANEL);
+    for (; lane + SA_PANEL * SA_STEP <= g->lanes; lane += SA_PANEL * SA_STEP) sa_panel(g, lane, SA_PANEL, low);
 #if SA_PANEL * SA_VL > 16
-    for (; lane + 2 * SA_STEP <= g->lanes; lane += 2 * SA_STEP) sa_panel(g, lane, 2);
-    for (; lane < g->lanes; lane += SA_VL) sa_panel(g, lane, 1);
+    for (; lane + 2 * SA_STEP <= g->lanes; lane += 2 * SA_STEP) sa_panel(g, lane, 2, low);
+    for (; lane < g->lanes; lane += SA_VL) sa_panel(g, lane, 1, low);
 #endif
+}
+
+static void sa_product_run(const sa_product *g) {
+#if SA_PACK == 2
+    if (g->b_low) {
+        sa_panels(g, true);
+        return;
+    }
+#endif
+    sa_panels(g, false);
 }
 
 #endif
@@ -274,11 +293,27 @@ SA_INLINE sa_vf sa_whole(sa_vf x) { return sa_select((x < 0x1p23f) & (x > -0x1p2
 
 #define SA_PIVOT_SLACK 6.0f /* the pivot stays while no weight passes 2^6, so that O^T is seldom rescaled */
 
+#if SA_PACK == 2
+/* A little below a weight, in its upper 16 bits: what that leaves is positive where the weight is, as an infinite value must not meet 0. */
+SA_INLINE sa_vu sa_upper(sa_vf weight) {
+    const sa_vu bits = (sa_vu)weight;
+    return (bits + (sa_vu)(bits != 0)) & 0xffff0000u;
+}
+
+/* Two keys' weights as cells of their upper bits, and of what those leave. */
+SA_INLINE void sa_store_weights(float *cells, int64_t stride, sa_vf first, sa_vf second) {
+    const sa_vu one = sa_upper(first), two = sa_upper(second);
+    const sa_vu one_left = (sa_vu)(first - (sa_vf)one), two_left = (sa_vu)(second - (sa_vf)two);
+    *(sa_vu *)cells = one >> 16 | two;
+    *(sa_vu *)(cells + stride) = one_left >> 16 | (two_left & 0xffff0000u);
+}
+#endif
+
 /* Some keys' scores become cells of P; returns sum and theirs. */
 SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_range keys, sa_vf from, sa_vf sum, const bool masked) {
     const int64_t stride = t->row_stride;
-    float *cells = t->scores + keys.begin / SA_PACK * stride + lane;
-    for (int64_t key = keys.begin; key < keys.end; key += SA_PACK, cells += stride) {
+    float *cells = t->scores + keys.begin * stride + lane;
+    for (int64_t key = keys.begin; key < keys.end; key += SA_PACK, cells += SA_PACK * stride) {
         const sa_vf p = sa_weight(t, lane, key, from, masked);
         sum += p;
 #if SA_PACK == 1
@@ -287,14 +322,15 @@ SA_INLINE sa_vf sa_exp_scores(const sa_softmax_tile *t, int64_t lane, sa_range k
         sa_vf q = sa_splat(0.0f);
         if (key + 1 < keys.end) q = sa_weight(t, lane, key + 1, from, masked);
         sum += q;
-        *(sa_vu *)cells = sa_pair(p, q);
+        sa_store_weights(cells, stride, p, q);
 #endif
     }
     return sum;
 }
 
 SA_INLINE void sa_zero_cells(const sa_softmax_tile *t, int64_t lane, int64_t begin, int64_t end) {
-    for (int64_t key = begin; key < end; key += SA_PACK) sa_store_vf(t->scores + key / SA_PACK * t->row_stride + lane, sa_splat(0.0f));
+    const int64_t first = sa_ceil_div(begin, SA_PACK) * SA_PACK, last = sa_ceil_div(end, SA_PACK) * SA_PACK; /* whole cells */
+    for (int64_t key = first; key < last; key++) sa_store_vf(t->scores + key * t->row_stride + lane, sa_splat(0.0f));
 }
 
 static void sa_softmax_run(const sa_softmax_tile *t) {

@@ -305,18 +305,22 @@ static inline float sa_pair_value(const sa_cell *cells, int64_t pack, int64_t ro
 }
 
 /* out[dim][lane] += weight[key][lane] * element[key][dim] for the elements that sa_operand_clean hid, in the lanes that see the key. The
- * operand holds the keys from its row `first` on. */
+ * operand holds the keys from its row `first` on. A weight has a cell, or two in neighbouring rows, as sa_softmax_tile leaves it. */
 static inline void sa_add_hidden(const sa_operand *operand, int64_t first, const sa_cpu_ops *ops, const sa_stream *stream,
-                                 const sa_row_tile *rows, sa_range keys, const sa_cell *weights, float *out) {
+                                 const sa_row_tile *rows, sa_range keys, const sa_cell *weights, int64_t cells_a_weight, float *out) {
     const sinkattn_problem *problem = &stream->args->problem;
+    const int64_t lanes = rows->lanes, row_cells = lanes * cells_a_weight;
     for (int64_t key = 0; key < keys.end - keys.begin; key++) {
         if (operand->clean[first + key] == operand->rows[first + key]) continue;
         for (int64_t x = 0; x < operand->head_dim; x++) {
             const float element = (float)sa_load(operand->rows[first + key], problem->dtype, x);
             if (isfinite(element)) continue;
-            for (int64_t lane = 0; lane < rows->n; lane++)
-                if (sa_visible(&stream->band, (rows->begin + lane) / stream->group, keys.begin + key))
-                    out[x * rows->lanes + lane] += sa_pair_value(weights, ops->pack, rows->lanes, key, lane) * element;
+            for (int64_t lane = 0; lane < rows->n; lane++) {
+                if (!sa_visible(&stream->band, (rows->begin + lane) / stream->group, keys.begin + key)) continue;
+                float weight = sa_pair_value(weights, ops->pack, row_cells, key, lane);
+                if (cells_a_weight == 2) weight += sa_pair_value(weights + lanes, ops->pack, row_cells, key, lane);
+                out[x * lanes + lane] += weight * element;
+            }
         }
     }
 }
