@@ -17,6 +17,8 @@ from sinkattn._testing import EDGES, Case
 
 pytestmark = needs_gpus()
 
+WIDTHS = [(64, 64), (128, 128), (192, 128), (256, 256)]  # of keys and values: the kernels for every mask on 9.0
+
 
 @pytest.mark.parametrize("part", range(8))
 def test_random_configurations_against_fp64(seed: int, part: int) -> None:
@@ -24,7 +26,7 @@ def test_random_configurations_against_fp64(seed: int, part: int) -> None:
         assert_right_on_device(gpu_case(f"{seed}-{index}"))
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_head_dim(head_dim: int, dtype: str) -> None:
     assert_right_on_device(Case.parse(f"d{head_dim}-causal-w128-g8-q300x2-k300x2-{dtype}-seed1"))
@@ -41,7 +43,7 @@ def test_tiles_of_rows_without_keys(head_dim: int) -> None:
         assert torch.equal(out[:, -1:], v)
 
 
-@pytest.mark.parametrize(("head_dim", "length"), [(128, 192), (128, 1000), (64, 384), (64, 700)])
+@pytest.mark.parametrize(("head_dim", "length"), [(128, 192), (128, 1000), (64, 384), (64, 700), (256, 700)])
 @pytest.mark.parametrize("left", [30, 48, 192, 200, 384])
 @pytest.mark.parametrize("num_sink_tokens", [3, 140])
 def test_sink_tokens_that_only_later_rows_of_a_tile_need(
@@ -74,10 +76,11 @@ def test_windows_of_one_key_tile(ratio: int, left: int, right: int, layout: str)
 
 @pytest.mark.parametrize("ratio", [1, 5, 7, 96])
 @pytest.mark.parametrize(("left", "right"), [(-1, 0), (299, 0), (-1, -1), (150, 80)])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_wide_windows(head_dim: int, left: int, right: int, ratio: int) -> None:
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_wide_windows(widths: tuple[int, int], left: int, right: int, ratio: int) -> None:
     """What the kernels for every mask serve; k and v expanded over the batch."""
-    case = Case.parse(f"d{head_dim}-g{ratio}-q400x2-k530x2-expanded-bf16-seed{ratio}")
+    head_dim, values = widths[0], f"-v{widths[1]}" * (widths[1] < widths[0])
+    case = Case.parse(f"d{head_dim}{values}-g{ratio}-q400x2-k530x2-expanded-bf16-seed{ratio}")
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
@@ -105,11 +108,12 @@ def test_what_is_not_compiled_raises() -> None:
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (127, 0), (100, 30), (250, 0)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("sharp", [1.0, 12.0])
-def test_bits_of_a_row_are_its_own(window: tuple[int, int], head_dim: int, sharp: float) -> None:
+def test_bits_of_a_row_are_its_own(window: tuple[int, int], widths: tuple[int, int], sharp: float) -> None:
     """A row alone, in a chunked prefill, in a batch and packed; sharp rows outgrow the maximum of their first keys."""
-    q, k, v, s_aux = gpt_oss_like(3, 700, head_dim)
+    q, k, v, s_aux = gpt_oss_like(3, 700, widths[0])
+    v = v[..., : widths[1]]
     q *= sharp
     options = {"window_size": window, "s_aux": s_aux}
     whole = sinkattn.flash_attn_func(q, k, v, **options)
@@ -127,11 +131,13 @@ def test_bits_of_a_row_are_its_own(window: tuple[int, int], head_dim: int, sharp
 
 
 @pytest.mark.parametrize("slope", [60.0, 300.0, -60.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scores_that_grow_or_fall_with_the_key(slope: float, head_dim: int, dtype: torch.dtype) -> None:
+def test_scores_that_grow_or_fall_with_the_key(slope: float, widths: tuple[int, int], dtype: torch.dtype) -> None:
     """By far more than fp32's range: each row's weights outgrow any pivot it had."""
+    head_dim, head_dim_v = widths
     q, k, v, s_aux = gpt_oss_like(1, 500, head_dim)
+    v = v[..., :head_dim_v]
     q[..., 0] = 4
     k[..., 0] = torch.linspace(0, slope * head_dim**0.5, 500, device="cuda")[:, None]
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -197,9 +203,10 @@ def test_repeats_are_bitwise_equal_under_load(head_dim: int, window: tuple[int, 
 
 
 @pytest.mark.parametrize("window", [64, 200])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_unseen_nan_has_no_effect_and_a_seen_one_stays_in_its_rows(head_dim: int, window: int) -> None:
-    q, k, v, s_aux = gpt_oss_like(1, 600, head_dim)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_unseen_nan_has_no_effect_and_a_seen_one_stays_in_its_rows(widths: tuple[int, int], window: int) -> None:
+    q, k, v, s_aux = gpt_oss_like(1, 600, widths[0])
+    v = v[..., : widths[1]]
     options = {"window_size": (window - 1, 0), "s_aux": s_aux}
     clean = sinkattn.flash_attn_func(q, k, v, **options)
     poisoned_k, poisoned_v = k.clone(), v.clone()

@@ -39,8 +39,8 @@ KINDS = {
     "window": Kind(range(8, 65, 8), 127, 8, "sm90_window", "sm90_window"),
     "d64": Kind(range(8, 65, 8), -1, 8, "sm90_d64", "sm90_d64"),
     "d128": Kind(range(72, 129, 8), -1, 8, "sm90_d128", "sm90_d128"),
-    "d256": Kind(range(136, 257, 8), -1, 8, "sm80_d256", "sm90_d256"),
-    "d192-v128": Kind(range(136, 193, 8), -1, 8, "sm80_d256", "sm90_d192_v128", 128),
+    "d256": Kind(range(136, 257, 8), -1, 8, "sm90_d256", "sm90_d256"),
+    "d192-v128": Kind(range(136, 193, 8), -1, 8, "sm90_d192_v128", "sm90_d192_v128", 128),
     "d64-wide-group": Kind(range(8, 65, 8), -1, 200, "sm80_d64", "sm80_d64"),
     "d128-wide-group": Kind(range(72, 129, 8), -1, 200, "sm80_d128", "sm80_d128"),
     "d256-wide-group": Kind(range(136, 257, 8), -1, 200, "sm80_d256", "sm80_d256"),
@@ -55,8 +55,8 @@ INVARIANT = ("sm80_prefill", "sm90_window", "sm90_chain_d64", "sm90_chain_d128")
 
 PACKED = {
     "sm80_packed_d64": (64, 0, -1, 200), "sm80_packed_d128": (128, 0, -1, 200), "sm80_packed_d256": (256, 0, -1, 200),
-    "sm90_packed_d64": (64, 0, -1, 8), "sm90_packed_d128": (128, 0, -1, 8),
-    "sm90_packed_window": (64, 0, 127, 8),
+    "sm90_packed_d64": (64, 0, -1, 8), "sm90_packed_d128": (128, 0, -1, 8), "sm90_packed_d256": (256, 0, -1, 8),
+    "sm90_packed_d192_v128": (192, 128, -1, 8), "sm90_packed_window": (64, 0, 127, 8),
 }  # fmt: skip
 
 

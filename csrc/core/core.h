@@ -64,6 +64,7 @@ typedef struct sa_variant {
 const char *sa_refusal_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_whole_tokens_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
@@ -76,6 +77,7 @@ const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sink
 const char *sa_refusal_packed_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_packed_whole_tokens_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 
 /* Whether a row has code for the device; whether a block of a problem's finds the shared memory that it takes there. */

@@ -52,10 +52,14 @@ static bool has_elements(const sinkattn_problem *p) {
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine; scores may be scaled after their maximum. */
 const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (has_narrow_values(p)) return narrow_values;
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
+}
+
+/* The same with values of at most 128 columns. */
+const char *sa_refusal_whole_tokens_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_whole_tokens(p, info);
 }
 
 /* A window whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys beside few sink tokens. */
@@ -117,6 +121,7 @@ const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_v
 const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->packed) return packed_rows;
     if (!p->invariant) return "it is for invariant alone";
+    if (has_narrow_values(p)) return narrow_values;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
         if (row->refusal == sa_refusal_whole_tokens && row->info.max_head_dim == info->max_head_dim)
@@ -143,6 +148,10 @@ const char *sa_refusal_packed_one_width(const sinkattn_problem *p, const sinkatt
 
 const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     return p->packed ? sa_refusal_whole_tokens(p, info) : "it is for packed rows";
+}
+
+const char *sa_refusal_packed_whole_tokens_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return p->packed ? sa_refusal_whole_tokens_v128(p, info) : "it is for packed rows";
 }
 
 const char *sa_refusal_packed_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {

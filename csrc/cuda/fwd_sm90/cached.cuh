@@ -13,7 +13,7 @@
 namespace sa::fwd_sm90 {
 
 template <class C, class Smem, class Maps>
-__device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const Problem &p, Ring<2> queries, const Work &work) {
+__device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const Problem &p, Ring<C::kQueries> queries, const Work &work) {
     Barrier &full = smem.q_full[queries.stage()];
     full.arrive_expect(C::kHalves * p.tokens * p.group * kRowBytes);
     for (int half = 0; half < C::kHalves; half++)
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
 
 // Zeroes values of the ring's stage that are not finite, if the tile needs a mask, and hands the stage on. By the checkers' threads.
 template <class C, class Smem> __device__ __forceinline__ void check_values(Smem &smem, Ring<C::kStages> ring, bool masked, int thread) {
-    constexpr int kBytes = C::kHalves * C::kKeyHalf, kThreads = 32 * C::kCheckers;
+    constexpr int kBytes = C::kHalvesV * C::kKeyHalf, kThreads = 32 * C::kCheckers;
     bool found = false;
     if (masked) {
         found = any_nonfinite<typename C::Element, kThreads>(smem.values[ring.stage()], kBytes, thread);
@@ -46,17 +46,17 @@ __device__ __forceinline__ int find_page(const Work &work, const CacheKeys &cach
 
 // A key tile by TMA. What no row sees becomes zeros, and so does a page that does not exist: coordinates outside the map are not read.
 // first_page: of the lane's first box.
-template <class C>
+template <class C, int kHalves>
 __device__ __forceinline__ void copy_boxes(unsigned char *to, const CUtensorMap &map, Barrier &full, const Work &work, int t,
                                            const CacheKeys &cache, int first_page, unsigned *error_word) {
     const int lane = threadIdx.x % 32;
-    if (lane == 0) full.arrive_expect(C::kHalves * C::kKeyHalf);
+    if (lane == 0) full.arrive_expect(kHalves * C::kKeyHalf);
     __syncwarp();
     int page = first_page;
 #pragma unroll 1
     for (int at = lane * cache.box; at < C::kTileK;) {
         const int key = t * C::kTileK + at;
-        for (int half = 0; half < C::kHalves; half++)
+        for (int half = 0; half < kHalves; half++)
             tensor_load(to + half * C::kKeyHalf + at * kRowBytes, &map, full, 64 * half, static_cast<int>(work.kv_head), cache.slot(key),
                         page);
         at += 32 * cache.box;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_cached_keys(Smem &smem, const Maps &maps, c
     const int lane = threadIdx.x % 32;
     Ring<C::kStages> ring;
     for (Ring<C::kRowStages> tiles;; tiles.n++) {
-        const Ring<2> queries{tiles.n};
+        const Ring<C::kQueries> queries{tiles.n};
         smem.rows[tiles.stage()].full.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
         smem.q_empty.acquire(queries);
@@ -84,9 +84,9 @@ __device__ __forceinline__ void load_cached_keys(Smem &smem, const Maps &maps, c
             const int at = lane * cache.box;
             const int page = at < C::kTileK ? find_page(work, cache, tile.t * C::kTileK + at, error_word) : -1;
             smem.k_empty.acquire(ring);
-            copy_boxes<C>(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, tile.t, cache, page, error_word);
+            copy_boxes<C, C::kHalves>(smem.keys[ring.stage()], maps.k, smem.k_full[ring.stage()], work, tile.t, cache, page, error_word);
             smem.v_empty.acquire(ring);
-            copy_boxes<C>(smem.values[ring.stage()], maps.v, smem.v_full[ring.stage()], work, tile.t, cache, page, error_word);
+            copy_boxes<C, C::kHalvesV>(smem.values[ring.stage()], maps.v, smem.v_full[ring.stage()], work, tile.t, cache, page, error_word);
         }
     }
 }

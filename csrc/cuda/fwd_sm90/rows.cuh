@@ -13,29 +13,59 @@ namespace sa::fwd_sm90 {
 
 enum NamedBarrier : int { kMathBarrier = 1 }; // one a math warpgroup, from this one on; 0 is __syncthreads
 
-template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, int kStages_, int kRowStages_> struct Config {
+// Tile sizes and stages of an instance. kHeadDim: of Q and K; kHeadDimV: of V and O; kRowStages: described tiles of rows; kQueries: tiles
+// of Q.
+template <int kHeadDim_, int kHeadDimV_, int kTileQ_, int kTileK_, int kStages_, int kRowStages_, int kQueries_> struct Shape {
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_,
+                         kRowStages = kRowStages_, kQueries = kQueries_;
+};
+
+template <class Element_, class Keys_, class Shape> struct Config : Shape {
     using Element = Element_;
     using Keys = Keys_;
-    static constexpr int kHeadDim = kHeadDim_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_, kRowStages = kRowStages_;
+    using Shape::kHeadDim, Shape::kHeadDimV, Shape::kTileQ, Shape::kTileK, Shape::kStages, Shape::kRowStages, Shape::kQueries;
     static constexpr int kMathWarpgroups = kTileQ / 64, kThreads = 128 * (kMathWarpgroups + 1), kCheckers = 2;
-    static constexpr int kHalves = kHeadDim / 64; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
+    static constexpr int kHalves = kHeadDim / 64, kHalvesV = kHeadDimV / 64; // pieces of 64 columns of a row, k*Half bytes apart
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
-    static constexpr int kLoaderRegisters = 32, kMathRegisters = 160;
+    static constexpr int kLoaderRegisters = kMathWarpgroups == 2 ? 40 : 32, kMathRegisters = kMathWarpgroups == 2 ? 232 : 160;
+    static constexpr bool kStagesOut = kQueries > 1;           // out leaves through the stage of the queries, else from registers
+    static constexpr bool kStoresBounds = kMathWarpgroups > 2; // what a token sees is stored, else found again at each use
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
-    static_assert(kHeadDim % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0, "swizzled rows, rows of a wgmma, keys of a wgmma");
+    static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0,
+                  "swizzled rows, rows of a wgmma, keys of a wgmma");
     static_assert(kLoaderRegisters + kMathWarpgroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
+};
+
+// The keys of a token: [0, sink_end) and [begin, end).
+struct TokenKeys {
+    int begin, end, sink_end;
 };
 
 // A tile of rows, by token and by head. Row r is head r % group of token r / group.
 template <class C> struct Rows {
+    static constexpr int kStored = C::kStoresBounds ? C::kTileQ : 1;
     Barrier full, empty;
     Work work;
     bool exists;
-    sa_key_tiles warpgroup_tiles[C::kMathWarpgroups];          // the tiles of work.tiles that rows of a math warpgroup see
-    int begin[C::kTileQ], end[C::kTileQ], sink_end[C::kTileQ]; // of a token, its keys: [begin, end) and [0, sink_end)
-    int first[C::kTileQ];                                      // of a token, the key tile of its first key
-    float s_aux[C::kTileQ];                                    // of a head
-    int64_t lse;                                               // the first row's offset in lse
+    sa_key_tiles warpgroup_tiles[C::kMathWarpgroups];                    // the tiles of work.tiles that rows of a math warpgroup see
+    int begin[kStored], end[kStored], sink_end[kStored], first[kStored]; // of a token: keys() and first_tile()
+    float s_aux[C::kTileQ];                                              // of a head
+    int64_t lse;                                                         // the first row's offset in lse
+
+    __device__ __forceinline__ int num_tokens() const { return work.tokens.end - work.tokens.begin; }
+
+    __device__ __forceinline__ TokenKeys keys(int token) const {
+        if constexpr (C::kStoresBounds) return {begin[token], end[token], sink_end[token]};
+        const sa_range band = token < num_tokens() ? sa_row_band(&work.band, work.tokens.begin + token) : sa_range{0, 0};
+        return {band.begin, band.end, sa_first(work.band.num_sink, band.begin)};
+    }
+
+    // The key tile of a token's first key.
+    __device__ __forceinline__ int first_tile(int token) const {
+        if constexpr (C::kStoresBounds) return first[token];
+        const TokenKeys its = keys(token);
+        return its.sink_end || its.begin == its.end ? 0 : sa_tile_of(its.begin, C::kTileK);
+    }
 };
 
 struct Problem {
@@ -81,12 +111,19 @@ __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, con
     return true;
 }
 
-// The key tiles of a math warpgroup's rows. Called once the tokens are described.
+// The key tiles of a math warpgroup's rows.
 template <class C> __device__ __forceinline__ void describe_warpgroup(Rows<C> &rows, const Problem &p, int math_warpgroup) {
     const Work &work = rows.work;
     const int first = 64 * math_warpgroup * p.group_inverse >> 16,
-              last = sa_first((64 * math_warpgroup + 63) * p.group_inverse >> 16, work.tokens.end - work.tokens.begin - 1);
-    sa_key_tiles_of_part(&rows.warpgroup_tiles[math_warpgroup], &work.tiles, &work.band, rows.begin, rows.end, first, last, C::kTileK);
+              last = sa_first((64 * math_warpgroup + 63) * p.group_inverse >> 16, rows.num_tokens() - 1);
+    sa_key_tiles *part = &rows.warpgroup_tiles[math_warpgroup];
+    if constexpr (C::kStoresBounds) {
+        sa_key_tiles_of_part(part, &work.tiles, &work.band, rows.begin, rows.end, first, last, C::kTileK);
+    } else { // of these two tokens; they see nothing where the part has none
+        const TokenKeys of_first = rows.keys(first), of_last = rows.keys(last);
+        const int begin[2] = {of_first.begin, of_last.begin}, end[2] = {of_first.end, first <= last ? of_last.end : 0};
+        sa_key_tiles_of_part(part, &work.tiles, &work.band, begin, end, 0, 1, C::kTileK);
+    }
 }
 
 template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, const sinkattn_fwd_args &args, const Problem &p) {
@@ -97,17 +134,19 @@ template <class C> __device__ __forceinline__ void describe_rows(Rows<C> &rows, 
 #pragma unroll 1
     for (int head = lane; head < p.group; head += 32)
         rows.s_aux[head] = work.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, first_head + head)) : -INFINITY;
+    if constexpr (C::kStoresBounds) {
 #pragma unroll 1
-    for (int i = lane; i * p.group < C::kTileQ; i += 32) { // one more than p.tokens where the group does not divide the tile
-        const sa_position_t token = work.tokens.begin + i;
-        const bool real = token < work.tokens.end;
-        const sa_range keys = real ? sa_row_band(&work.band, token) : sa_range{0, 0};
-        rows.begin[i] = keys.begin;
-        rows.end[i] = keys.end;
-        rows.sink_end[i] = real ? sa_row_sink_end(&work.band, token) : 0;
-        rows.first[i] = rows.sink_end[i] || keys.begin == keys.end ? 0 : sa_tile_of(keys.begin, C::kTileK);
+        for (int i = lane; i * p.group < C::kTileQ; i += 32) { // one more than p.tokens where the group does not divide the tile
+            const sa_position_t token = work.tokens.begin + i;
+            const bool real = token < work.tokens.end;
+            const sa_range keys = real ? sa_row_band(&work.band, token) : sa_range{0, 0};
+            rows.begin[i] = keys.begin;
+            rows.end[i] = keys.end;
+            rows.sink_end[i] = real ? sa_row_sink_end(&work.band, token) : 0;
+            rows.first[i] = rows.sink_end[i] || keys.begin == keys.end ? 0 : sa_tile_of(keys.begin, C::kTileK);
+        }
+        __syncwarp();
     }
-    __syncwarp();
     if (lane < C::kMathWarpgroups) describe_warpgroup<C>(rows, p, lane);
 }
 

@@ -42,7 +42,7 @@ template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTile
     const int column = t * C::kTileK + fragment_column();
     const int token[2] = {own.row(0).token, own.row(1).token};
     if (t >= own.tiles().full_end) {
-        const int end[2] = {own.rows.end[token[0]] - column, own.rows.end[token[1]] - column};
+        const int end[2] = {own.rows.keys(token[0]).end - column, own.rows.keys(token[1]).end - column};
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++)
             if (element_column(i) >= end[element_row(i)]) s[i] = -INFINITY;
@@ -50,8 +50,9 @@ template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTile
     if (t < own.tiles().full_begin) {
         int begin[2], sink_end[2];
         for (int r = 0; r < 2; r++) {
-            begin[r] = own.rows.begin[token[r]] - column;
-            sink_end[r] = own.rows.sink_end[token[r]] - column;
+            const TokenKeys keys = own.rows.keys(token[r]);
+            begin[r] = keys.begin - column;
+            sink_end[r] = keys.sink_end - column;
         }
 #pragma unroll
         for (int i = 0; i < C::kTileK / 2; i++) {
@@ -70,7 +71,7 @@ template <> constexpr float kLarge<Fp16> = 0x1p14f;
 
 // Whether the thread's i-th row has seen no key before tile t, or nothing but -inf.
 template <class C> __device__ __forceinline__ bool begins(int i, const Softmax &softmax, const WarpgroupRows<C> &own, int t) {
-    return own.rows.first[own.row(i).token] >= t || softmax.pivot[i] == -INFINITY;
+    return own.rows.first_tile(own.row(i).token) >= t || softmax.pivot[i] == -INFINITY;
 }
 
 // Whether any row of the warpgroup begins after tile t. All its warps get one answer, since they wait for products together.
@@ -89,19 +90,19 @@ template <class C> __device__ __forceinline__ float maximum(int i, const float (
 
 // Makes `now` the row's pivot if it is larger by more than kLazy, and rescales the row's sum and O.
 template <class C>
-__device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::kHeadDim / 2], Softmax &softmax, bool follows) {
+__device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::kHeadDimV / 2], Softmax &softmax, bool follows) {
     const float before = softmax.pivot[i];
     if (!follows || !(now > before + kLazy)) return;
     const float alpha = exp2_approx(before - now);
     softmax.pivot[i] = now;
     softmax.sum[i] *= alpha;
 #pragma unroll
-    for (int n = 0; n < C::kHeadDim / 8; n++)
+    for (int n = 0; n < C::kHeadDimV / 8; n++)
         for (int x = 0; x < 2; x++) o[4 * n + 2 * i + x] *= alpha;
 }
 
 template <class C>
-__device__ __forceinline__ void follow_maxima(const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
+__device__ __forceinline__ void follow_maxima(const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDimV / 2], Softmax &softmax,
                                               const WarpgroupRows<C> &own, int t) {
     const float now[2] = {maximum<C>(0, s, own.p.scale_log2), maximum<C>(1, s, own.p.scale_log2)};
 #pragma unroll
@@ -126,7 +127,7 @@ __device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&
 // Scores again the rows whose weights in tile t exceed kLarge. Their scores are gone, so each warp recomputes them by mma.sync and treats
 // those rows as if they began here. Other rows are unchanged. q, k: addresses of the warpgroup's first query and of the key tile.
 template <class C>
-__device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDim / 2], Softmax &softmax,
+__device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDimV / 2], Softmax &softmax,
                                         const WarpgroupRows<C> &own, int t, uint32_t q, uint32_t k) {
     const int lane = threadIdx.x % 32;
     bool large[2];
@@ -152,7 +153,8 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int token = own.row(r).token, column = t * C::kTileK + fragment_column();
-        const int begin = own.rows.begin[token] - column, end = own.rows.end[token] - column, sink_end = own.rows.sink_end[token] - column;
+        const TokenKeys keys = own.rows.keys(token);
+        const int begin = keys.begin - column, end = keys.end - column, sink_end = keys.sink_end - column;
 #pragma unroll
         for (int i = 2 * r; i < C::kTileK / 2; i += i % 2 ? 3 : 1) {
             const int j = element_column(i);
@@ -178,7 +180,7 @@ __device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax
     for (int r = 0; r < 2; r++) factor[r] = RowEnd(softmax.pivot[r], sum[r], own.rows.s_aux[own.row(r).head]).factor();
     const int r = threadIdx.x % 4;
     const TokenHead row = own.row(r);
-    if (r >= 2 || row.token >= own.rows.work.tokens.end - own.rows.work.tokens.begin) return;
+    if (r >= 2 || row.token >= own.rows.num_tokens()) return;
     const float pivot = r ? softmax.pivot[1] : softmax.pivot[0], its_sum = r ? sum[1] : sum[0];
     const int64_t at = own.rows.lse + row.head * args.problem.q_len + row.token;
     static_cast<float *>(args.lse)[at] = RowEnd(pivot, its_sum, own.rows.s_aux[row.head]).lse();

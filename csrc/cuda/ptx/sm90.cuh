@@ -175,8 +175,10 @@ template <int kLength> __device__ __forceinline__ void pin(float (&d)[kLength]) 
 #define SA_D28(d) SA_D16(d, 0), SA_D8(d, 16), SA_D4(d, 24)
 #define SA_D32(d, i) SA_D16(d, i), SA_D16(d, i + 16)
 #define SA_D40(d) SA_D32(d, 0), SA_D8(d, 32)
+#define SA_D48(d) SA_D32(d, 0), SA_D16(d, 32)
 #define SA_D64(d) SA_D32(d, 0), SA_D32(d, 32)
 #define SA_D72(d) SA_D64(d), SA_D8(d, 64)
+#define SA_D128(d) SA_D64(d), SA_D32(d, 64), SA_D32(d, 96)
 #define SA_N4 "%0, %1, %2, %3"
 #define SA_N8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SA_N16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -185,10 +187,16 @@ template <int kLength> __device__ __forceinline__ void pin(float (&d)[kLength]) 
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "   \
     "%28, %29, %30, %31"
 #define SA_N40 SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define SA_N48 SA_N40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define SA_N64                                                                                                                             \
     SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "    \
            "%56, %57, %58, %59, %60, %61, %62, %63"
 #define SA_N72 SA_N64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define SA_N128                                                                                                                            \
+    SA_N72 ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"                                              \
+           ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"                                          \
+           ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119"                              \
+           ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[N x 16]^T, both from shared memory, K along the rows. N is twice the length of d.
 template <class Element, int kLength>
@@ -235,10 +243,12 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint3
     SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                   \
     SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                   \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d))                                 \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 48, "96", SA_N48, "%48", "%49", "%50", SA_D48(d))                                 \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                                \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 72, "144", SA_N72, "%72", "%73", "%74", SA_D72(d))                                \
     SA_WGMMA_REGISTERS(Element, type, 32, "64", SA_N32, "%32", "%33", "%34", "%35", "%36", "%37", SA_D32(d, 0))                            \
-    SA_WGMMA_REGISTERS(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", "%67", "%68", "%69", SA_D64(d))
+    SA_WGMMA_REGISTERS(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", "%67", "%68", "%69", SA_D64(d))                              \
+    SA_WGMMA_REGISTERS(Element, type, 128, "256", SA_N128, "%128", "%129", "%130", "%131", "%132", "%133", SA_D128(d))
 SA_WGMMA(Bf16, "bf16")
 SA_WGMMA(Fp16, "f16")
 

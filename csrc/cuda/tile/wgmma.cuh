@@ -59,4 +59,19 @@ __device__ __forceinline__ void store_accumulator(uint32_t to, const float (&d)[
     }
 }
 
+// Writes the thread's i-th row of the accumulator, times `factor` and rounded, to global memory: a lane of four has every fourth chunk of 8
+// columns. By all four lanes; to: the row, NULL where it is not written.
+template <class Element, int kSize>
+__device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kSize], int i, float factor, int columns) {
+#pragma unroll
+    for (int n = 0; n < kSize / 4; n += 4) {
+        uint32_t x[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) x[k] = pack_halves<Element>(d[4 * (n + k) + 2 * i] * factor, d[4 * (n + k) + 2 * i + 1] * factor);
+        quad_transpose(x);
+        const int column = 8 * (n + static_cast<int>(threadIdx.x % 4));
+        if (to && column < columns) *reinterpret_cast<uint4 *>(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+}
+
 } // namespace sa

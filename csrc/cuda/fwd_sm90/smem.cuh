@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the roles of the general forward on sm_90 share: a block's shared memory, and the tensor maps.
+#pragma once
+
+#include "cuda/fwd_sm90/rows.cuh"
+
+namespace sa::fwd_sm90 {
+
+template <class C> struct Smem {
+    alignas(1024) unsigned char queries[C::kQueries][C::kHalves * C::kQueryHalf];
+    alignas(1024) unsigned char keys[C::kStages][C::kHalves * C::kKeyHalf], values[C::kStages][C::kHalvesV * C::kKeyHalf];
+    Rows<C> rows[C::kRowStages];
+    alignas(2) bool nonfinite[C::kStages][C::kCheckers];
+    Barriers<C::kQueries> q_full, q_empty;
+    Barriers<C::kStages> k_full, k_empty, v_full, v_ready, v_empty; // ready: checked for values that are not finite
+};
+
+struct Maps {
+    CUtensorMap q, k, v, out;
+};
+
+} // namespace sa::fwd_sm90
