@@ -31,6 +31,7 @@ LINES = {
     "const int at = row * 128 + ((chunk ^ (row & 7)) << 4);": SWIZZLES,
     "const int at = row * 128 + ((chunk ^ row % 8) << 4);": SWIZZLES,
     "// a comment may say lane / 4 and keys.begin / kTileK": None,
+    "// ---- host ----": "without dashes",
 }
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what no compiler checks: include arrows, rooms, where window arithmetic, tiles' bounds, barriers' phases,
-accumulator geometry and swizzles stand, lengths, SPDX lines.
+accumulator geometry and swizzles stand, lengths, SPDX lines, titles.
 
 Prints one ``file:line: sentence`` for each finding and exits with 1 if there is any.
 
@@ -192,6 +192,12 @@ def check_spdx(path: Path, lines: list[str]) -> Iterator[Finding]:
         yield path, 1, "the first line must hold SPDX-License-Identifier: Apache-2.0"
 
 
+def check_titles(path: Path, lines: list[str]) -> Iterator[Finding]:
+    for number, line in enumerate(lines, 1):
+        if re.match(r"\s*(?://|#|/\*) ?[-=]{3}", line):
+            yield path, number, "a title is a plain comment, without dashes"
+
+
 def findings(root: Path) -> Iterator[Finding]:
     csrc = root / "csrc"
     for path in sorted(
@@ -200,6 +206,7 @@ def findings(root: Path) -> Iterator[Finding]:
         text = path.read_text(encoding="utf-8")
         lines, code = text.splitlines(), without_comments(text).splitlines()
         yield from check_spdx(path, lines)
+        yield from check_titles(path, lines)
         yield from check_lengths(path, code, root)
         if csrc in path.parents:
             yield from check_arrows(path, lines, csrc)
@@ -212,6 +219,7 @@ def findings(root: Path) -> Iterator[Finding]:
                 continue
             lines = path.read_text(encoding="utf-8").splitlines()
             yield from check_spdx(path, lines)
+            yield from check_titles(path, lines)
             for number, line in enumerate(lines, 1):
                 match = PYTHON_IMPORT.match(line)
                 if top == "sinkattn" and match:

@@ -30,8 +30,6 @@ extern "C" {
 #define SINKATTN_API
 #endif
 
-/* ---- status ------------------------------------------------------------------------------------------------------------------- */
-
 typedef enum sinkattn_code {
     SINKATTN_OK = 0,
     SINKATTN_INVALID = 1,     /* an argument breaks a rule of this interface */
@@ -43,8 +41,6 @@ typedef struct sinkattn_status {
     sinkattn_code code;
     char message[508]; /* one sentence: the argument, the value got, the rule; empty when code is SINKATTN_OK */
 } sinkattn_status;
-
-/* ---- sizes -------------------------------------------------------------------------------------------------------------------- */
 
 typedef enum sinkattn_dtype {
     SINKATTN_NO_DTYPE = 0,
@@ -81,8 +77,6 @@ typedef struct sinkattn_problem {
     bool invariant;     /* decode: the bits of the prefill row, whatever the batch */
     int32_t head_dim_v; /* columns of v, out and their gradients, at most head_dim; 0: head_dim */
 } sinkattn_problem;
-
-/* ---- devices, variants, plans ------------------------------------------------------------------------------------------------- */
 
 typedef enum sinkattn_backend { SINKATTN_CPU = 0, SINKATTN_CUDA = 1 } sinkattn_backend;
 
@@ -139,8 +133,6 @@ typedef struct sinkattn_plan {
 
 /* Pure: depends on its arguments only, so it is testable for devices that are not there. */
 SINKATTN_API sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkattn_device *device, sinkattn_plan *plan);
-
-/* ---- arguments ---------------------------------------------------------------------------------------------------------------- */
 
 /* Element (b, row, head, x) lies at data[b * batch_stride + row * row_stride + head * head_stride + x]. batch_stride steps over
  * sequences, over pages in a paged cache, and is unused when packed. Rows are 16-byte aligned. */
@@ -203,8 +195,6 @@ typedef struct sinkattn_append_args {
         *slot_mapping; /* packed: [q_len], row i of k and v goes to row slot % page_size of page slot / page_size; negative: nowhere.
                           k and v are [q_len, ..], all other lengths and pages NULL; a contiguous cache is pages of its rows */
 } sinkattn_append_args;
-
-/* ---- run ---------------------------------------------------------------------------------------------------------------------- */
 
 /* Calls task(arg, w) for every w in [0, workers), at once or one after another, and returns when all have returned. */
 typedef struct sinkattn_executor {

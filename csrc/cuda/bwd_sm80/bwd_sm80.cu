@@ -443,9 +443,9 @@ template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinka
     SA_TRY(launch_kernel<RowsConfig>(args, workspace, num_row_tiles(problem, RowsConfig::kTile), context.stream));
     SA_TRY(launch_kernel<KeysConfig>(args, workspace, num_key_tiles(problem, KeysConfig::kTile), context.stream));
     if (!workspace.terms) return sa_ok();
-    const int64_t num_streams = problem.packed ? 1 : problem.batch;
+    const int64_t num_batches = problem.packed ? 1 : problem.batch;
     return launch_blocks<add_sink_terms>("sa_bwd_cuda_sm80", static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, context.stream,
-                                         args, workspace.terms, num_streams, problem.q_len);
+                                         args, workspace.terms, num_batches, problem.q_len);
 }
 
 // kTileQ and kTileK are variants.def's; kStepK and kStepQ, the tiles met, and the blocks a warp owns are as large as the registers allow.

@@ -11,7 +11,7 @@
 
 namespace sa {
 
-// ---- mbarrier: a phase ends when all arrivals and all announced bytes are in ----
+// mbarrier: a phase ends when all arrivals and all announced bytes are in.
 
 __device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -45,7 +45,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  : "memory");
 }
 
-// ---- bulk tensor copies; coordinates outside the tensor read zeros and are not written ----
+// Bulk tensor copies; coordinates outside the tensor read zeros and are not written.
 
 __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -106,8 +106,6 @@ __device__ __forceinline__ void bulk_add(float *to, const float *from, uint32_t 
                  : "memory");
 }
 
-// ---- flags between blocks ----
-
 __device__ __forceinline__ unsigned long long load_acquire(const unsigned long long *flag) {
     unsigned long long value;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
@@ -138,7 +136,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r
                  : "memory");
 }
 
-// ---- wgmma: rows of 64 16-bit elements, swizzled by 128 bytes ----
+// wgmma: rows of 64 16-bit elements, swizzled by 128 bytes.
 
 // A tile may start at any row. half_step: bytes between the 64-column halves of an operand whose columns are N. The address is the low
 // field, so offsets may be added to the whole descriptor.

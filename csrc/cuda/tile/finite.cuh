@@ -9,8 +9,6 @@
 
 namespace sa {
 
-// ---- test ----
-
 // Bits: uint16_t or uint32_t, whichever the caller holds.
 template <class Element, class Bits> __device__ __forceinline__ bool is_nonfinite(Bits half) {
     return (half & kExponent<Element>) == kExponent<Element>;
@@ -66,8 +64,6 @@ template <int kBlocks, int kColumns> __device__ __forceinline__ bool is_finite(c
     return nan == 0.0f;
 }
 
-// ---- zero ----
-
 template <class Element> __device__ __forceinline__ void zero_nonfinite(uint16_t &half) {
     if (is_nonfinite<Element>(half)) half = 0;
 }
@@ -100,8 +96,6 @@ template <class Element, int kThreads> __device__ __forceinline__ bool zero_nonf
     }
     return found;
 }
-
-// ---- add back ----
 
 // The value if it is not finite, else 0.
 template <class Element, class Bits> __device__ __forceinline__ float nonfinite_part(Bits half) {

@@ -17,8 +17,6 @@ namespace sa {
 
 constexpr int kRowBytes = 128; // of a row of 64 elements, the longest that TMA swizzles
 
-// ---- an accumulator ----
-
 // The i-th of the thread's rows, 2 a block of 16, in its warp's rows.
 __device__ __forceinline__ int fragment_row(unsigned lane, int i) { return 8 * i + lane / 4; }
 __device__ __forceinline__ int fragment_row(int i) { return fragment_row(threadIdx.x % 32, i); }
@@ -37,8 +35,6 @@ __device__ __forceinline__ int fragment_column() { return fragment_column(thread
 // Of element i: which of the thread's two rows, and how far from its first column.
 __device__ __forceinline__ constexpr int element_row(int i) { return i / 2 & 1; }
 __device__ __forceinline__ constexpr int element_column(int i) { return 8 * (i / 4) + (i & 1); }
-
-// ---- a tile in shared memory ----
 
 // Byte offset of a 16-byte chunk: in its row, for which the low three bits of `row` suffice, and in the tile.
 __device__ __forceinline__ int chunk_offset(int row, int chunk) { return (chunk ^ row % 8) << 4; }
