@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A token of generate() behind many keys: eager attention, sinkattn, and sinkattn with a static cache in one graph.
+"""A token of generate() behind many keys: eager attention, a prefill of one row, sinkattn, a static cache in graphs.
 
 The model has 4 layers of gpt-oss-20b's sizes, experts included, and random weights; its cache is filled, not
 computed. A token's time is what 32 tokens more take, over 32, on the host's clock: Python and launches included. The
-static cache is compiled by transformers, as generate() does it by itself.
+static cache is compiled by transformers, as generate() does it by itself. The attention of each new row is compared
+with that of one prefill of the final text, over the same keys and values.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import harness, studies
 
 SUITE = "generate"
 KEYS = (8192, 131072 - 256)  # the last is as long as the model goes, less the new tokens
 LAYERS, FEW, MORE, ROUNDS = 4, 8, 32, 3
-IMPLS = {"eager": ("eager", False), "sinkattn": ("sinkattn", False), "sinkattn-static": ("sinkattn", True)}
+PREFILL, INVARIANT, STATIC = "sinkattn-prefill", "sinkattn-invariant", "sinkattn-static"
+IMPLS = ("eager", PREFILL, "sinkattn", INVARIANT, STATIC)
 QUICK: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "vocab_size": 512, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 16,
@@ -31,7 +36,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GenerateRow:
-    """ms: of a token."""
+    """ms, launches, graphs: of a token; apart: new rows of attention with other bits than a prefill's, of how many."""
 
     suite: str
     keys: int
@@ -39,13 +44,15 @@ class GenerateRow:
     ms: float
     commit: str
     torch: str
+    launches: float = 0.0
+    graphs: float = 0.0
+    apart: str = ""
 
 
-def new_model(attention: str, quick: bool) -> Any:
+def new_model(quick: bool) -> Any:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(num_hidden_layers=LAYERS, **(QUICK if quick else {}))
-    config._attn_implementation = attention
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -68,6 +75,82 @@ def full_cache(config: Any, keys: int, static: bool) -> Any:
         )
         cache.update(k, v, layer, {"cache_position": torch.arange(keys, device=studies.device())})
     return cache
+
+
+@contextmanager
+def attending(model: Any, impl: str, seen: list[tuple[Tensor, ...]] | None = None) -> Iterator[None]:
+    """Attention of the impl inside the block; `seen` takes q, k, v and out of each decode, and its options.
+
+    A prefill is what a new token's row was before sinkattn.hf knew flash_decode.
+    """
+    import sinkattn
+    import sinkattn.hf
+
+    decode = sinkattn.hf.decode
+    sinkattn.hf.register(invariant=impl == INVARIANT)
+    model.set_attn_implementation("eager" if impl == "eager" else "sinkattn")
+
+    def prefill(q: Tensor, k: Tensor, v: Tensor, keys: object, *, invariant: bool, **options: Any) -> Any:
+        if keys is not None:
+            raise RuntimeError("a prefill stands in for a decode of whole caches alone")
+        return sinkattn.flash_attn_func(q, k, v, **options)
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, keys: object, **options: Any) -> Tensor:
+        out = decode(q, k, v, keys, **options)  # type: ignore[arg-type]
+        options.pop("invariant")
+        seen.append((q, k, v, out, options))  # type: ignore[union-attr, arg-type]
+        return out
+
+    if impl == PREFILL:
+        sinkattn.hf.decode = prefill  # type: ignore[assignment]
+    elif seen is not None:
+        sinkattn.hf.decode = watched
+    try:
+        yield
+    finally:
+        sinkattn.hf.decode = decode
+        sinkattn.hf.register(invariant=False)
+
+
+def rows_apart(model: Any, keys: int, impl: str) -> str:
+    """Rows of all heads and layers that differ from those of one prefill over the last call's keys and values."""
+    from transformers import DynamicCache
+
+    import sinkattn
+
+    seen = list[tuple[Any, ...]]()
+    cache = full_cache(model.config, keys, False)
+    assert isinstance(cache, DynamicCache)
+    ids = torch.randint(model.config.vocab_size, (1, keys + 1), device=studies.device())
+    with attending(model, impl, seen):
+        model.generate(ids, past_key_values=cache, max_new_tokens=FEW, min_new_tokens=FEW, do_sample=False)
+    apart = rows = 0
+    for layer in range(LAYERS):
+        calls = seen[layer::LAYERS]
+        _, k, v, _, options = calls[-1]
+        q, out = (torch.cat([call[i] for call in calls], 1) for i in (0, 3))
+        want = sinkattn.flash_attn_func(q, k, v, **options)
+        apart += int((out != want).any(-1).sum())
+        rows += want[..., 0].numel()
+    return f"{apart} of {rows}"
+
+
+def launches(run: Callable[[int], float], tokens: int = FEW) -> tuple[float, float]:
+    """Kernels that the host launches a token, and graphs; 0 on a CPU. The first token is left out: it is a prefill."""
+    if studies.device() != "cuda":
+        return 0.0, 0.0
+
+    def count(new: int) -> Counter[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run(new)
+        found = Counter[str]()
+        for event in profile.events():
+            found["graphs"] += "GraphLaunch" in event.name
+            found["launches"] += event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))
+        return found
+
+    few, many = count(tokens), count(2 * tokens)
+    return (many["launches"] - few["launches"]) / tokens, (many["graphs"] - few["graphs"]) / tokens
 
 
 def seconds_of(model: Any, keys: int, static: bool) -> Callable[[int], float]:
@@ -94,37 +177,42 @@ def token_ms(run: Callable[[int], float]) -> float:
     return harness.digits((many - few) / MORE * 1e3)
 
 
+def counted(launches: float) -> str:
+    return f"{launches:.3g}" if launches else "-"
+
+
 def markdown(machine: dict[str, object], rows: Sequence[GenerateRow]) -> list[str]:
-    found = {(row.keys, row.impl): row.ms for row in rows}
+    names = ["keys", "attention", "ms a token", "launches a token", "graphs a token", "rows unlike a prefill's"]
     lines = [
-        [str(keys), *(f"{found[keys, impl]:.3g}" for impl in IMPLS)] for keys in dict.fromkeys(r.keys for r in rows)
+        [str(row.keys), row.impl, f"{row.ms:.3g}", counted(row.launches), counted(row.graphs), row.apart or "-"]
+        for row in rows
     ]
-    return [studies.where(machine, rows), studies.table(["keys", *(f"{impl}, ms a token" for impl in IMPLS)], lines)]
+    return [studies.where(machine, rows), studies.table(names, lines)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     studies.add_output(parser, SUITE)
     parser.add_argument("--keys", nargs="*", type=int, help=f"in the cache; default: {KEYS}")
+    parser.add_argument("--impls", nargs="*", choices=IMPLS, default=IMPLS)
 
 
 def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("benchmarks generate needs transformers: pip install --no-build-isolation '.[hf]'")
-    import sinkattn.hf
-
-    sinkattn.hf.register()
     rows = list[GenerateRow]()
     commit = options.commit or harness.commit()
+    model = new_model(options.quick)
     with torch.no_grad():
-        for impl, (attention, static) in IMPLS.items():
-            model = new_model(attention, options.quick)
-            for keys in options.keys or ((64,) if options.quick else KEYS):
-                ms = token_ms(seconds_of(model, keys, static))
-                rows.append(GenerateRow(SUITE, keys, impl, ms, commit, torch.__version__))
-                print(f"{keys} keys, {impl}: {ms} ms a token", flush=True)
-            del model
-            if studies.device() == "cuda":
-                torch.cuda.empty_cache()
-    rows.sort(key=lambda row: row.keys)
+        for keys in options.keys or ((64,) if options.quick else KEYS):
+            for impl in options.impls:
+                with attending(model, impl):
+                    run = seconds_of(model, keys, impl == STATIC)
+                    ms = token_ms(run)
+                    counts = launches(run)
+                apart = rows_apart(model, keys, impl) if impl in ("sinkattn", INVARIANT) else ""
+                rows.append(GenerateRow(SUITE, keys, impl, ms, commit, torch.__version__, *counts, apart))
+                print(f"{keys} keys, {impl}: {ms} ms a token, {counts} {apart}", flush=True)
+                if studies.device() == "cuda":
+                    torch.cuda.empty_cache()
+                studies.keep(studies.place(SUITE, options), rows)
     studies.show(markdown(studies.machine(), rows))
-    studies.keep(studies.place(SUITE, options), rows)

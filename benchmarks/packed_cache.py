@@ -20,6 +20,7 @@ from . import cases, harness, studies
 
 SUITE = "packed-cache"
 PAGE_SIZES = (1, 16, 64, 256)
+MIXED_PAGE_SIZES = (16, 64)
 SECONDS = {"cuda": 0.25, "cpu": 1.0}
 
 
@@ -172,6 +173,7 @@ def run(options: argparse.Namespace) -> None:
     with studies.one_stream():
         for batch in QUICK if options.quick else batches():
             rows += measure(batch, PAGE_SIZES, seconds, commit)
-        rows.append(measure_mixed(QUICK_MIXED if options.quick else MIXED, 16, seconds, commit))
+        mixed = QUICK_MIXED if options.quick else MIXED
+        rows += [measure_mixed(mixed, size, seconds, commit) for size in MIXED_PAGE_SIZES]
     studies.show(markdown(studies.machine(), rows))
     studies.keep(studies.place(SUITE, options), rows)

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from arguments import Calls
 from gpus import needs_gpus
 
 import sinkattn
@@ -132,7 +133,7 @@ def test_a_packed_cache_is_measured_without_a_gpu(on_cpu: None, tmp_path: Path) 
     names = [batch.name for batch in packed_cache.QUICK]
     assert [(row.case, row.page_size) for row in rows] == [
         *((name, size) for name in names for size in packed_cache.PAGE_SIZES),
-        (packed_cache.QUICK_MIXED.name, 16),
+        *((packed_cache.QUICK_MIXED.name, size) for size in packed_cache.MIXED_PAGE_SIZES),
     ]
     assert all(row.ms > 0 and row.packed_ms > 0 for row in rows)
     assert f"{rows[0].ms / rows[0].packed_ms:.3f}" in packed_cache.markdown(machine, rows)[1]
@@ -315,8 +316,18 @@ def test_a_generated_token_is_timed_by_difference() -> None:
 
     assert generate.token_ms(run) == 2.0
     assert asked == [8] * 5 + [40] * 3
-    rows = [generate.GenerateRow("generate", 64, impl, 2.5, "abc", "2.13") for impl in generate.IMPLS]
-    assert "| 64 | 2.5 | 2.5 | 2.5 |" in generate.markdown({"gpu": "G", "cuda": "13.0"}, rows)[1]
+    rows = [generate.GenerateRow("generate", 64, "eager", 2.5, "abc", "2.13", 90, 0, "3 of 8")]
+    assert "| 64 | eager | 2.5 | 90 | - | 3 of 8 |" in generate.markdown({"gpu": "G", "cuda": "13.0"}, rows)[1]
+
+
+@torch.no_grad()
+def test_generated_rows_are_those_of_one_prefill(on_cpu: None) -> None:
+    model = generate.new_model(quick=True)
+    assert generate.rows_apart(model, 20, "sinkattn") == f"0 of {generate.FEW * generate.LAYERS * 8}"
+    for impl, name in ((generate.PREFILL, "flash_attn_fwd"), ("sinkattn", "flash_decode")):
+        with generate.attending(model, impl), Calls() as calls:
+            generate.seconds_of(model, 20, False)(3)
+        assert {op: len(seen) for op, seen in calls.seen.items()} == {name: 3 * generate.LAYERS}
 
 
 @pytest.mark.parametrize(("keys", "parts"), [(1024, 8), (1027, 8), (19, 1), (40, 4)])
