@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 import sinkattn
 from sinkattn import _C
 from sinkattn._testing import Case
-from sinkattn.hf_decode import decode
+from sinkattn.hf_decode import decode, read_keys
+from sinkattn.hf_masks import COLUMNS
 
 pytestmark = needs_gpus()
 
@@ -107,6 +108,18 @@ def test_decoding_names_the_way_out() -> None:
         sinkattn.flash_attn_with_kvcache(q, k, v, causal=True)
     out = sinkattn.flash_attn_with_kvcache(q, k, pad(v, (0, 64)), causal=True)[..., :128]
     torch.testing.assert_close(out, sinkattn.flash_attn_func(q, k, v, causal=True), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (30, 0)])
+def test_one_token_with_the_bits_of_a_prefill(window: tuple[int, int]) -> None:
+    """192 columns have another order of sums than (192, 128), so zeros behind the values would not do."""
+    torch.manual_seed(0)
+    q, k, v = drawn(2, 1, 8, 192), drawn(2, 2, 300, 192).transpose(1, 2), drawn(2, 2, 300, 128).transpose(1, 2)
+    options: dict[str, Any] = {"s_aux": torch.randn(8, device="cuda"), "window_size": window}
+    want = sinkattn.flash_attn_func(q, k, v, causal=True, **options)
+    assert torch.equal(decode(q, k, v, None, invariant=True, **options), want)
+    columns = torch.arange(300, dtype=torch.int32, device="cuda").expand(2, -1).clone()
+    assert torch.equal(decode(q, k, v, read_keys(columns.view(COLUMNS)), invariant=True, **options), want)
 
 
 def test_one_token_of_a_model() -> None:
