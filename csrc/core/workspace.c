@@ -105,6 +105,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                                                                  : slot_tiles);
     /* A packed batch may be one sequence, or any number of them. */
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
+    if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
+        room->num_slots = (int32_t)sa_min(slot_tiles, sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
     const int64_t sinks = room->is_local ? sink_blocks : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND,
                   most_short = sa_min(p->batch, longest / least_tiles);
     const bool may_have_rounds =

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/chains.h"
-#include "test.h"
+#include "core/workspace.h"
+#include "sample.h"
 
 enum { kKeys = 128 };
 
@@ -198,10 +198,31 @@ static void test_few_blocks_have_rounds(void) {
     CHECK(chains.rounds == 16 && !chains.split && chains.count == 1, "the same in a large batch: %d rounds", (int)chains.rounds);
 }
 
+/* 125 row tiles are 3 rounds of 42: chains of all 8 heads and rounds are side by side all the same. */
+static void test_rounds_have_room(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    const sinkattn_problem problem = {.op = SINKATTN_BWD,
+                                      .dtype = SINKATTN_BF16,
+                                      .batch = 1,
+                                      .num_q_heads = 64,
+                                      .num_kv_heads = 8,
+                                      .head_dim = 64,
+                                      .q_len = 2000,
+                                      .k_len = 2000,
+                                      .mask = {.has_right = true}};
+    sinkattn_plan plan;
+    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
+    const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&problem, &plan);
+    const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
+    const sa_chains chains = sa_chains_of(&band, 16, kKeys, &layout.room);
+    CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
+}
+
 const test chain_tests[] = {{"chains meet all tiles in order", test_chains_meet_all_tiles_in_order},
                             {"rounds of a block are added in order", test_rounds_of_a_block_are_added_in_order},
                             {"rounds do not depend on the batch", test_rounds_do_not_depend_on_the_batch},
                             {"items of a head have numbers", test_items_of_a_head_have_numbers},
                             {"blocks with sink tokens have rounds", test_blocks_with_sink_tokens_have_rounds},
                             {"few blocks have rounds", test_few_blocks_have_rounds},
+                            {"rounds have room", test_rounds_have_room},
                             {0}};

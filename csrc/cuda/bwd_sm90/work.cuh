@@ -258,14 +258,14 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; head++) buffers.key_terms[head * p.num_items + item.nth] = 0.0f;
 }
 
-// By block n, the first-th of those behind row tiles: an item a thread, and turns to begin with.
+// By the n-th block behind those of row tiles: an item a thread, and what the items begin with.
 template <class C>
-__device__ __forceinline__ void begin_items(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int n,
-                                            int first) {
-    const int writers = (static_cast<int>(gridDim.x) - n + first) * 128;
-    for (int64_t i = first * 128 + threadIdx.x; i < p.num_carries; i += writers) buffers.carry_turns[i] = 0;
-    if (first == 0 && threadIdx.x == 0) *buffers.counter = 0;
-    write_item<C>(args, p, buffers, first * 128 + threadIdx.x);
+__device__ __forceinline__ void begin_items(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int n) {
+    const int item = n * 128 + static_cast<int>(threadIdx.x), all = (static_cast<int>(gridDim.x - blockIdx.x) + n) * 128;
+    if (item == 0) *buffers.counter = 0;
+    for (int i = item; i < C::kParts * p.room.num_slots; i += all) buffers.turns[i] = 0;
+    for (int64_t i = item; i < p.num_carries; i += all) buffers.carry_turns[i] = 0;
+    write_item<C>(args, p, buffers, item);
 }
 
 // The sum of one head's terms over a tile's rows.
@@ -295,8 +295,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     __shared__ float deltas[C::kRows], terms[C::kRows];
     const auto heads = static_cast<int>(args.fwd.problem.num_kv_heads), n = static_cast<int>(blockIdx.x), nth_tile = n / heads,
                kv_head = n - nth_tile * heads;
-    if (n < p.room.num_slots && threadIdx.x < C::kParts) buffers.turns[C::kParts * n + threadIdx.x] = 0;
-    if (nth_tile >= p.num_tiles) return begin_items<C>(args, p, buffers, n, n - static_cast<int>(p.num_tiles) * heads);
+    if (nth_tile >= p.num_tiles) return begin_items<C>(args, p, buffers, n - static_cast<int>(p.num_tiles) * heads);
     const bool is_packed = args.fwd.problem.packed;
     const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile) : nth_tile / p.dense_tiles;
     if (e >= p.num_entries) return;
