@@ -30,7 +30,9 @@ enum {
     SA_LONG_ROUND = 64,    /* if none is shorter than this; */
     SA_SCARCE_BLOCKS = 32, /* and of at most so many blocks, */
     SA_SHORT_BLOCKS = 128, /* that blocks times rounds are this, */
-    SA_SHORT_ROUND = 8,    /* and none is shorter than this */
+    SA_SHORT_ROUND = 8,    /* and none is shorter than this; */
+    SA_THIN_BLOCKS = 96,   /* or of at most so many, too short for two of SA_LEAST_ROUND, */
+    SA_THIN_ROUNDS = 192,  /* that they are at most this, and none is shorter than SA_SHORT_ROUND */
     SA_MANY_BLOCKS = 256,  /* of all sequences and kv heads: items are whole blocks */
     SA_SINK_BLOCKS = 4,    /* under a window, as many blocks with sink tokens have rounds */
     SA_SINK_ROUND = 16,    /* of so many tiles, */
@@ -62,11 +64,14 @@ typedef struct sa_chains {
     int32_t sinks, lead;         /* under a window: blocks with sink tokens, which alone have rounds, and how early they come, in tiles */
 } sa_chains;
 
-/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, below SA_FEW_BLOCKS, and so many row tiles. In 32 bits: one
- * warp asks for every sequence of a launch. */
+/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, below SA_FEW_BLOCKS, and so many row tiles. In 32 bits: each
+ * sequence of a launch asks. */
 SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
+    const bool is_thin = blocks <= SA_THIN_BLOCKS && tiles < 2 * SA_LEAST_ROUND;
     const int32_t most = (SA_ROUND_BLOCKS + blocks - 1) / blocks, most_long = (SA_LONG_BLOCKS + blocks - 1) / blocks,
-                  most_short = blocks > SA_SCARCE_BLOCKS ? 1 : SA_SHORT_BLOCKS / blocks;
+                  most_short = blocks <= SA_SCARCE_BLOCKS ? SA_SHORT_BLOCKS / blocks
+                               : is_thin                  ? SA_THIN_ROUNDS / blocks
+                                                          : 1;
     const sa_position_t rounds = sa_last(sa_first(most, tiles / SA_LEAST_ROUND), sa_first(most_long, tiles / SA_LONG_ROUND));
     return (int32_t)sa_last(rounds, sa_first(most_short, tiles / SA_SHORT_ROUND));
 }
