@@ -63,10 +63,14 @@ def new_model(quick: bool) -> Any:
         torch.set_default_dtype(before)
 
 
-def full_cache(config: Any, keys: int, static: bool) -> Any:
+def full_cache(config: Any, keys: int, static: bool, drops: bool = True) -> Any:
+    """drops: behind a window, as generate()'s own caches."""
     from transformers import DynamicCache, StaticCache
 
-    cache = StaticCache(config=config, max_cache_len=keys + 128) if static else DynamicCache(config=config)
+    if static:
+        cache: Any = StaticCache(config=config, max_cache_len=keys + 128)
+    else:
+        cache = DynamicCache(config=config) if drops else DynamicCache()
     generator = torch.Generator(studies.device()).manual_seed(1)
     shape = 1, config.num_key_value_heads, keys, config.head_dim
     for layer in range(LAYERS):
@@ -113,14 +117,12 @@ def attending(model: Any, impl: str, seen: list[tuple[Tensor, ...]] | None = Non
 
 
 def rows_apart(model: Any, keys: int, impl: str) -> str:
-    """Rows of all heads and layers that differ from those of one prefill over the last call's keys and values."""
-    from transformers import DynamicCache
-
+    """Rows of all heads and layers that differ from those of one prefill over the last call's keys and values, which
+    are all keys and values."""
     import sinkattn
 
     seen = list[tuple[Any, ...]]()
-    cache = full_cache(model.config, keys, False)
-    assert isinstance(cache, DynamicCache)
+    cache = full_cache(model.config, keys, static=False, drops=False)
     ids = torch.randint(model.config.vocab_size, (1, keys + 1), device=studies.device())
     with attending(model, impl, seen):
         model.generate(ids, past_key_values=cache, max_new_tokens=FEW, min_new_tokens=FEW, do_sample=False)
