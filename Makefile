@@ -164,7 +164,7 @@ endif
 # What the Python package has of all this, in its folder LIBRARIES.
 LIBRARIES ?= sinkattn/_lib
 
-# What is there already stays as it is: a process may be about to load it.
+# Unchanged files keep their inode, since a process may be loading them.
 package: lib $(SHARED) $(if $(TORCH_INCLUDE),binding)
 	@install -d $(LIBRARIES)
 	@install -C -m 755 $(SHARED) $(LIBRARIES)/$(SONAME)

@@ -22,21 +22,30 @@
 
 #include "split.h"
 
+/* A sequence has rounds if its key blocks, of all kv heads, are fewer than SA_FEW_BLOCKS: as many as the best of four rules gives.
+ *
+ *     rule      for                                      blocks times rounds    least tiles of a round
+ *     LEAST     all                                      SA_ROUND_BLOCKS        SA_LEAST_ROUND
+ *     LONG      all                                      SA_LONG_BLOCKS         SA_LONG_ROUND
+ *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_SHORT_BLOCKS        SA_SHORT_ROUND
+ *     THIN      at most SA_THIN_BLOCKS, and fewer than   SA_THIN_ROUNDS         SA_SHORT_ROUND
+ *               two times SA_LEAST_ROUND tiles
+ */
 enum {
-    SA_FEW_BLOCKS = 256,   /* of all kv heads: a sequence of fewer has rounds, */
-    SA_ROUND_BLOCKS = 512, /* so many that blocks times rounds are about this, */
-    SA_LEAST_ROUND = 32,   /* but none shorter than this; */
-    SA_LONG_BLOCKS = 1024, /* or this, */
-    SA_LONG_ROUND = 64,    /* if none is shorter than this; */
-    SA_SCARCE_BLOCKS = 32, /* and of at most so many blocks, */
-    SA_SHORT_BLOCKS = 128, /* that blocks times rounds are this, */
-    SA_SHORT_ROUND = 8,    /* and none is shorter than this; */
-    SA_THIN_BLOCKS = 96,   /* or of at most so many, too short for two of SA_LEAST_ROUND, */
-    SA_THIN_ROUNDS = 192,  /* that they are at most this, and none is shorter than SA_SHORT_ROUND */
-    SA_MANY_BLOCKS = 256,  /* of all sequences and kv heads: items are whole blocks */
-    SA_SINK_BLOCKS = 4,    /* under a window, as many blocks with sink tokens have rounds */
-    SA_SINK_ROUND = 16,    /* of so many tiles, */
-    SA_SINK_LEAD = 32      /* that come so many tiles early */
+    SA_FEW_BLOCKS = 256,
+    SA_ROUND_BLOCKS = 512,
+    SA_LEAST_ROUND = 32,
+    SA_LONG_BLOCKS = 1024,
+    SA_LONG_ROUND = 64,
+    SA_SCARCE_BLOCKS = 32,
+    SA_SHORT_BLOCKS = 128,
+    SA_SHORT_ROUND = 8,
+    SA_THIN_BLOCKS = 96,
+    SA_THIN_ROUNDS = 192,
+    SA_MANY_BLOCKS = 256, /* of all sequences and kv heads: items are whole blocks */
+    SA_SINK_BLOCKS = 4,   /* under a window: at most so many blocks with sink tokens have rounds */
+    SA_SINK_ROUND = 16,   /* tiles of such a round */
+    SA_SINK_LEAD = 32     /* tiles by which it comes early */
 };
 
 /* What a launch has. */
@@ -47,7 +56,7 @@ typedef struct sa_chain_room {
     int32_t round_tiles;
     int32_t num_slots; /* accumulator slots */
     bool is_local;     /* under a window, whose items' tiles fit the slots */
-    int32_t span;      /* and at most so many tiles see a block without sink tokens */
+    int32_t span;      /* under a window: the most tiles that see a block without sink tokens */
     bool merges;       /* items are many: a chain is all rounds */
 } sa_chain_room;
 
@@ -55,7 +64,7 @@ typedef struct sa_chains {
     int32_t blocks;              /* key blocks of a head */
     int32_t blind, tiles;        /* row tiles before the first row that sees a key; all row tiles of a head */
     int32_t rounds, round_tiles; /* the last round may be shorter */
-    bool is_local;               /* a chain's slots follow its rows; not where sink tokens add little work */
+    bool is_local;               /* room's, and not so short that sink tokens add little work: a chain's slots follow its rows */
     bool is_long;                /* rounds because of slots: heads one after another */
     bool split;                  /* a chain is a round, not all of them */
     int32_t heads;               /* of all copies */
@@ -64,8 +73,8 @@ typedef struct sa_chains {
     int32_t sinks, lead;         /* under a window: blocks with sink tokens, which alone have rounds, and how early they come, in tiles */
 } sa_chains;
 
-/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, below SA_FEW_BLOCKS, and so many row tiles. In 32 bits: each
- * sequence of a launch asks. */
+/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, below SA_FEW_BLOCKS, and so many row tiles. Divisions
+ * are of 32 bits, since the threads of one block ask for every sequence of a launch. */
 SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
     const bool is_thin = blocks <= SA_THIN_BLOCKS && tiles < 2 * SA_LEAST_ROUND;
     const int32_t most = (SA_ROUND_BLOCKS + blocks - 1) / blocks, most_long = (SA_LONG_BLOCKS + blocks - 1) / blocks,

@@ -313,7 +313,7 @@ static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info 
     return streams > blocks ? 2 * blocks : blocks;
 }
 
-/* A backward on CUDA has items of keys too, and chunks with long caches have more of those than of rows. */
+/* A backward on sm_90 has items of keys too, and chunks with long caches have more of those than of rows. */
 static int64_t most_busy(const sinkattn_problem *p, const sinkattn_variant_info *info, const sinkattn_plan *plan) {
     if (p->op != SINKATTN_BWD || info->backend != SINKATTN_CUDA) return plan->num_items;
     return sa_max(plan->num_items, p->num_kv_heads * (p->packed ? 1 : p->batch) * sa_ceil_div(p->k_len, info->tile_k));

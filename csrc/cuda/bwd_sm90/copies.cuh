@@ -3,8 +3,8 @@
 // Shared memory of the general backward's blocks on sm_90, and the threads around the math: the loader, and the adders, which add dQ to the
 // sums over key blocks.
 //
-// A kernel's Config has kHalves, kRowHalf, kKeyHalf, kStages, kDsStages, kIsLate, kSums, kSumUses and kMathThreads, beside the fields that
-// work.cuh needs.
+// A kernel's Config has kIsWide, kHalves, kHalvesV, kRowHalf, kKeyHalf, kStages, kSums and kMathThreads, beside the fields that work.cuh
+// needs; up to head_dim 128 kDsStages, kIsLate and kSumUses too, above it kDoutStages and kPieceFloats.
 #pragma once
 
 #include "cuda/bwd_sm90/work.cuh"

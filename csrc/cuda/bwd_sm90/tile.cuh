@@ -231,7 +231,7 @@ __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, 
     const int thread = threadIdx.x - 128;
     auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
     auto *own = sums + thread / 32 * kColumns;
-    bar_sync<C::kMathThreads>(kMathBarrier); // both math warpgroups have finished dQ, which reads dS: its buffer is free
+    bar_sync<C::kMathThreads>(kMathBarrier); // both math warpgroups have finished the products that read dS: its buffer is free
     for (int i = 0; i < kNumTerms<C, kTerms>; i++) {
         float sum = smem.terms[i][thread];
         if constexpr (kTerms == kTermsOfAny) {

@@ -10,10 +10,10 @@
 //
 // A block stays on its multiprocessor and walks over tiles of rows (tokens x the heads of a GQA group), the last of a sequence first, and
 // in reverse every other round, which evens out the blocks' work. A math warpgroup owns 64 rows, with S, P and O in registers; they
-// run out of step, and each releases key tiles that only the others need. Out leaves through the stage of the queries, or, where there is
-// one, from registers. A row's pivot is its maximum over its first key tile; later tiles are not searched for maxima, and the rare row that
-// outgrows its pivot is scored again. Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's bits are its
-// own.
+// run out of step, and each releases key tiles that only the others need. Out leaves through the stage of the queries; with one
+// tile of Q, from registers. A row's pivot is its maximum over its first key tile; later tiles are not searched for maxima, and the rare
+// row that outgrows its pivot is scored again. Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's bits
+// are its own.
 //
 // Registers: S, P and O take 128 of 160 at head_dim 64, 124 at 128; 136 of 232 at 192 with values of 128, 188 at 256, with two math
 // warpgroups. Shared memory: one or two tiles of Q, kStages of K and V, 176 and 216 KiB, 216 and 224.
@@ -81,8 +81,8 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
         KeyTileWalk tile(work.tiles);
         load_queries<C>(smem, maps, p, queries, work);
         for (; tile.t < end; tile.advance(), ring.n++) {
-            // In flight: K and V of at most kStages earlier key tiles; Q of up to two row tiles, since the loader may pass a row
-            // tile of few key tiles before its Q has landed.
+            // In flight: K and V of at most kStages earlier key tiles; Q of up to kQueries row tiles, since the loader may pass a
+            // row tile of few key tiles before its Q has landed.
             smem.k_empty.acquire(ring);
             load_keys(smem.keys[ring.stage()], C::kHalves, maps.k, smem.k_full[ring.stage()], work, tile.t);
             smem.v_empty.acquire(ring);

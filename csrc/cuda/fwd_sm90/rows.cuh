@@ -29,7 +29,7 @@ template <class Element_, class Keys_, class Shape> struct Config : Shape {
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
     static constexpr int kLoaderRegisters = kMathWarpgroups == 2 ? 40 : 32, kMathRegisters = kMathWarpgroups == 2 ? 232 : 160;
     static constexpr bool kStagesOut = kQueries > 1;           // out leaves through the stage of the queries, else from registers
-    static constexpr bool kStoresBounds = kMathWarpgroups > 2; // what a token sees is stored, else found again at each use
+    static constexpr bool kStoresBounds = kMathWarpgroups > 2; // what a token sees is stored, else computed at each use
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0,
                   "swizzled rows, rows of a wgmma, keys of a wgmma");

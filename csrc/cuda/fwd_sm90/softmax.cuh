@@ -28,7 +28,7 @@ template <class C> struct WarpgroupRows {
 
     __device__ __forceinline__ const sa_key_tiles &tiles() const { return rows.warpgroup_tiles[math_warpgroup]; }
 
-    // The i-th of the thread's two rows. Compiler fence: computed again at each use, for want of a register to keep it in.
+    // The i-th of the thread's two rows. Compiler fence: computed again at each use, which saves a register.
     __device__ __forceinline__ TokenHead row(int i) const {
         unsigned thread = threadIdx.x % 128;
         asm volatile("" : "+r"(thread));
