@@ -22,8 +22,6 @@
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
-#define SA_SHORT_CHAIN 8192  /* CUDA decode, invariant: so few keys are one block's work, however few streams there are */
-#define SA_BUSY_SHARE 4      /* the same: with streams for a quarter of the workers, longer caches are too */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
 static bool has_narrow_values(const sinkattn_problem *p) { return sa_head_dim_v(p) != p->head_dim; }
@@ -196,19 +194,12 @@ static int64_t num_query_tiles(const sinkattn_problem *p, const sinkattn_variant
     return p->batch ? p->num_kv_heads * (rows / info->tile_q + p->batch) : 0;
 }
 
-/* A decode with one block a stream leaves most workers idle where streams are few; over long caches the prefill's kernel, which has the
- * same bits, is faster then. */
-static bool leaves_idle(const sa_variant *row, const sinkattn_problem *p, const sinkattn_device *device) {
-    if (row->refusal != sa_refusal_invariant_whole_tokens || p->k_len <= SA_SHORT_CHAIN) return false;
-    return SA_BUSY_SHARE * num_query_tiles(p, &row->info) < device->workers;
-}
-
 /* The index of the last row that serves, -1 for a miss. */
 static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *device) {
     int32_t best = -1;
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
-        if (sa_runs_on(&row->info, device) && sa_finds_room(row, p, device) && !refusal(row, p) && !leaves_idle(row, p, device)) best = i;
+        if (sa_runs_on(&row->info, device) && sa_finds_room(row, p, device) && !refusal(row, p)) best = i;
     return best;
 }
 
@@ -361,7 +352,6 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
         if (row->info.op != p->op || row->info.backend != device->backend) continue;
         const sinkattn_variant_info *info = &row->info;
         const char *why = sa_finds_room(row, p, device) ? refusal(row, p) : "a block takes more than 99 KiB of shared memory";
-        if (!why) why = "too few streams for so many keys";
         if (sa_runs_on(info, device))
             say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, why);
         else

@@ -230,12 +230,13 @@ static void test_which_decodes_have_one_key_tile(void) {
 /* A decode with invariant has the arch and the key tiles of the forward that serves its rows, or is that forward. */
 static void test_invariant_decodes_follow_a_forward(void) {
     const int64_t head_dims[] = {8, 64, 72, 128, 136, 256}, groups[] = {1, 3, 8, 192, 193}, lefts[] = {-1, 0, 127, 143, 4096},
-                  sinks[] = {0, 4, 17};
-    for (int x = 0; x < 2 * 6 * 5 * 5 * 3; x++) {
+                  sinks[] = {0, 4, 17}, lengths[] = {4096, 1 << 20};
+    for (int x = 0; x < 2 * 6 * 5 * 5 * 3 * 2; x++) {
         const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = x % 2 ? 90 : 80, .workers = 132};
         sinkattn_problem problem = causal_window(SINKATTN_DECODE, sa_max(lefts[x / 60 % 5], 0));
         problem.mask.has_left = lefts[x / 60 % 5] >= 0;
-        problem.mask.num_sink_tokens = sinks[x / 300];
+        problem.mask.num_sink_tokens = sinks[x / 300 % 3];
+        problem.k_len = lengths[x / 900];
         problem.head_dim = head_dims[x / 2 % 6];
         problem.num_kv_heads = 2;
         problem.num_q_heads = 2 * groups[x / 12 % 5];

@@ -19,6 +19,7 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig {
     static constexpr int kTeams = kWarps, kTeamThreads = 32, kTeamWarps = 1; // a team: a warp that loads and scores 16 keys
     static constexpr int kPivotTiles = kHeadDim == 64 ? 8 : 5, kPivotKeys = kPivotTiles * kTileK; // of a key tile of the forward
     static_assert(kPivotKeys == (kHeadDim == 64 ? sa_fwd_cuda_sm90_d64_tile_k : sa_fwd_cuda_sm90_d128_tile_k), "the forward's tiles");
+    static constexpr int kWalkKeys = kTileK;                                         // of a tile of stream.tiles
     static constexpr int kColumns = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps; // of a warp that has any
     static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
     static constexpr int kHeadBytes = 2 * kTileBytes, kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;

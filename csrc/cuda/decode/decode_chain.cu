@@ -14,8 +14,12 @@
 // assumes that all rows begin in one tile, and that no pivot moves; where that is wrong, it begins again, tile by tile.
 //
 // Shared memory: stages of K and V, 16 keys a warp, as many as fit; weights of two steps, rounded and not.
+//
+// Where streams are few, a cluster has one: see chain_cluster.cuh.
 
 #include "cuda/decode/chain.cuh"
+#include "cuda/decode/chain_cluster.cuh"
+#include "cuda/decode/column_chain.cuh"
 #include "cuda/decode/finish.cuh"
 #include "cuda/decode/load.cuh"
 #include "cuda/decode/params.cuh"
@@ -25,11 +29,12 @@
 namespace sa::decode {
 namespace {
 
-// The block's stream, at its sequence's length. The part is all of it.
-template <class C> __device__ __forceinline__ void find_stream(typename C::Smem &smem, const Params &params, int32_t length) {
+// Stream `number`, at its sequence's length. The part is all of it.
+template <class C>
+__device__ __forceinline__ void find_stream(typename C::Smem &smem, const Params &params, uint32_t number, int32_t length) {
     Part &part = smem.part;
-    const uint32_t of_heads = sa_divide(blockIdx.x, params.by_heads);
-    part.kv_head = static_cast<int32_t>(blockIdx.x - of_heads * params.num_heads);
+    const uint32_t of_heads = sa_divide(number, params.by_heads);
+    part.kv_head = static_cast<int32_t>(number - of_heads * params.num_heads);
     part.batch = static_cast<int32_t>(sa_divide(of_heads, params.by_row_tiles));
     Stream &stream = part.stream;
     stream.row_begin = (static_cast<int32_t>(of_heads) - part.batch * params.row_tiles) * C::kMostRows;
@@ -37,7 +42,7 @@ template <class C> __device__ __forceinline__ void find_stream(typename C::Smem 
     stream.band = sa_band_with_keys(params.band, max(0, min(length, params.band.k_len)));
     const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
                              static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
-    stream.tiles = sa_key_tiles_of(&stream.band, tokens, kTileK);
+    stream.tiles = sa_key_tiles_of(&stream.band, tokens, C::kWalkKeys);
     stream.num_tiles = sa_key_tile_count(&stream.tiles);
     part.first = 0;
     part.last = static_cast<int32_t>(stream.num_tiles);
@@ -108,13 +113,85 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void chain_decode_kernel(c
     const auto batch = static_cast<int32_t>(sa_divide(sa_divide(blockIdx.x, params.by_heads), params.by_row_tiles));
     Speculation speculation = {batch, read_length(params, batch), may_start_early()};
     for (;;) {
-        if (threadIdx.x == 0) find_stream<C>(smem, params, speculation.length);
+        if (threadIdx.x == 0) find_stream<C>(smem, params, blockIdx.x, speculation.length);
         __syncthreads();
         if (attend_stream<C>(shared, smem, params, speculation)) break;
     }
 #else
     __trap();
 #endif
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(const __grid_constant__ typename C::Arguments params) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(128) unsigned char shared[];
+    auto &smem = *reinterpret_cast<typename C::Smem *>(shared);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < C::kWeightStages; i++) smem.full[i].init(1);
+        for (int i = 0; i < C::kRounds; i++) smem.empty[i].init(C::kCluster);
+        for (int i = 0; i < C::kValueStages; i++) {
+            smem.v_full[i].init(32);
+            smem.v_empty[i].init(1);
+        }
+        smem.weights_full[0].init(C::kScorers);
+        smem.weights_empty[0].init(1);
+        barrier_init_fence();
+        for (int i = 0; i < C::kWeightStages; i++) smem.full[i].arrive_expect(sizeof(typename C::WeightStage));
+    }
+    __syncwarp();
+    cluster_arrive();
+    const uint32_t number = blockIdx.x / C::kCluster;
+    const auto batch = static_cast<int32_t>(sa_divide(sa_divide(number, params.by_heads), params.by_row_tiles));
+    const int warp = warp_uniform(threadIdx.x / 32);
+    int32_t length = read_length(params, batch), pages[C::kKeyStages];
+    for (bool before_wait = true;; before_wait = false) { // once more where the preceding kernel has changed the length
+        if (threadIdx.x == 0) find_stream<C>(smem, params, number, length);
+        __syncthreads();
+        if (threadIdx.x < 32) describe_cluster_rows<C>(smem, params);
+        if (before_wait) {
+            wait_for_previous_kernel();
+            let_next_kernel_start();
+        }
+        const int32_t now = read_length(params, batch);
+        if (warp < C::kScorers) Scorer<C>::look_up(pages, ClusterStream<C>(smem, params));
+        __syncthreads();
+        if (now == length) break;
+        length = now;
+    }
+    if (threadIdx.x == 0) check_length(params, length);
+    cluster_wait(); // the barriers of all blocks are there
+    const ClusterStream<C> stream(smem, params);
+    if (warp < C::kScorers) {
+        Scorer<C> scorer(stream);
+        stream.in_runs([&](int32_t first, uint32_t done) { scorer.run(first, done, pages); });
+        if (scorer.bad_page) atomicOr(params.error_word, kBadBlockTable);
+    } else if (warp == C::kAdder) {
+        const Adder<C> adder(stream);
+        stream.in_runs([&](int32_t first, uint32_t done) { adder.run(first, done); });
+    } else if (warp == C::kChain) {
+        ColumnChain<C> chain(stream);
+        stream.in_runs([&](int32_t first, uint32_t done) { chain.run(first, done); });
+        chain.write();
+    } else {
+        const ValueLoader<C> loader(stream);
+        stream.in_runs([&](int32_t first, uint32_t done) { loader.run(first, done); });
+    }
+#else
+    __trap();
+#endif
+}
+
+template <class C> sinkattn_status launch_cluster_chain(const sinkattn_decode_args &args, const sinkattn_context &context) {
+    typename C::Arguments params = {};
+    SA_TRY(sa_cuda_error_word(&params.error_word));
+    set_tensors(params, args, 1, C::kMostRows);
+    set_extras(params, args);
+    constexpr int kBytes = sizeof(typename C::Smem);
+    SA_TRY(allow_shared<cluster_chain_decode_kernel<C>>(kBytes));
+    const auto streams = static_cast<unsigned>(params.batch * params.row_tiles) * params.num_heads;
+    return launch_clusters<cluster_chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain", streams * C::kCluster, C::kCluster, C::kThreads,
+                                                           kBytes, context.stream, params);
 }
 
 template <class C>
@@ -131,6 +208,15 @@ sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_pl
                                                       params.stages * C::kStageBytes + C::kWeightBytes, context.stream, params);
 }
 
+// Whether so many blocks of clusters run at once, two an SM.
+sinkattn_status clusters_fit(bool *fit, int64_t blocks) {
+    int device = 0, sms = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    *fit = blocks <= 2 * static_cast<int64_t>(sms);
+    return sa_cuda_status("cudaDeviceGetAttribute", error);
+}
+
 template <class Element, int kHeadDim>
 sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
@@ -138,6 +224,9 @@ sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_pl
     const int64_t streams = problem.batch * problem.num_kv_heads * sa_ceil_div(rows, 8);
     if (streams == 0) return sa_ok();
     SA_TRY(check_decode_strides(args, streams));
+    bool fit = false;
+    SA_TRY(clusters_fit(&fit, streams * ClusterConfig<Element, kHeadDim>::kCluster));
+    if (fit) return launch_cluster_chain<ClusterConfig<Element, kHeadDim>>(args, context);
     return streams <= plan.workers ? launch_chain<ChainConfig<Element, kHeadDim, 8>>(args, plan, context)
                                    : launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context);
 }

@@ -45,6 +45,32 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  : "memory");
 }
 
+// Shared memory of another block of the cluster, by the address that corresponds to one of this block's.
+
+__device__ __forceinline__ uint32_t address_of_block(uint32_t address, uint32_t rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Without a fence of the cluster's scope, which would take hundreds of cycles: for a thread that has used what it read, and wrote nothing.
+__device__ __forceinline__ void arrive_at_block(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Stores whose bytes the barrier, of the same block, was told to expect.
+__device__ __forceinline__ void store_async(uint32_t to, float x, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(x)),
+                 "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_async(uint32_t to, uint2 x, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to), "r"(x.x), "r"(x.y),
+                 "r"(barrier)
+                 : "memory");
+}
+
 // Bulk tensor copies; coordinates outside the tensor read zeros and are not written.
 
 __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
