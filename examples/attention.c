@@ -32,21 +32,21 @@ int main(void) {
     static const float s_aux[Q_HEADS] = {-2.0f, 0.0f, 2.0f, 4.0f};
     float lse[Q_HEADS][TOKENS];
     const sinkattn_fwd_args args = {.problem = {.op = SINKATTN_FWD,
-                                                .dtype = SINKATTN_FP32,
-                                                .s_aux_dtype = SINKATTN_FP32,
-                                                .batch = 1,
-                                                .num_q_heads = Q_HEADS,
-                                                .num_kv_heads = KV_HEADS,
-                                                .head_dim = HEAD_DIM,
-                                                .q_len = TOKENS,
-                                                .k_len = TOKENS,
-                                                .mask = {.has_left = true, .left = 3, .has_right = true}},
-                                    .q = new_tensor(Q_HEADS),
-                                    .k = new_tensor(KV_HEADS),
-                                    .v = new_tensor(KV_HEADS),
-                                    .out = new_tensor(Q_HEADS),
-                                    .lse = lse,
-                                    .s_aux = s_aux};
+                                            .dtype = SINKATTN_FP32,
+                                            .s_aux_dtype = SINKATTN_FP32,
+                                            .batch = 1,
+                                            .num_q_heads = Q_HEADS,
+                                            .num_kv_heads = KV_HEADS,
+                                            .head_dim = HEAD_DIM,
+                                            .q_len = TOKENS,
+                                            .k_len = TOKENS,
+                                            .mask = {.has_left = true, .left = 3, .has_right = true}},
+            .q = new_tensor(Q_HEADS),
+            .k = new_tensor(KV_HEADS),
+            .v = new_tensor(KV_HEADS),
+            .out = new_tensor(Q_HEADS),
+            .lse = lse,
+            .s_aux = s_aux};
 
     sinkattn_device device;
     sinkattn_status status = sinkattn_query_cpu(1, &device);

@@ -7,8 +7,8 @@
 #include "core.h"
 #include "mask.h"
 
-static sinkattn_status launch(const void *args, const sinkattn_problem *problem, const sinkattn_plan *plan,
-                              const sinkattn_context *context) {
+static sinkattn_status launch(
+        const void *args, const sinkattn_problem *problem, const sinkattn_plan *plan, const sinkattn_context *context) {
     const sinkattn_status status = sa_validate_plan(problem, plan);
     if (status.code != SINKATTN_OK) return status;
     if (!context) return sa_status(SINKATTN_INVALID, "context is NULL; it must be given");
@@ -17,8 +17,8 @@ static sinkattn_status launch(const void *args, const sinkattn_problem *problem,
         return sa_status(SINKATTN_UNSUPPORTED, "plan.variant is %s; this build must be made with nvcc to have it", row->info.name);
     const int64_t needed = row->workspace_bytes(problem, plan); /* plan.workspace_bytes is the caller's word, this is ours */
     if (context->workspace_bytes < needed)
-        return sa_status(SINKATTN_INVALID, "context.workspace_bytes is %" PRId64 "; it must be at least %" PRId64, context->workspace_bytes,
-                         needed);
+        return sa_status(
+                SINKATTN_INVALID, "context.workspace_bytes is %" PRId64 "; it must be at least %" PRId64, context->workspace_bytes, needed);
     if (needed > 0 && !context->workspace)
         return sa_status(SINKATTN_INVALID, "context.workspace is NULL; it must hold %" PRId64 " bytes", needed);
     return row->run(args, plan, context);
@@ -51,7 +51,7 @@ sinkattn_status sinkattn_append(const sinkattn_append_args *args, sinkattn_backe
 #ifndef SA_WITH_CUDA
 static sinkattn_status without_cuda(int32_t ordinal) {
     return sa_status(SINKATTN_UNSUPPORTED,
-                     "CUDA device %" PRId32 " is asked for; this build must be made with nvcc to have the CUDA backend", ordinal);
+            "CUDA device %" PRId32 " is asked for; this build must be made with nvcc to have the CUDA backend", ordinal);
 }
 
 sinkattn_status sinkattn_query_cuda(int32_t ordinal, sinkattn_device *device) {
@@ -73,11 +73,11 @@ const char *sinkattn_build_info(void) {
 #ifndef __clang__
            "gcc "
 #endif
-        __VERSION__ "; backends: cpu"
+            __VERSION__ "; backends: cpu"
 #ifdef SA_WITH_CUDA
            ", cuda"
 #endif
-        ;
+            ;
 }
 
 int64_t sinkattn_visible_pairs(const sinkattn_mask *mask, int64_t q_len, int64_t k_len) {

@@ -169,8 +169,8 @@ SA_HD sa_range sa_tiles_of_round(const sa_chains *c, int32_t round, bool is_roun
 }
 
 /* Places item n where a window has sink tokens. */
-SA_HD sa_chain_place sa_place_beside_sinks(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n,
-                                           sa_chain_item *item) {
+SA_HD sa_chain_place sa_place_beside_sinks(
+        const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n, sa_chain_item *item) {
     const int32_t row = n / c->together, plain = c->blocks - c->sinks, all = c->count / c->together * plain;
     int32_t low = 0, high = all; /* the first block without sink tokens that is item n or comes after it */
     while (low < high) {
@@ -192,8 +192,8 @@ SA_HD sa_chain_place sa_place_beside_sinks(const sa_chains *c, const sa_band *ba
 }
 
 /* Places item n elsewhere. Chains end together: a chain of earlier rows, whose rows see fewer blocks, begins later. */
-SA_HD sa_chain_place sa_place_in_set(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n,
-                                     sa_chain_item *item) {
+SA_HD sa_chain_place sa_place_in_set(
+        const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n, sa_chain_item *item) {
     const int32_t set = n / (c->together * c->blocks), in_set = n - set * c->together * c->blocks, first = set * c->together,
                   together = (int32_t)sa_first(c->together, c->count - first), wave = in_set / together;
     const sa_chain_place place = {set, in_set - wave * together, together};
@@ -212,7 +212,7 @@ SA_HD sa_chain_place sa_place_in_set(const sa_chains *c, const sa_band *band, sa
 SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n) {
     sa_chain_item item;
     const sa_chain_place place =
-        c->sinks ? sa_place_beside_sinks(c, band, tokens, keys, n, &item) : sa_place_in_set(c, band, tokens, keys, n, &item);
+            c->sinks ? sa_place_beside_sinks(c, band, tokens, keys, n, &item) : sa_place_in_set(c, band, tokens, keys, n, &item);
     const bool is_sink = item.block < c->sinks, is_round = c->split || is_sink;
     const sa_range of_block = {item.block * keys, sa_first((item.block + 1) * keys, band->k_len)}, rows = sa_keys_rows(band, of_block),
                    of_round = sa_tiles_of_round(c, item.round, is_round);

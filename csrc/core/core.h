@@ -15,10 +15,10 @@ const char *sa_dtype_name(sinkattn_dtype dtype);
 const char *sa_op_name(sinkattn_op op);
 
 /* Returns what a call says, unless it is SINKATTN_OK. Variadic: template arguments have commas. */
-#define SA_TRY(...)                                                                                                                        \
-    do {                                                                                                                                   \
-        const sinkattn_status sa_tried = (__VA_ARGS__);                                                                                    \
-        if (sa_tried.code != SINKATTN_OK) return sa_tried;                                                                                 \
+#define SA_TRY(...) \
+    do { \
+        const sinkattn_status sa_tried = (__VA_ARGS__); \
+        if (sa_tried.code != SINKATTN_OK) return sa_tried; \
     } while (0)
 
 #define SA_MAX_LEN (INT64_C(1) << 36) /* of one sequence: tiles of its keys are numbered in int32 */

@@ -219,24 +219,22 @@ static arch_name name_arch(sinkattn_backend backend, int32_t arch) {
 static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *device) {
     if (device->backend == SINKATTN_CUDA && has_packed_rows(p) && p->head_dim > 256)
         return sa_status(SINKATTN_UNSUPPORTED,
-                         "packed rows over a cache have head_dim %" PRId64 "; on CUDA it must be at most 256, or sequences of one q_len be "
-                         "decoded with flash_attn_with_kvcache",
-                         p->head_dim);
+                "packed rows over a cache have head_dim %" PRId64 "; on CUDA it must be at most 256, or sequences of one q_len be "
+                "decoded with flash_attn_with_kvcache",
+                p->head_dim);
     sinkattn_problem wide = *p;
     wide.head_dim_v = 0;
     if (has_narrow_values(p) && best_variant(&wide, device) >= 0)
         return sa_status(SINKATTN_UNSUPPORTED,
-                         "head_dim_v is %" PRId32 " with head_dim %" PRId64
-                         "; no %s kernel on %s takes values narrower than keys: give v %" PRId64
-                         " columns, zeros behind its own, and cut out",
-                         p->head_dim_v, p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text, p->head_dim);
+                "head_dim_v is %" PRId32 " with head_dim %" PRId64 "; no %s kernel on %s takes values narrower than keys: give v %" PRId64
+                " columns, zeros behind its own, and cut out",
+                p->head_dim_v, p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text, p->head_dim);
     const sinkattn_device roomy = {.backend = SINKATTN_CUDA, .arch = 80};
     if (has_small_blocks(device) && best_variant(p, &roomy) >= 0)
         return sa_status(SINKATTN_UNSUPPORTED,
-                         "head_dim is %" PRId64
-                         "; for a %s on %s it must be at most 128, as a block has 99 KiB of shared memory there: take "
-                         "a device of 8.0 or 9.0, or the model's eager attention",
-                         p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text);
+                "head_dim is %" PRId64 "; for a %s on %s it must be at most 128, as a block has 99 KiB of shared memory there: take "
+                "a device of 8.0 or 9.0, or the model's eager attention",
+                p->head_dim, sa_op_name(p->op), name_arch(device->backend, device->arch).text);
     char kernels[400] = "";
     size_t used = 0;
     const sa_variant *row;
@@ -250,9 +248,9 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
             used += (size_t)snprintf(kernels + used, sizeof kernels - used, "head_dim <= %" PRId64 ")", row->info.max_head_dim);
     }
     return sa_status(SINKATTN_UNSUPPORTED, "no %s kernel serves %s, head_dim %" PRId64 "%s on %s; there are %s", sa_op_name(p->op),
-                     sa_dtype_name(p->dtype), p->head_dim,
-                     p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
-                     name_arch(device->backend, device->arch).text, kernels);
+            sa_dtype_name(p->dtype), p->head_dim,
+            p->invariant ? ", invariant (give num_splits: then a row's bits do not depend on the batch)" : "",
+            name_arch(device->backend, device->arch).text, kernels);
 }
 
 /* Tiles of so many keys that the rows of one sequence can touch, however many of its keys are in use. */
@@ -345,7 +343,7 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
                           : balanced           ? "by the lengths found"
                                                : "to fill the workers";
         say(plan, "; %s%" PRId64 " of at most %" PRId64 " parts %s: B* = %" PRId64, balanced ? "up to " : "", plan->num_splits, tiles, why,
-            sa_ceil_div(device->workers, p->num_kv_heads));
+                sa_ceil_div(device->workers, p->num_kv_heads));
         explain_parts(p, &row->info, device->workers / sa_max(1, p->batch * p->num_kv_heads), tiles, plan);
     }
     for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
@@ -397,10 +395,10 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
     const char *why = refusal(row, problem);
     if (why)
         return sa_status(SINKATTN_INVALID, "plan.variant is %s; it must serve %s of %s with head_dim %" PRId64 ", but %s", row->info.name,
-                         sa_op_name(problem->op), sa_dtype_name(problem->dtype), problem->head_dim, why);
+                sa_op_name(problem->op), sa_dtype_name(problem->dtype), problem->head_dim, why);
     if (row->info.backend == SINKATTN_CPU && row->info.arch > sa_cpu_level())
         return sa_status(SINKATTN_UNSUPPORTED, "plan.variant is %s; this CPU must have level %s, it has %s", row->info.name,
-                         sa_cpu_level_name(row->info.arch), sa_cpu_level_name(sa_cpu_level()));
+                sa_cpu_level_name(row->info.arch), sa_cpu_level_name(sa_cpu_level()));
     if (plan->workers < 1 || plan->workers > SA_MAX_WORKERS)
         return sa_status(SINKATTN_INVALID, "plan.workers is %" PRId32 "; it must be from 1 to %d", plan->workers, SA_MAX_WORKERS);
     const int64_t most = most_parts(problem, &row->info);
@@ -410,6 +408,6 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
     const int64_t items = num_items(problem, &row->info, plan);
     if (plan->num_items != items)
         return sa_status(SINKATTN_INVALID, "plan.num_items is %" PRId64 "; it must be %" PRId64 ", as planned for this problem",
-                         plan->num_items, items);
+                plan->num_items, items);
     return sa_ok();
 }

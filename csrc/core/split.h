@@ -46,7 +46,7 @@ SA_HD sa_key_tiles sa_key_tiles_of(const sa_band *band, sa_range rows, sa_positi
 /* Of rows [first, last] among those that `all` is of, where row i sees the window [begin[i], end[i]): what a walk reads, without tile_k,
  * sink_keys and band. A walk skips one range of tiles alone, so where there are sink tokens the part keeps all tiles before its window. */
 SA_HD void sa_key_tiles_of_part(sa_key_tiles *part, const sa_key_tiles *all, const sa_band *band, const int32_t *begin, const int32_t *end,
-                                int32_t first, int32_t last, sa_position_t tile_k) {
+        int32_t first, int32_t last, sa_position_t tile_k) {
     part->sink_end = all->sink_end;
     part->full_sink_end = all->full_sink_end;
     part->full_begin = (int32_t)((begin[last] + tile_k - 1) / tile_k);

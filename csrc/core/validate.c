@@ -22,7 +22,7 @@ static bool keys_are_packed(const sinkattn_problem *p) { return p->packed && p->
 static void add_rows_of_q(sa_checked *all, const char *name, const sinkattn_tensor *tensor, int64_t head_dim, bool written) {
     const sinkattn_problem *p = all->problem;
     all->tensors[all->num_tensors++] =
-        (sa_checked_tensor){name, tensor, p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, head_dim, written};
+            (sa_checked_tensor){name, tensor, p->packed ? 1 : p->batch, p->q_len, p->num_q_heads, head_dim, written};
 }
 
 static void add_rows_of_k(sa_checked *all, const char *name, const sinkattn_tensor *tensor, int64_t head_dim, bool written) {
@@ -118,9 +118,9 @@ static sinkattn_status check_sizes_fit(const sinkattn_problem *p) {
     if (product_fits(rows, 4) && product_fits(keys, 4) && product_fits(pages, 4) && product_fits(heads, 2) && product_fits(sequences, 2))
         return sa_ok();
     return sa_status(SINKATTN_INVALID,
-                     "batch %" PRId64 ", q_len %" PRId64 ", k_len %" PRId64 ", num_q_heads %" PRId64
-                     " make too large a tensor; it must have at most 2^48 elements",
-                     p->batch, p->q_len, p->k_len, p->num_q_heads);
+            "batch %" PRId64 ", q_len %" PRId64 ", k_len %" PRId64 ", num_q_heads %" PRId64
+            " make too large a tensor; it must have at most 2^48 elements",
+            p->batch, p->q_len, p->k_len, p->num_q_heads);
 }
 
 static sinkattn_status check_heads(const sinkattn_problem *p) {
@@ -128,15 +128,15 @@ static sinkattn_status check_heads(const sinkattn_problem *p) {
     SA_TRY(check_at_least("num_kv_heads", p->num_kv_heads, 1));
     if (p->num_q_heads % p->num_kv_heads != 0)
         return sa_status(SINKATTN_INVALID, "num_q_heads is %" PRId64 "; it must be a multiple of num_kv_heads, %" PRId64, p->num_q_heads,
-                         p->num_kv_heads);
+                p->num_kv_heads);
     const int64_t max_head_dim = p->op == SINKATTN_DECODE ? 512 : 256;
     if (p->head_dim < 8 || p->head_dim > max_head_dim || p->head_dim % 8 != 0)
-        return sa_status(SINKATTN_INVALID, "head_dim is %" PRId64 "; it must be a multiple of 8 from 8 to %" PRId64, p->head_dim,
-                         max_head_dim);
+        return sa_status(
+                SINKATTN_INVALID, "head_dim is %" PRId64 "; it must be a multiple of 8 from 8 to %" PRId64, p->head_dim, max_head_dim);
     if (p->head_dim_v < 0 || p->head_dim_v > p->head_dim || p->head_dim_v % 8 != 0)
         return sa_status(SINKATTN_INVALID,
-                         "head_dim_v is %" PRId32 "; it must be a multiple of 8 from 8 to head_dim, %" PRId64 ", or 0 for head_dim itself",
-                         p->head_dim_v, p->head_dim);
+                "head_dim_v is %" PRId32 "; it must be a multiple of 8 from 8 to head_dim, %" PRId64 ", or 0 for head_dim itself",
+                p->head_dim_v, p->head_dim);
     return sa_ok();
 }
 
@@ -144,7 +144,7 @@ static sinkattn_status check_packed(const sinkattn_problem *p) {
     if (!p->packed) return sa_ok();
     if (p->q_len > INT32_MAX || (keys_are_packed(p) && p->k_len > INT32_MAX))
         return sa_status(SINKATTN_INVALID, "%s has %" PRId64 " packed rows; cu_seqlens is int32, so it must have at most %d",
-                         p->q_len > INT32_MAX ? "q" : "k", p->q_len > INT32_MAX ? p->q_len : p->k_len, INT32_MAX);
+                p->q_len > INT32_MAX ? "q" : "k", p->q_len > INT32_MAX ? p->q_len : p->k_len, INT32_MAX);
     return sa_ok();
 }
 
@@ -154,8 +154,8 @@ static sinkattn_status check_pages(const sinkattn_problem *p) {
         return sa_status(SINKATTN_INVALID, "page_size is %" PRId64 "; it must be 0: only decode reads a paged cache", p->page_size);
     if (p->page_size == 0)
         return sa_status(SINKATTN_INVALID,
-                         "page_size is 0, num_pages is %" PRId64 "; pages must have 1 row or more, and a contiguous cache has no pages",
-                         p->num_pages);
+                "page_size is 0, num_pages is %" PRId64 "; pages must have 1 row or more, and a contiguous cache has no pages",
+                p->num_pages);
     if (p->k_len % p->page_size != 0)
         return sa_status(SINKATTN_INVALID, "k_len is %" PRId64 "; it must be a multiple of page_size, %" PRId64, p->k_len, p->page_size);
     return sa_ok();
@@ -172,7 +172,7 @@ static sinkattn_status check_shape(const sinkattn_problem *p) {
     SA_TRY(check_pages(p));
     if (sa_max(p->q_len, p->k_len) > SA_MAX_LEN)
         return sa_status(SINKATTN_INVALID, "%s is %" PRId64 "; it must be at most 2^36", p->q_len > SA_MAX_LEN ? "q_len" : "k_len",
-                         sa_max(p->q_len, p->k_len));
+                sa_max(p->q_len, p->k_len));
     return check_sizes_fit(p);
 }
 
@@ -208,7 +208,7 @@ static sinkattn_status check_side(const char *side, bool bounded, int64_t reach)
         return sa_status(SINKATTN_INVALID, "window_size_%s is %" PRId64 "; it must be -1 (unbounded) or at least 0", side, reach);
     if (!bounded && reach > 0)
         return sa_status(SINKATTN_INVALID, "window_size_%s is %" PRId64 " with has_%s false; it must be 0 where that side is unbounded",
-                         side, reach, side);
+                side, reach, side);
     return sa_ok();
 }
 
@@ -220,8 +220,8 @@ sinkattn_status sa_validate_mask(const sinkattn_mask *mask) {
 
 static sinkattn_status check_splits(const sinkattn_problem *p) {
     if (p->op != SINKATTN_DECODE && (p->num_splits != 0 || p->invariant))
-        return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 ", invariant is %d; both must be 0 but for decode", p->num_splits,
-                         p->invariant);
+        return sa_status(
+                SINKATTN_INVALID, "num_splits is %" PRId64 ", invariant is %d; both must be 0 but for decode", p->num_splits, p->invariant);
     if (p->packed && p->num_splits != 0 && p->num_splits != 1)
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must be 0 or 1 when packed is true", p->num_splits);
     if (p->invariant && p->num_splits != 0 && p->num_splits != 1)
@@ -233,7 +233,7 @@ static sinkattn_status check_range(const sinkattn_problem *p) {
     const double size = fabs(p->softmax_scale), largest = p->dtype == SINKATTN_FP64 ? DBL_MAX : (double)FLT_MAX;
     if (!(size == 0.0 || (size >= (double)FLT_MIN && size <= largest)))
         return sa_status(SINKATTN_INVALID, "softmax_scale is %g; it must be finite, and neither too large nor too small for %s",
-                         p->softmax_scale, p->dtype == SINKATTN_FP64 ? "fp64" : "fp32");
+                p->softmax_scale, p->dtype == SINKATTN_FP64 ? "fp64" : "fp32");
     SA_TRY(sa_validate_mask(&p->mask));
     return check_splits(p);
 }
@@ -301,8 +301,8 @@ static sinkattn_status check_table_null(const sinkattn_decode_args *args) {
 static sinkattn_status check_host_null(const sinkattn_decode_args *args) {
     const sinkattn_tier *host = &args->host;
     if (host->num_pages != 0 && args->fwd.problem.page_size == 0)
-        return sa_status(SINKATTN_INVALID, "host.num_pages is %" PRId64 "; it must be 0 when page_size is 0 (contiguous cache)",
-                         host->num_pages);
+        return sa_status(
+                SINKATTN_INVALID, "host.num_pages is %" PRId64 "; it must be 0 when page_size is 0 (contiguous cache)", host->num_pages);
     return sa_ok();
 }
 
@@ -313,12 +313,13 @@ static sinkattn_status check_host_strides(const sinkattn_decode_args *args) {
     for (int i = 0; i < 2; i++) {
         const sinkattn_tensor *cache = tiers[i][0], *host = tiers[i][1];
         if ((args->host.num_pages > 1 && host->batch_stride != cache->batch_stride) ||
-            (p->page_size > 1 && host->row_stride != cache->row_stride) || (p->num_kv_heads > 1 && host->head_stride != cache->head_stride))
+                (p->page_size > 1 && host->row_stride != cache->row_stride) ||
+                (p->num_kv_heads > 1 && host->head_stride != cache->head_stride))
             return sa_status(SINKATTN_INVALID,
-                             "host.%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; they must be the cache's, %" PRId64 ", %" PRId64
-                             ", %" PRId64,
-                             i ? "v" : "k", host->batch_stride, host->row_stride, host->head_stride, cache->batch_stride, cache->row_stride,
-                             cache->head_stride);
+                    "host.%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; they must be the cache's, %" PRId64 ", %" PRId64
+                    ", %" PRId64,
+                    i ? "v" : "k", host->batch_stride, host->row_stride, host->head_stride, cache->batch_stride, cache->row_stride,
+                    cache->head_stride);
     }
     return sa_ok();
 }
@@ -330,12 +331,12 @@ static sinkattn_status check_nvfp4(const sinkattn_decode_args *args) {
     if (!nvfp4->values) return nvfp4->scales ? surplus_error("nvfp4.scales", "without nvfp4.values") : sa_ok();
     if (head_dim_v % SA_NVFP4_BLOCK != 0)
         return sa_status(SINKATTN_INVALID, "%s is %" PRId64 "; it must be a multiple of %d for NVFP4",
-                         head_dim_v == args->fwd.problem.head_dim ? "head_dim" : "head_dim_v", head_dim_v, SA_NVFP4_BLOCK);
+                head_dim_v == args->fwd.problem.head_dim ? "head_dim" : "head_dim_v", head_dim_v, SA_NVFP4_BLOCK);
     if (!nvfp4->scales) return null_error("nvfp4.scales", "with nvfp4.values");
     SA_TRY(sa_check_aligned("nvfp4.values", nvfp4->values, sizeof(uint16_t)));
     if (nvfp4->global_scale != 0.0 && !(nvfp4->global_scale >= (double)FLT_MIN && nvfp4->global_scale <= (double)FLT_MAX))
         return sa_status(SINKATTN_INVALID, "nvfp4.global_scale is %g; it must be positive and neither too large nor too small for fp32",
-                         nvfp4->global_scale);
+                nvfp4->global_scale);
     return sa_ok();
 }
 
@@ -345,9 +346,9 @@ static sinkattn_status check_block_table(const sinkattn_decode_args *args) {
     const int64_t max_pages = p->k_len / p->page_size;
     int64_t extent;
     if (args->block_table_stride < 0 || __builtin_mul_overflow(sa_max(p->batch - 1, 0), args->block_table_stride, &extent) ||
-        __builtin_add_overflow(extent, max_pages, &extent) || extent > INT64_MAX / (int64_t)sizeof(int32_t))
+            __builtin_add_overflow(extent, max_pages, &extent) || extent > INT64_MAX / (int64_t)sizeof(int32_t))
         return sa_status(SINKATTN_INVALID, "block_table_stride is %" PRId64 "; it must be at least 0 and its bytes countable in int64",
-                         args->block_table_stride);
+                args->block_table_stride);
     return sa_ok();
 }
 
@@ -358,9 +359,9 @@ sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     SA_TRY(check_at_least("host.num_pages", args->host.num_pages, 0));
     const int64_t host_pages = args->host.num_pages, head_dim_v = sa_head_dim_v(p);
     all.tensors[all.num_tensors++] =
-        (sa_checked_tensor){"host.k", &args->host.k, host_pages, p->page_size, p->num_kv_heads, p->head_dim, false};
+            (sa_checked_tensor){"host.k", &args->host.k, host_pages, p->page_size, p->num_kv_heads, p->head_dim, false};
     all.tensors[all.num_tensors++] =
-        (sa_checked_tensor){"host.v", &args->host.v, host_pages, p->page_size, p->num_kv_heads, head_dim_v, false};
+            (sa_checked_tensor){"host.v", &args->host.v, host_pages, p->page_size, p->num_kv_heads, head_dim_v, false};
     SA_TRY(check_tensors_null(&all));
     SA_TRY(check_fwd_null(&args->fwd));
     SA_TRY(check_table_null(args));
@@ -418,7 +419,7 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     SA_TRY(check_append_null(args));
     if (cache->host.num_pages != 0)
         return sa_status(SINKATTN_INVALID, "cache.host.num_pages is %" PRId64 "; it must be 0: new keys go to pages of the cache",
-                         cache->host.num_pages);
+                cache->host.num_pages);
     SA_TRY(check_op(p, SINKATTN_DECODE));
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));

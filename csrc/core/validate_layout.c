@@ -22,9 +22,8 @@ typedef struct axes {
 } axes;
 
 static axes axes_of(const sa_checked_tensor *t) {
-    return (axes){{{"batch_stride", t->batch, t->tensor->batch_stride},
-                   {"row_stride", t->rows, t->tensor->row_stride},
-                   {"head_stride", t->heads, t->tensor->head_stride}}};
+    return (axes){{{"batch_stride", t->batch, t->tensor->batch_stride}, {"row_stride", t->rows, t->tensor->row_stride},
+            {"head_stride", t->heads, t->tensor->head_stride}}};
 }
 
 /* Elements from the first to behind the last; false where they or their bytes leave int64. An axis of one is never stepped. */
@@ -68,18 +67,18 @@ static sinkattn_status check_strides(const sa_checked_tensor *t, const sinkattn_
             return sa_status(SINKATTN_INVALID, "%s.%s is %" PRId64 "; its bytes must be countable in int64", t->name, at->name, at->stride);
         if (at->size > 1 && (at->stride < 0 || at->stride % step != 0))
             return sa_status(SINKATTN_INVALID,
-                             "%s.%s is %" PRId64 "; it must be a multiple of %" PRId64 " elements (16 bytes), not negative", t->name,
-                             at->name, at->stride, step);
+                    "%s.%s is %" PRId64 "; it must be a multiple of %" PRId64 " elements (16 bytes), not negative", t->name, at->name,
+                    at->stride, step);
     }
     const int64_t strides[3] = {a.list[0].stride, a.list[1].stride, a.list[2].stride};
     int64_t extent;
     if (!extent_of(&a, t->head_dim, bytes, &extent))
         return sa_status(SINKATTN_INVALID, "%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; its bytes must be countable in int64",
-                         t->name, strides[0], strides[1], strides[2]);
+                t->name, strides[0], strides[1], strides[2]);
     if (t->written && !is_disjoint(&a, t->head_dim))
         return sa_status(SINKATTN_INVALID,
-                         "%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; it is written, so its rows must not overlap", t->name,
-                         strides[0], strides[1], strides[2]);
+                "%s has strides %" PRId64 ", %" PRId64 ", %" PRId64 "; it is written, so its rows must not overlap", t->name, strides[0],
+                strides[1], strides[2]);
     return sa_ok();
 }
 
@@ -126,7 +125,7 @@ static sinkattn_status check_overlap(const sa_checked *all) {
             const region *a = &regions[i], *b = &regions[j];
             if ((a->written || b->written) && overlap(a, b))
                 return sa_status(SINKATTN_INVALID, "%s and %s overlap; %s is written, so it must have memory of its own", b->name, a->name,
-                                 a->written ? a->name : b->name);
+                        a->written ? a->name : b->name);
         }
     return sa_ok();
 }

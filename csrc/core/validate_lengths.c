@@ -13,10 +13,10 @@ static sinkattn_status check_cu_seqlens(const char *name, const int32_t *cu_seql
     for (int64_t b = 0; b < batch; b++)
         if (cu_seqlens[b + 1] < cu_seqlens[b])
             return sa_status(SINKATTN_INVALID, "%s[%" PRId64 "] is %" PRId32 "; it must be at least %" PRId32 ", the offset before it",
-                             name, b + 1, cu_seqlens[b + 1], cu_seqlens[b]);
+                    name, b + 1, cu_seqlens[b + 1], cu_seqlens[b]);
     if (cu_seqlens[batch] > total)
         return sa_status(SINKATTN_INVALID, "%s[%" PRId64 "] is %" PRId32 "; it must be at most %" PRId64 ", the rows of the packed tensor",
-                         name, batch, cu_seqlens[batch], total);
+                name, batch, cu_seqlens[batch], total);
     return sa_ok();
 }
 
@@ -35,7 +35,7 @@ static sinkattn_status check_pages_mapped(const sinkattn_decode_args *args, int6
         const int32_t page = SA_READ_ONCE(args->block_table[b * args->block_table_stride + i]);
         if (page < 0 || page >= sa_num_pages(args))
             return sa_status(SINKATTN_INVALID, "block_table[%" PRId64 "][%" PRId64 "] is %" PRId32 "; it must be a page from 0 to %" PRId64,
-                             b, i, page, sa_num_pages(args) - 1);
+                    b, i, page, sa_num_pages(args) - 1);
     }
     return sa_ok();
 }
@@ -48,8 +48,8 @@ sinkattn_status sa_validate_cache(const sinkattn_decode_args *args) {
         const int32_t used = args->cache_seqlens ? args->cache_seqlens[b] : 0;
         if (used < 0 || used > p->k_len)
             return sa_status(SINKATTN_INVALID,
-                             "cache_seqlens[%" PRId64 "]%s is %" PRId32 "; it must be from 0 to %" PRId64 ", the capacity", b,
-                             p->packed ? " (seqused_k)" : "", used, p->k_len);
+                    "cache_seqlens[%" PRId64 "]%s is %" PRId32 "; it must be from 0 to %" PRId64 ", the capacity", b,
+                    p->packed ? " (seqused_k)" : "", used, p->k_len);
         const sa_sequence sequence = sa_cached_sequence(args, b);
         if (!args->block_table || sequence.q_len == 0) continue;
         const sa_band band = sa_band_of(&p->mask, sequence.q_len, sequence.k_len);
@@ -67,9 +67,9 @@ sinkattn_status sa_validate_slots(const sinkattn_append_args *args) {
         const int64_t slot = SA_READ_ONCE(args->slot_mapping[i]);
         if (slot >= sa_num_slots(p))
             return sa_status(SINKATTN_INVALID,
-                             "slot_mapping[%" PRId64 "] is %" PRId64 "; it must be a slot of the cache, which has %" PRId64
-                             ", or negative to skip the row",
-                             i, slot, sa_num_slots(p));
+                    "slot_mapping[%" PRId64 "] is %" PRId64 "; it must be a slot of the cache, which has %" PRId64
+                    ", or negative to skip the row",
+                    i, slot, sa_num_slots(p));
     }
     return sa_ok();
 }
@@ -81,9 +81,9 @@ sinkattn_status sa_validate_room(const sinkattn_append_args *args) {
         const sa_range slots = sa_new_slots(args, b);
         if (slots.begin != used || slots.end - used != p->q_len)
             return sa_status(SINKATTN_INVALID,
-                             "cache_seqlens[%" PRId64 "] is %" PRId32 "; it must be at least 0 and leave room for %" PRId64
-                             " new keys in a cache that holds %" PRId64,
-                             b, used, p->q_len, p->k_len);
+                    "cache_seqlens[%" PRId64 "] is %" PRId32 "; it must be at least 0 and leave room for %" PRId64
+                    " new keys in a cache that holds %" PRId64,
+                    b, used, p->q_len, p->k_len);
         if (args->cache.block_table) SA_TRY(check_pages_mapped(&args->cache, b, slots));
     }
     return sa_ok();

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core.h"
 
-#define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves)                                      \
-    sinkattn_status sa_##op##_##backend##_##arch(const void *, const sinkattn_plan *, const sinkattn_context *);                           \
+#define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves) \
+    sinkattn_status sa_##op##_##backend##_##arch(const void *, const sinkattn_plan *, const sinkattn_context *); \
     int64_t sa_##workspace##_workspace(const sinkattn_problem *, const sinkattn_plan *);
 #include "variants.def"
 
@@ -22,13 +22,10 @@ enum { SA_BACKEND_cpu = SINKATTN_CPU, SA_BACKEND_cuda = SINKATTN_CUDA };
 static const sa_variant sa_variants[] = {
 #define SA_VARIANT(...) SA_ROW(false, __VA_ARGS__)
 #define SA_ROOMY_VARIANT(...) SA_ROW(true, __VA_ARGS__)
-#define SA_ROW(roomy, op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves)                                   \
-    {{"sa_" #op "_" #backend "_" #arch, (sinkattn_op)SA_OP_##op, (sinkattn_backend)SA_BACKEND_##backend, needs, dtypes, max_head_dim,      \
-      tile_q, tile_k, SA_HAS_##backend},                                                                                                   \
-     SA_CODE_##backend(sa_##op##_##backend##_##arch),                                                                                      \
-     sa_##workspace##_workspace,                                                                                                           \
-     sa_refusal_##serves,                                                                                                                  \
-     roomy},
+#define SA_ROW(roomy, op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves) \
+    {{"sa_" #op "_" #backend "_" #arch, (sinkattn_op)SA_OP_##op, (sinkattn_backend)SA_BACKEND_##backend, needs, dtypes, max_head_dim, \
+             tile_q, tile_k, SA_HAS_##backend}, \
+            SA_CODE_##backend(sa_##op##_##backend##_##arch), sa_##workspace##_workspace, sa_refusal_##serves, roomy},
 #include "variants.def"
 };
 

@@ -95,8 +95,8 @@ typedef struct sa_cpu_ops {
     /* rows[n] -> [head_dim][row_cells] with neighbours along the rows, tails zero; NULL where a product reads pairs as well */
     void (*rows_to_columns)(const void *const *rows, int64_t n, int64_t head_dim, sa_cell *cells, int64_t row_cells);
     /* [head_dim][lanes] * factor[lane] -> rows[n] */
-    void (*lanes_to_rows)(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n, sinkattn_dtype dtype,
-                          int64_t head_dim);
+    void (*lanes_to_rows)(
+            const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim);
     /* values[head_dim] * factor -> row */
     void (*store_row)(const float *values, float factor, void *row, sinkattn_dtype dtype, int64_t head_dim);
     /* out[lane] = sum over cells a[k][lane] * b[k][lane] */
@@ -123,14 +123,14 @@ extern const sa_cpu_ops sa_ops_neon, sa_ops_neon_bf16;
 void sa_pack_nvfp4(const sinkattn_decode_args *args, const sinkattn_plan *plan, const sinkattn_context *context);
 
 /* Defines the launcher of each tiled instruction set for one op: sa_<op>_cpu_<arch>. */
-#define SA_CPU_LAUNCHER(op, arch)                                                                                                          \
-    sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context);                    \
-    sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {                   \
-        return op##_run(&sa_ops_##arch, args, plan, context);                                                                              \
+#define SA_CPU_LAUNCHER(op, arch) \
+    sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context); \
+    sinkattn_status sa_##op##_cpu_##arch(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) { \
+        return op##_run(&sa_ops_##arch, args, plan, context); \
     }
 #if defined(__x86_64__)
-#define SA_CPU_LAUNCHERS(op)                                                                                                               \
-    SA_CPU_LAUNCHER(op, scalar)                                                                                                            \
+#define SA_CPU_LAUNCHERS(op) \
+    SA_CPU_LAUNCHER(op, scalar) \
     SA_CPU_LAUNCHER(op, avx2) SA_CPU_LAUNCHER(op, avx512) SA_CPU_LAUNCHER(op, avx512_bf16) SA_CPU_LAUNCHER(op, amx_bf16)
 #elif defined(__aarch64__)
 #define SA_CPU_LAUNCHERS(op) SA_CPU_LAUNCHER(op, scalar) SA_CPU_LAUNCHER(op, neon) SA_CPU_LAUNCHER(op, neon_bf16)

@@ -53,7 +53,7 @@ static void sa_tile_leave(void) { _tile_release(); }
 
 /* rows x columns tiles of C at (i, lane) from tiles of A and B whose cells are [x, end), `step` at a time. */
 static inline __attribute__((always_inline)) void sa_tile_block(const sa_product *g, int64_t i, int64_t lane, int64_t x, int64_t end,
-                                                                int64_t step, bool set, const int rows, const int columns, const bool low) {
+        int64_t step, bool set, const int rows, const int columns, const bool low) {
     const size_t a_row = (size_t)g->a_row * sizeof *g->a, b_row = (size_t)g->b_row * sizeof *g->b, c_row = (size_t)g->c_row * sizeof *g->c;
     float *c = g->c + i * g->c_row + lane, *c_below = c + SA_TILE * g->c_row;
     if (set) {
@@ -99,8 +99,8 @@ static inline __attribute__((always_inline)) void sa_tile_block(const sa_product
 }
 
 /* Rows [begin, end) of C, all of them full tiles or one that is not, over cells that are the same. */
-static inline __attribute__((always_inline)) void sa_tile_part(const sa_product *g, sa_range rows, sa_range cells, bool set,
-                                                               const bool low) {
+static inline __attribute__((always_inline)) void sa_tile_part(
+        const sa_product *g, sa_range rows, sa_range cells, bool set, const bool low) {
     const int64_t height = sa_min(SA_TILE, rows.end - rows.begin), step = sa_min(SA_TILE, cells.end - cells.begin);
     if (height < SA_TILE || step < SA_TILE) sa_configure_tiles(height, step);
     for (int64_t i = rows.begin; i < rows.end; i += SA_TWO_TILES) {
@@ -165,7 +165,7 @@ static void sa_rows_to_columns_run(const void *const *rows, int64_t n, int64_t h
                 const int64_t r = i + 2 * j;
                 const __m256i first = r < n ? _mm256_maskz_loadu_epi16(in_row, (const uint16_t *)rows[r] + x) : _mm256_setzero_si256();
                 const __m256i second =
-                    r + 1 < n ? _mm256_maskz_loadu_epi16(in_row, (const uint16_t *)rows[r + 1] + x) : _mm256_setzero_si256();
+                        r + 1 < n ? _mm256_maskz_loadu_epi16(in_row, (const uint16_t *)rows[r + 1] + x) : _mm256_setzero_si256();
                 tile[j] = _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
             }
             sa_transpose_registers(tile);

@@ -11,13 +11,13 @@
 #include "core/numerics.h"
 
 static void copy_head(const sinkattn_problem *problem, int64_t head_dim, const sinkattn_tensor *to, int64_t to_offset,
-                      const sinkattn_tensor *from, int64_t from_offset) {
+        const sinkattn_tensor *from, int64_t from_offset) {
     const int64_t bytes = sa_dtype_bytes(problem->dtype);
     memcpy((char *)to->data + to_offset * bytes, (const char *)from->data + from_offset * bytes, (size_t)(head_dim * bytes));
 }
 
 static void copy_row(const sinkattn_append_args *args, int64_t head_dim, const sinkattn_tensor *from, const sinkattn_tensor *cache,
-                     int64_t b, int64_t i, int64_t slot) {
+        int64_t b, int64_t i, int64_t slot) {
     const sinkattn_problem *problem = &args->cache.fwd.problem;
     for (int64_t head = 0; head < problem->num_kv_heads; head++) {
         const int64_t to = sa_cache_offset(&args->cache, cache, b, slot, head);

@@ -59,8 +59,8 @@ static int64_t max_slot_rows(const sinkattn_problem *problem, int64_t tile_k) {
     return sequences * problem->num_kv_heads * sa_min(most, windowed);
 }
 
-static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack, const sinkattn_problem *problem,
-                        const sinkattn_plan *plan) {
+static bwd_job take_job(
+        sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack, const sinkattn_problem *problem, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t cell = (int64_t)sizeof(sa_cell), tile_q = info->tile_q, tile = info->tile_q * info->tile_k;
     const sinkattn_dtype dtype = problem->dtype;
@@ -96,8 +96,8 @@ static bwd_job take_job(sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack
     const int64_t most_rows = max_slot_rows(problem, info->tile_k);
     job.dk = sa_take(scratch, most_rows * job.padded_k * cell);
     job.dv = sa_take(scratch, most_rows * job.padded_v * cell);
-    job.terms =
-        sa_take(scratch, problem->s_aux_dtype ? (problem->packed ? 1 : problem->batch) * problem->num_q_heads * problem->q_len * cell : 0);
+    job.terms = sa_take(
+            scratch, problem->s_aux_dtype ? (problem->packed ? 1 : problem->batch) * problem->num_q_heads * problem->q_len * cell : 0);
     return job;
 }
 
@@ -146,7 +146,7 @@ static int64_t slot_row(const bwd_slot *slot, int64_t kv_head, int64_t key) {
 }
 
 static const sa_cell *load_rows(const bwd_job *job, sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor,
-                                const sa_row_tile *rows, sa_cell *lanes) {
+        const sa_row_tile *rows, sa_cell *lanes) {
     const sinkattn_problem *problem = &stream->args->problem;
     sa_operand_queries(operand, stream, tensor, rows);
     job->ops->rows_to_lanes(operand->rows, rows->n, problem->dtype, operand->head_dim, lanes, rows->lanes);
@@ -186,7 +186,7 @@ static void load_row_tile(const bwd_job *job, bwd_worker *worker, const sa_strea
 
 /* gradient[key][dim] += weight[key][row] * element[row][dim] for the elements hidden in `operand`, in the keys that the row sees. */
 static void add_hidden_rows(const bwd_job *job, const sa_operand *operand, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
-                            const sa_cell *weights, float *gradient) {
+        const sa_cell *weights, float *gradient) {
     const sinkattn_problem *problem = &stream->args->problem;
     const bool halves = job->ops->pack == 2;
     const int64_t padded = sa_padded(operand->head_dim);
@@ -229,34 +229,34 @@ static void score_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *
 
 /* gradient += weights^T . operand's rows. */
 static void add_product(const bwd_job *job, const sa_operand *operand, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
-                        const sa_cell *weights, float *gradient) {
+        const sa_cell *weights, float *gradient) {
     const int64_t cells = rows->lanes / job->ops->pack, padded = sa_padded(operand->head_dim);
     const sa_product product = {.m = keys.end - keys.begin,
-                                .lanes = padded,
-                                .k = cells,
-                                .a = weights,
-                                .a_row = cells,
-                                .a_col = 1,
-                                .b = operand->cells,
-                                .b_row = padded,
-                                .c = gradient,
-                                .c_row = padded,
-                                .join = SA_ADD};
+            .lanes = padded,
+            .k = cells,
+            .a = weights,
+            .a_row = cells,
+            .a_col = 1,
+            .b = operand->cells,
+            .b_row = padded,
+            .c = gradient,
+            .c_row = padded,
+            .join = SA_ADD};
     job->ops->product(&product);
     if (operand->hidden) add_hidden_rows(job, operand, stream, rows, keys, weights, gradient);
 }
 
 /* dV += P^T . dO, dK += dS^T . Q, into the slot's rows of the keys. */
-static void add_key_gradients(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows,
-                              const bwd_slot *slot, sa_range keys) {
+static void add_key_gradients(
+        const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot, sa_range keys) {
     const int64_t row = slot_row(slot, stream->kv_head, keys.begin);
     add_product(job, &worker->dout, stream, rows, keys, worker->p_rows, job->dv + row * job->padded_v);
     add_product(job, &worker->q, stream, rows, keys, worker->ds_rows, job->dk + row * job->padded_k);
 }
 
 /* dQ^T += K^T . dS^T. `masked`: some row does not see some key. */
-static void add_query_gradients(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
-                                bool masked) {
+static void add_query_gradients(
+        const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, sa_range keys, bool masked) {
     const sa_cpu_ops *ops = job->ops;
     const sinkattn_fwd_args *args = &job->args->fwd;
     const int64_t n = keys.end - keys.begin;
@@ -264,37 +264,37 @@ static void add_query_gradients(const bwd_job *job, bwd_worker *worker, const sa
     sa_operand_clean(&worker->k_pairs, ops, args->problem.dtype, n, masked);
     sa_operand_columns(&worker->k_pairs, ops, args->problem.dtype, n, args->k.row_stride);
     const sa_product product = {.m = args->problem.head_dim,
-                                .lanes = rows->lanes,
-                                .k = sa_ceil_div(n, ops->pack),
-                                .a = worker->k_pairs.read,
-                                .a_row = worker->k_pairs.read_row,
-                                .a_col = worker->k_pairs.read_col,
-                                .b = worker->ds_keys,
-                                .b_row = rows->lanes,
-                                .c = worker->dq,
-                                .c_row = rows->lanes,
-                                .join = SA_ADD};
+            .lanes = rows->lanes,
+            .k = sa_ceil_div(n, ops->pack),
+            .a = worker->k_pairs.read,
+            .a_row = worker->k_pairs.read_row,
+            .a_col = worker->k_pairs.read_col,
+            .b = worker->ds_keys,
+            .b_row = rows->lanes,
+            .c = worker->dq,
+            .c_row = rows->lanes,
+            .join = SA_ADD};
     ops->product(&product);
     if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, 0, ops, stream, rows, keys, worker->ds_keys, 1, worker->dq);
 }
 
-static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot,
-                     sa_range keys) {
+static void key_tile(
+        const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot, sa_range keys) {
     const sa_lane_mask seen = sa_mask_keys(&worker->mask, stream, rows, keys, true);
     score_tile(job, worker, stream, rows, keys);
     const sa_gradient_tile gradient = {.scores = worker->scores,
-                                       .dp = worker->dp,
-                                       .row_stride = rows->lanes,
-                                       .lanes = rows->lanes,
-                                       .keys = keys.end - keys.begin,
-                                       .mask = seen,
-                                       .scale = (float)sa_softmax_scale(&job->args->fwd.problem),
-                                       .lse = worker->lse,
-                                       .bias = worker->bias,
-                                       .sink_sum = job->terms ? worker->sink_sum : NULL,
-                                       .p_rows = worker->p_rows,
-                                       .ds_rows = worker->ds_rows,
-                                       .ds_keys = worker->ds_keys};
+            .dp = worker->dp,
+            .row_stride = rows->lanes,
+            .lanes = rows->lanes,
+            .keys = keys.end - keys.begin,
+            .mask = seen,
+            .scale = (float)sa_softmax_scale(&job->args->fwd.problem),
+            .lse = worker->lse,
+            .bias = worker->bias,
+            .sink_sum = job->terms ? worker->sink_sum : NULL,
+            .p_rows = worker->p_rows,
+            .ds_rows = worker->ds_rows,
+            .ds_keys = worker->ds_keys};
     job->ops->gradient(&gradient);
     add_key_gradients(job, worker, stream, rows, slot, keys);
     add_query_gradients(job, worker, stream, rows, keys, !sa_all_visible(&stream->band, rows->tokens, keys));
@@ -339,7 +339,7 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
 
 /* Pass 2: dK and dV of one key of every kv head. */
 static void store_key(const bwd_job *job, const sa_stream *stream, const bwd_slot *slots, int64_t key, const float *slot_sums,
-                      const sinkattn_tensor *tensor, int64_t head_dim, float factor) {
+        const sinkattn_tensor *tensor, int64_t head_dim, float factor) {
     const sinkattn_problem *problem = &job->args->fwd.problem;
     float sum[256];
     memset(sum, 0, sizeof sum);

@@ -72,8 +72,8 @@ static void join_item(void *arg, int64_t item, int32_t worker) {
     sa_attend_store(attend, &stream, &rows);
 }
 
-static sinkattn_status decode_run(const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan,
-                                  const sinkattn_context *context) {
+static sinkattn_status decode_run(
+        const sa_cpu_ops *ops, const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     sinkattn_decode_args args = *(const sinkattn_decode_args *)arguments;
     sa_scratch scratch = sa_scratch_of(context);
     sa_take_cu_seqlens(&scratch, &args.fwd);

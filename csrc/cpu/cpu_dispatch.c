@@ -47,7 +47,7 @@ static int32_t read_level(void) {
     const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
     if (!has_f16c || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return SINKATTN_CPU_SCALAR;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
-        !__builtin_cpu_supports("avx512vl"))
+            !__builtin_cpu_supports("avx512vl"))
         return SINKATTN_CPU_AVX2;
     if (!__builtin_cpu_supports("avx512bf16")) return SINKATTN_CPU_AVX512;
     return has_tiles() ? SINKATTN_CPU_AMX_BF16 : SINKATTN_CPU_AVX512_BF16;
@@ -115,8 +115,8 @@ sinkattn_status sinkattn_query_cpu(int32_t workers, sinkattn_device *device) {
         while (named < NUM_LEVELS && strcmp(wanted, level_names[named]) != 0) named++;
         if (named == NUM_LEVELS) return sa_status(SINKATTN_INVALID, "SINKATTN_CPU_LEVEL is %.100s; it must be " SA_LEVELS, wanted);
         if (named > level)
-            return sa_status(SINKATTN_UNSUPPORTED, "SINKATTN_CPU_LEVEL is %s; it must be at most %s on this CPU", wanted,
-                             level_names[level]);
+            return sa_status(
+                    SINKATTN_UNSUPPORTED, "SINKATTN_CPU_LEVEL is %s; it must be at most %s on this CPU", wanted, level_names[level]);
         level = named;
     }
     *device = (sinkattn_device){.backend = SINKATTN_CPU, .arch = level, .workers = workers};

@@ -31,8 +31,8 @@ static bool sees_few_keys(const sinkattn_problem *problem, const sinkattn_varian
     return info->arch == SINKATTN_CPU_AMX_BF16 && problem->mask.num_sink_tokens == 0 && sa_window_keys(&problem->mask) <= AT_ONCE - slack;
 }
 
-static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_variant_info *info,
-                             int64_t num_tiles) {
+static sa_attend take_attend(
+        sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_variant_info *info, int64_t num_tiles) {
     const bool few_keys = sees_few_keys(problem, info);
     const int64_t group = problem->num_q_heads / problem->num_kv_heads, most_tokens = sa_ceil_div(num_tiles * info->tile_q, group) + 1;
     const int64_t row_tile_keys = few_keys ? AT_ONCE : info->tile_k, item_keys = few_keys ? AT_ONCE + most_tokens : info->tile_k;
@@ -56,8 +56,8 @@ static sa_attend take_attend(sa_scratch *scratch, const sa_cpu_ops *ops, const s
     return attend;
 }
 
-sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan,
-                           int64_t num_tiles) {
+sa_attend *sa_take_workers(
+        sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan, int64_t num_tiles) {
     sa_attend *workers = sa_take(scratch, plan->workers * (int64_t)sizeof *workers);
     for (int32_t w = 0; w < plan->workers; w++) {
         const sa_attend attend = take_attend(scratch, ops, problem, sinkattn_variant(plan->variant), num_tiles);
@@ -73,43 +73,43 @@ static void attend_state(sa_attend *attend, sa_row_state *state, const sa_stream
     const int64_t n = keys.end - keys.begin, lanes = state->rows.lanes;
     const sa_operand *k = &attend->keys, *v = &attend->values;
     const sa_product qk = {.m = n,
-                           .lanes = lanes,
-                           .k = problem->head_dim / ops->pack,
-                           .a = k->read + first * k->read_row,
-                           .a_row = k->read_row,
-                           .a_col = k->read_col,
-                           .b = state->q_lanes,
-                           .b_row = lanes,
-                           .c = attend->scores,
-                           .c_row = lanes,
-                           .join = SA_SET};
+            .lanes = lanes,
+            .k = problem->head_dim / ops->pack,
+            .a = k->read + first * k->read_row,
+            .a_row = k->read_row,
+            .a_col = k->read_col,
+            .b = state->q_lanes,
+            .b_row = lanes,
+            .c = attend->scores,
+            .c_row = lanes,
+            .join = SA_SET};
     ops->product(&qk);
 
     const sa_softmax_tile tile = {.scores = attend->scores,
-                                  .row_stride = lanes,
-                                  .lanes = lanes,
-                                  .keys = n,
-                                  .mask = sa_mask_keys(&state->mask, stream, &state->rows, keys, false),
-                                  .scale = (float)(sa_softmax_scale(problem) * SA_LOG2_E),
-                                  .pivot = state->chunk.pivot,
-                                  .sum = state->chunk.sum,
-                                  .alpha = attend->alpha};
+            .row_stride = lanes,
+            .lanes = lanes,
+            .keys = n,
+            .mask = sa_mask_keys(&state->mask, stream, &state->rows, keys, false),
+            .scale = (float)(sa_softmax_scale(problem) * SA_LOG2_E),
+            .pivot = state->chunk.pivot,
+            .sum = state->chunk.sum,
+            .alpha = attend->alpha};
     ops->softmax(&tile);
 
     const sa_cell *weights = (const sa_cell *)attend->scores;
     const sa_product pv = {.m = v->head_dim,
-                           .lanes = lanes,
-                           .k = sa_ceil_div(n, ops->pack),
-                           .a = v->read + first / ops->pack * v->read_col,
-                           .a_row = v->read_row,
-                           .a_col = v->read_col,
-                           .b = weights,
-                           .b_row = lanes * ops->pack,
-                           .b_low = ops->pack == 2 ? weights + lanes : NULL,
-                           .c = state->chunk.out,
-                           .c_row = lanes,
-                           .join = state->fresh ? SA_SET : SA_RESCALE,
-                           .beta = attend->alpha};
+            .lanes = lanes,
+            .k = sa_ceil_div(n, ops->pack),
+            .a = v->read + first / ops->pack * v->read_col,
+            .a_row = v->read_row,
+            .a_col = v->read_col,
+            .b = weights,
+            .b_row = lanes * ops->pack,
+            .b_low = ops->pack == 2 ? weights + lanes : NULL,
+            .c = state->chunk.out,
+            .c_row = lanes,
+            .join = state->fresh ? SA_SET : SA_RESCALE,
+            .beta = attend->alpha};
     ops->product(&pv);
     state->fresh = false;
     if (v->hidden) sa_add_hidden(v, first, ops, stream, &state->rows, keys, weights, ops->pack, state->chunk.out);
@@ -195,7 +195,7 @@ static int32_t next_chunk(const sa_attend *attend, const sa_row_tile *rows, int3
     return end < rows->tiles.end ? sa_key_tile_from(&rows->tiles, (int32_t)end) : rows->tiles.end;
 }
 
-#define SA_FOR_EACH_CHUNK(t, attend, rows)                                                                                                 \
+#define SA_FOR_EACH_CHUNK(t, attend, rows) \
     for (int32_t t = sa_key_tile_from(&(rows)->tiles, 0); t < (rows)->tiles.end; t = next_chunk(attend, rows, t))
 
 /* The tiles of one chunk, from its first on. */
@@ -221,8 +221,8 @@ void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_til
         if (attend->states[i].first) clear_total(&attend->states[i], head_dim);
 }
 
-void sa_attend_chunks(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range chunks, const sa_partials *partials,
-                      int64_t first) {
+void sa_attend_chunks(
+        sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range chunks, const sa_partials *partials, int64_t first) {
     sa_row_state *state = attend->states;
     const sa_partial own = state->chunk;
     int64_t i = 0;
@@ -265,8 +265,8 @@ static void store_state(sa_attend *attend, sa_row_state *state, const sa_stream 
         attend->alpha[lane] = (float)end.factor;
         attend->out_rows[lane] = sa_query_row(stream, &args->out, row);
     }
-    attend->ops->lanes_to_rows(state->total.out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype,
-                               sa_head_dim_v(&args->problem));
+    attend->ops->lanes_to_rows(
+            state->total.out, rows->lanes, attend->alpha, attend->out_rows, rows->n, args->problem.dtype, sa_head_dim_v(&args->problem));
 }
 
 void sa_attend_store(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows) {
@@ -328,11 +328,11 @@ static void fwd_tail(const sinkattn_fwd_args *args) {
 }
 
 void sa_attend_all(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_fwd_args *args, const sinkattn_decode_args *cache,
-                   const sinkattn_plan *plan, const sinkattn_context *context) {
+        const sinkattn_plan *plan, const sinkattn_context *context) {
     const sinkattn_problem *problem = &args->problem;
     const int64_t item_rows = tiles_an_item(plan) * sinkattn_variant(plan->variant)->tile_q;
     fwd_job job = {args, cache, sa_take_workers(scratch, ops, problem, plan, tiles_an_item(plan)), item_rows,
-                   sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, item_rows)};
+            sa_num_tiles(problem, problem->num_q_heads / problem->num_kv_heads, item_rows)};
     sa_parallel_for(context, plan->workers, job.num_items * problem->num_kv_heads, fwd_item, &job);
     fwd_tail(args);
 }

@@ -45,8 +45,8 @@ static inline sa_partial sa_partial_at(const sa_partials *partials, int64_t i) {
 }
 
 /* One sa_attend a worker of the plan, for up to num_tiles row tiles. */
-sa_attend *sa_take_workers(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan,
-                           int64_t num_tiles);
+sa_attend *sa_take_workers(
+        sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_problem *problem, const sinkattn_plan *plan, int64_t num_tiles);
 
 /* How many chunks the rows meet. */
 int64_t sa_count_chunks(const sa_attend *attend, const sa_row_tile *rows);
@@ -55,15 +55,15 @@ int64_t sa_count_chunks(const sa_attend *attend, const sa_row_tile *rows);
 void sa_attend_rows(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows);
 
 /* Of one row tile, the i-th chunk that it meets to place first + i of the partials, for i in `chunks`. */
-void sa_attend_chunks(sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range chunks, const sa_partials *partials,
-                      int64_t first);
+void sa_attend_chunks(
+        sa_attend *attend, const sa_stream *stream, const sa_row_tile *rows, sa_range chunks, const sa_partials *partials, int64_t first);
 
 /* The total of one row tile from the partials of all its chunks, in the first of them. */
 void sa_attend_join(sa_attend *attend, const sa_row_tile *rows, const sa_partials *partials, int64_t first);
 
 /* out and lse of every row, packed or not, without splitting keys: the forward's, of which cache is NULL, and a decode's. */
 void sa_attend_all(sa_scratch *scratch, const sa_cpu_ops *ops, const sinkattn_fwd_args *args, const sinkattn_decode_args *cache,
-                   const sinkattn_plan *plan, const sinkattn_context *context);
+        const sinkattn_plan *plan, const sinkattn_context *context);
 
 /* Bytes that sa_attend_all takes. */
 void sa_count_all(sa_scratch *scratch, const sinkattn_problem *problem, const sinkattn_plan *plan);

@@ -40,8 +40,8 @@ static inline __attribute__((always_inline)) void sa_quad_join(const sa_product 
 }
 
 /* C += A . B over two cells of A, of the lanes that a block has. */
-static inline __attribute__((always_inline)) void sa_quad_step(float32x4_t sum[][SA_QUAD_LANES / 2], const sa_product *g, const sa_cell *b,
-                                                               int64_t i, int64_t x, const int pairs) {
+static inline __attribute__((always_inline)) void sa_quad_step(
+        float32x4_t sum[][SA_QUAD_LANES / 2], const sa_product *g, const sa_cell *b, int64_t i, int64_t x, const int pairs) {
     const bool two = x + 1 < g->k, packed = two && g->a_col == 1;
     bfloat16x8_t right[SA_QUAD_LANES / 2];
     for (int half = 0; half < 2; half++, b += 4) {

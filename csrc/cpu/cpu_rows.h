@@ -223,8 +223,8 @@ SA_INLINE sa_vi sa_seen(const sa_lane_mask *mask, int64_t lane, int32_t key) {
 #if SA_PACK == 2
 SA_INLINE sa_vu sa_pair(sa_vf first, sa_vf second) {
 #if SA_VL == 16
-    static const uint16_t interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    static const uint16_t interleaved[32] = {
+            0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     return (sa_vu)_mm512_permutexvar_epi16(_mm512_loadu_si512(interleaved), halves);
 #else
@@ -440,25 +440,25 @@ static bool sa_all_finite_run(const void *row, sinkattn_dtype dtype, int64_t n) 
 }
 
 const sa_cpu_ops SA_OPS = {
-    .pack = SA_PACK,
+        .pack = SA_PACK,
 #ifdef SA_PRODUCT
-    .key_step = SA_KEY_STEP,
-    .enter = SA_ENTER,
-    .leave = SA_LEAVE,
-    .product = SA_PRODUCT,
-    .rows_to_columns = SA_ROWS_TO_COLUMNS,
+        .key_step = SA_KEY_STEP,
+        .enter = SA_ENTER,
+        .leave = SA_LEAVE,
+        .product = SA_PRODUCT,
+        .rows_to_columns = SA_ROWS_TO_COLUMNS,
 #else
-    .key_step = 2,
-    .product = sa_product_run,
+        .key_step = 2,
+        .product = sa_product_run,
 #endif
-    .softmax = sa_softmax_run,
-    .join = sa_join_run,
-    .gradient = sa_gradient_run,
-    .rows_to_lanes = sa_rows_to_lanes_run,
-    .rows_to_cells = sa_rows_to_cells_run,
-    .rows_to_pairs = sa_rows_to_pairs_run,
-    .lanes_to_rows = sa_lanes_to_rows_run,
-    .store_row = sa_store_row_run,
-    .lane_dot = sa_lane_dot_run,
-    .all_finite = sa_all_finite_run,
+        .softmax = sa_softmax_run,
+        .join = sa_join_run,
+        .gradient = sa_gradient_run,
+        .rows_to_lanes = sa_rows_to_lanes_run,
+        .rows_to_cells = sa_rows_to_cells_run,
+        .rows_to_pairs = sa_rows_to_pairs_run,
+        .lanes_to_rows = sa_lanes_to_rows_run,
+        .store_row = sa_store_row_run,
+        .lane_dot = sa_lane_dot_run,
+        .all_finite = sa_all_finite_run,
 };

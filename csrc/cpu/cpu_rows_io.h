@@ -83,8 +83,8 @@ SA_INLINE void sa_transpose_block(const sa_cell *const *from, int64_t height, in
 }
 #endif
 
-static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells,
-                                 int64_t lanes) {
+static void sa_rows_to_lanes_run(
+        const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t lanes) {
     const int64_t num_cells = head_dim / SA_PACK; /* a multiple of 4 */
     const bool native = SA_PACK == 2 || dtype == SINKATTN_FP32;
     sa_cell values[SA_TURN][512];
@@ -109,8 +109,8 @@ static void sa_rows_to_lanes_run(const void *const *rows, int64_t n, sinkattn_dt
     }
 }
 
-static void sa_rows_to_cells_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells,
-                                 int64_t row_cells) {
+static void sa_rows_to_cells_run(
+        const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t row_cells) {
     const int64_t num_cells = head_dim / SA_PACK;
     for (int64_t i = 0; i < n; i++, cells += row_cells) {
         sa_row_cells(rows[i], dtype, head_dim, cells);
@@ -118,8 +118,8 @@ static void sa_rows_to_cells_run(const void *const *rows, int64_t n, sinkattn_dt
     }
 }
 
-static void sa_rows_to_pairs_run(const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells,
-                                 int64_t row_cells) {
+static void sa_rows_to_pairs_run(
+        const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t row_cells) {
 #if SA_PACK == 1
     sa_rows_to_cells_run(rows, n, dtype, head_dim, cells, row_cells);
 #else
@@ -166,8 +166,8 @@ static bool sa_worth_streaming(void *const *rows, int64_t n, sinkattn_dtype dtyp
     return ends % LINE == 0;
 }
 
-static void sa_lanes_to_rows_run(const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n,
-                                 sinkattn_dtype dtype, int64_t head_dim) {
+static void sa_lanes_to_rows_run(
+        const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim) {
     enum { ROW = 512 + SA_TURN }; /* head_dim need not be a multiple of SA_TURN */
     float block[SA_TURN][ROW];
     const int64_t line = 64 / sa_dtype_bytes(dtype);

@@ -141,7 +141,7 @@ static inline bool sa_has_tile(const sa_row_tile *rows, int32_t t) {
     return t < rows->tiles.sink_end || (t >= rows->tiles.begin && t < rows->tiles.end);
 }
 
-#define SA_FOR_EACH_TILE(t, rows)                                                                                                          \
+#define SA_FOR_EACH_TILE(t, rows) \
     for (int32_t t = sa_key_tile_from(&(rows)->tiles, 0); t < (rows)->tiles.end; t = sa_key_tile_from(&(rows)->tiles, t + 1))
 
 /* What each lane of a row tile sees, for the whole sequence and for one key tile. */
@@ -177,8 +177,8 @@ static inline void sa_mask_rows(const sa_tile_mask *mask, const sa_stream *strea
 }
 
 /* lanes_meet: sums run over the lanes, so those past the last row must see nothing: a key's NaN or infinity would make theirs NaN. */
-static inline sa_lane_mask sa_mask_keys(const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
-                                        bool lanes_meet) {
+static inline sa_lane_mask sa_mask_keys(
+        const sa_tile_mask *mask, const sa_stream *stream, const sa_row_tile *rows, sa_range keys, bool lanes_meet) {
     sa_lane_mask seen = {NULL, NULL, NULL, false};
     if (sa_all_visible(&stream->band, rows->tokens, keys) && (!lanes_meet || rows->n == rows->lanes)) return seen;
     const int64_t n = keys.end - keys.begin;
@@ -230,8 +230,8 @@ static inline void sa_operand_keys(sa_operand *operand, const sa_stream *stream,
     }
 }
 
-static inline void sa_operand_queries(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor,
-                                      const sa_row_tile *rows) {
+static inline void sa_operand_queries(
+        sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor, const sa_row_tile *rows) {
     sa_row row = sa_row_at(stream, rows->begin);
     for (int64_t r = 0; r < rows->n; r++, row = sa_row_after(stream, row)) operand->rows[r] = sa_query_row(stream, tensor, row);
 }
@@ -257,8 +257,8 @@ static inline void sa_operand_clean(sa_operand *operand, const sa_cpu_ops *ops, 
 }
 
 /* Native rows at one distance are read in place. */
-static inline bool sa_operand_in_place(sa_operand *operand, const sa_cpu_ops *ops, sinkattn_dtype dtype, const void *const *rows, int64_t n,
-                                       int64_t row_stride) {
+static inline bool sa_operand_in_place(
+        sa_operand *operand, const sa_cpu_ops *ops, sinkattn_dtype dtype, const void *const *rows, int64_t n, int64_t row_stride) {
     if (ops->pack == 1 && dtype != SINKATTN_FP32) return false;
     const int64_t row_bytes = n > 1 ? row_stride * sa_dtype_bytes(dtype) : 0; /* one row's stride may be anything */
     for (int64_t i = 1; i < n; i++)
@@ -307,7 +307,7 @@ static inline float sa_pair_value(const sa_cell *cells, int64_t pack, int64_t ro
 /* out[dim][lane] += weight[key][lane] * element[key][dim] for the elements that sa_operand_clean hid, in the lanes that see the key. The
  * operand holds the keys from its row `first` on. A weight has a cell, or two in neighbouring rows, as sa_softmax_tile leaves it. */
 static inline void sa_add_hidden(const sa_operand *operand, int64_t first, const sa_cpu_ops *ops, const sa_stream *stream,
-                                 const sa_row_tile *rows, sa_range keys, const sa_cell *weights, int64_t cells_a_weight, float *out) {
+        const sa_row_tile *rows, sa_range keys, const sa_cell *weights, int64_t cells_a_weight, float *out) {
     const sinkattn_problem *problem = &stream->args->problem;
     const int64_t lanes = rows->lanes, row_cells = lanes * cells_a_weight;
     for (int64_t key = 0; key < keys.end - keys.begin; key++) {

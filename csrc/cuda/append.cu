@@ -73,10 +73,10 @@ __global__ __launch_bounds__(kThreads) void append_slots_kernel(const __grid_con
         return;
     }
     *chunk_at<uint4>(cache.k, sa_slot_offset(&problem, &cache.k, slot, head), bytes, chunk) =
-        *chunk_at<const uint4>(args.k, sa_offset(&args.k, 0, row, head), bytes, chunk);
+            *chunk_at<const uint4>(args.k, sa_offset(&args.k, 0, row, head), bytes, chunk);
     if (chunk >= params.v_chunks_a_head) return;
     *chunk_at<uint4>(cache.v, sa_slot_offset(&problem, &cache.v, slot, head), bytes, chunk) =
-        *chunk_at<const uint4>(args.v, sa_offset(&args.v, 0, row, head), bytes, chunk);
+            *chunk_at<const uint4>(args.v, sa_offset(&args.v, 0, row, head), bytes, chunk);
 }
 
 } // namespace
@@ -91,15 +91,11 @@ extern "C" sinkattn_status sa_append_cuda(const sinkattn_append_args *args, cons
     const int64_t layers = sa_ceil_div(num_chunks, sa::kThreads);
     if (rows > INT32_MAX || batch > INT32_MAX / rows || layers > UINT16_MAX)
         return sa_status(SINKATTN_UNSUPPORTED,
-                         "batch * q_len is %lld * %lld, num_kv_heads %lld; a CUDA append takes less than 2^31 rows of at most 2^27 bytes",
-                         static_cast<long long>(batch), static_cast<long long>(rows), static_cast<long long>(problem.num_kv_heads));
+                "batch * q_len is %lld * %lld, num_kv_heads %lld; a CUDA append takes less than 2^31 rows of at most 2^27 bytes",
+                static_cast<long long>(batch), static_cast<long long>(rows), static_cast<long long>(problem.num_kv_heads));
     const int64_t v_chunks_a_head = sa_head_dim_v(&problem) * sa_dtype_bytes(problem.dtype) / sa::kChunkBytes;
-    sa::Params params = {*args,
-                         static_cast<uint32_t>(rows),
-                         static_cast<uint32_t>(chunks_a_head),
-                         static_cast<uint32_t>(v_chunks_a_head),
-                         static_cast<uint32_t>(num_chunks),
-                         nullptr};
+    sa::Params params = {*args, static_cast<uint32_t>(rows), static_cast<uint32_t>(chunks_a_head), static_cast<uint32_t>(v_chunks_a_head),
+            static_cast<uint32_t>(num_chunks), nullptr};
     SA_TRY(sa_cuda_error_word(&params.error_word));
     const dim3 grid(static_cast<unsigned>(batch * rows), static_cast<unsigned>(layers));
     if (problem.packed)

@@ -55,12 +55,12 @@ __global__ void write_lengths(sinkattn_decode_args args, Memory memory, int64_t 
     if (args.cache_seqlens && args.cache_seqlens[b] != used) atomicOr(error_word, kBadCacheSeqlens);
 }
 
-__device__ __forceinline__ void copy_row(char *to, const sinkattn_tensor &cache, int64_t offset, int64_t bytes, int64_t head_bytes,
-                                         int64_t element_bytes) {
+__device__ __forceinline__ void copy_row(
+        char *to, const sinkattn_tensor &cache, int64_t offset, int64_t bytes, int64_t head_bytes, int64_t element_bytes) {
     for (int64_t x = threadIdx.x * 16; x < bytes; x += kThreads * 16) {
         const int64_t head = x / head_bytes;
         const char *from =
-            static_cast<const char *>(cache.data) + (offset + head * cache.head_stride) * element_bytes + x - head * head_bytes;
+                static_cast<const char *>(cache.data) + (offset + head * cache.head_stride) * element_bytes + x - head * head_bytes;
         *reinterpret_cast<uint4 *>(to + x) = offset == -1 ? uint4{} : *reinterpret_cast<const uint4 *>(from);
     }
 }
@@ -71,7 +71,7 @@ __global__ __launch_bounds__(kThreads) void gather_pages(sinkattn_decode_args ar
     const int64_t b = blockIdx.y, element_bytes = sa_dtype_bytes(problem.dtype), head_bytes = problem.head_dim * element_bytes,
                   bytes = problem.num_kv_heads * head_bytes;
     const sa_band band =
-        sa_band_of(&problem.mask, static_cast<sa_position_t>(problem.q_len), static_cast<sa_position_t>(sa_cache_len(&args, b)));
+            sa_band_of(&problem.mask, static_cast<sa_position_t>(problem.q_len), static_cast<sa_position_t>(sa_cache_len(&args, b)));
     sa_position_t sink_end;
     const sa_range keys = sa_rows_band(&band, {0, band.q_len}, &sink_end);
     for (int64_t key = blockIdx.x; key < sa_max(keys.end, sink_end); key += kGatherBlocks) {
@@ -117,13 +117,13 @@ sinkattn_status check_strides(const sinkattn_decode_args &args) {
     const int64_t step = slots_between(args.fwd.k, problem);
     if (problem.k_len && (!step || step != slots_between(args.fwd.v, problem)))
         return sa_status(SINKATTN_UNSUPPORTED,
-                         "k and v have batch strides %lld and %lld; an invariant CUDA decode takes whole rows of each, as many of both",
-                         static_cast<long long>(args.fwd.k.batch_stride), static_cast<long long>(args.fwd.v.batch_stride));
+                "k and v have batch strides %lld and %lld; an invariant CUDA decode takes whole rows of each, as many of both",
+                static_cast<long long>(args.fwd.k.batch_stride), static_cast<long long>(args.fwd.v.batch_stride));
     for (const sinkattn_tensor *rows : {&args.fwd.q, &args.fwd.out})
         if (problem.batch > 1 && !packed_stride(*rows, problem.batch, problem.q_len))
             return sa_status(SINKATTN_UNSUPPORTED, "%s has batch stride %lld; an invariant CUDA decode takes q_len rows, %lld",
-                             rows == &args.fwd.q ? "q" : "out", static_cast<long long>(rows->batch_stride),
-                             static_cast<long long>(problem.q_len * rows->row_stride));
+                    rows == &args.fwd.q ? "q" : "out", static_cast<long long>(rows->batch_stride),
+                    static_cast<long long>(problem.q_len * rows->row_stride));
     return sa_ok();
 }
 
@@ -175,7 +175,7 @@ sinkattn_status run(const sinkattn_decode_args &args, const sinkattn_context &co
     SA_TRY(plan_forward(fwd.problem, &plan)); // fails if the cache has more positions than int32 counts, before cu_seqlens are written
     if (problem.batch > UINT16_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "batch is %lld; an invariant CUDA decode takes less than 2^16",
-                         static_cast<long long>(problem.batch));
+                static_cast<long long>(problem.batch));
     SA_TRY(sa_cuda_error_word(&error_word));
 
     const auto stream = static_cast<cudaStream_t>(context.stream);

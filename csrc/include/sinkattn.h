@@ -192,8 +192,8 @@ typedef struct sinkattn_append_args {
     sinkattn_tensor k, v;       /* [batch, q_len, num_kv_heads, head_dim], v with head_dim_v, read */
     int32_t *cache_seqlens;     /* [batch] keys in use afterwards, written; not where they are read from */
     const int64_t
-        *slot_mapping; /* packed: [q_len], row i of k and v goes to row slot % page_size of page slot / page_size; negative: nowhere.
-                          k and v are [q_len, ..], all other lengths and pages NULL; a contiguous cache is pages of its rows */
+            *slot_mapping; /* packed: [q_len], row i of k and v goes to row slot % page_size of page slot / page_size; negative: nowhere.
+                              k and v are [q_len, ..], all other lengths and pages NULL; a contiguous cache is pages of its rows */
 } sinkattn_append_args;
 
 /* Calls task(arg, w) for every w in [0, workers), at once or one after another, and returns when all have returned. */

@@ -103,13 +103,13 @@ bool are_interleaved(const at::Tensor &k_cache, const at::Tensor &v_cache) {
 void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
     for (const auto &[cache, name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")})
         TORCH_CHECK_VALUE(cache->numel() == 0 || are_apart(axes_of(*cache), cache->element_size()), "sinkattn: ", name, " has strides ",
-                          cache->strides(), "; it is written, so its rows must not overlap");
+                cache->strides(), "; it is written, so its rows must not overlap");
     TORCH_CHECK_VALUE(!may_overlap(k_cache, v_cache) || are_interleaved(k_cache, v_cache),
-                      "sinkattn: k_cache and v_cache overlap; both are written, so each needs memory of its own");
+            "sinkattn: k_cache and v_cache overlap; both are written, so each needs memory of its own");
     for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(&v, "v")})
         for (const auto &[cache, cache_name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")})
             TORCH_CHECK_VALUE(!may_overlap(*rows, *cache), "sinkattn: ", name, " lies within ", cache_name,
-                              ", which is written while it is read; give a clone of it");
+                    ", which is written while it is read; give a clone of it");
 }
 
 void check_rows(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
@@ -119,10 +119,10 @@ void check_rows(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::
     check_widths(k_cache, "k_cache", v_cache, "v_cache", &widths);
     check_widths(k, "k", v, "v", &widths);
     for (const auto &[tensor, name, cache, cache_name] :
-         {std::tuple(&k, "k", &k_cache, "k_cache"), std::tuple(&v, "v", &v_cache, "v_cache")}) {
+            {std::tuple(&k, "k", &k_cache, "k_cache"), std::tuple(&v, "v", &v_cache, "v_cache")}) {
         check_like(*tensor, name, k_cache, k_cache.scalar_type(), "k_cache");
         TORCH_CHECK_VALUE(tensor->size(-1) == cache->size(-1), "sinkattn: ", name, " has head_dim ", tensor->size(-1), ", ", cache_name,
-                          " has ", cache->size(-1));
+                " has ", cache->size(-1));
         std::vector<int64_t> shape = k.sizes().vec();
         std::copy(cache->sizes().end() - 2, cache->sizes().end(), shape.end() - 2);
         check_shape(*tensor, name, shape);
@@ -144,7 +144,7 @@ void run_on(sinkattn_append_args &args, at::Tensor &k_cache, at::Tensor &v_cache
 }
 
 at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
-                     const Maybe &block_table) {
+        const Maybe &block_table) {
     check_append_ranks(k_cache, v_cache, k, v);
     check_rows(k_cache, v_cache, k, v);
     TORCH_CHECK_VALUE(block_table || k_cache.size(0) == k.size(0), "sinkattn: k_cache has batch ", k_cache.size(0), ", k has ", k.size(0));
@@ -169,9 +169,9 @@ void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     check_slot_ranks(k_cache, v_cache, k, v, slot_mapping);
     check_rows(k_cache, v_cache, k, v);
     TORCH_CHECK_VALUE(slot_mapping.scalar_type() == at::kLong || slot_mapping.scalar_type() == at::kInt, "sinkattn: slot_mapping is ",
-                      slot_mapping.scalar_type(), ", it must be Long or Int (torch.int64, torch.int32)");
+            slot_mapping.scalar_type(), ", it must be Long or Int (torch.int64, torch.int32)");
     TORCH_CHECK_VALUE(slot_mapping.size(0) <= k.size(0), "sinkattn: slot_mapping has ", slot_mapping.size(0), " slots, k has ", k.size(0),
-                      " rows; there must be a row for each slot");
+            " rows; there must be a row for each slot");
     if (k_cache.numel() == 0 && slot_mapping.size(0) == 0) return;
     const at::Tensor slots = slot_mapping.to(at::kLong).contiguous();
     const at::Tensor rows_k = k.narrow(0, 0, slots.size(0)), rows_v = v.narrow(0, 0, slots.size(0));

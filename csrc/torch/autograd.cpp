@@ -30,8 +30,8 @@ using Mask = std::tuple<c10::SymInt, c10::SymInt, c10::SymInt>;
 using Options = std::tuple<MaybeInt, MaybeInt, MaybeScale>;
 
 bool requires_grad(const at::Tensor &tensor) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(),
-                                "sinkattn: forward-mode differentiation is not supported; use reverse mode");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+            !tensor._fw_grad(/*level=*/0).defined(), "sinkattn: forward-mode differentiation is not supported; use reverse mode");
     return tensor.requires_grad();
 }
 
@@ -52,7 +52,7 @@ void refuse_transforms() {
         transforms->checkSupportsCppAutogradFunction();
     } catch (const c10::Error &) {
         C10_THROW_ERROR(NotImplementedError,
-                        "sinkattn: a torch.func transform meets an operator; call flash_attn_func or flash_attn_varlen_func under it");
+                "sinkattn: a torch.func transform meets an operator; call flash_attn_func or flash_attn_varlen_func under it");
     }
 }
 
@@ -89,8 +89,8 @@ struct FlashAttnBwd : torch::autograd::Function<FlashAttnBwd> {
     static constexpr bool is_traceable = true;
     static constexpr const char *name = "sinkattn::flash_attn_bwd";
     using Signature = Tensors4(const at::Tensor &, const Maybe &, const at::Tensor &, const at::Tensor &, const at::Tensor &,
-                               const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &, MaybeInt, MaybeInt,
-                               MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
+            const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &, MaybeInt, MaybeInt, MaybeScale,
+            c10::SymInt, c10::SymInt, c10::SymInt);
 
     template <class... Args> static variable_list forward(AutogradContext * /*ctx*/, const Args &...args) {
         auto [dq, dk, dv, ds_aux] = Differentiable<FlashAttnBwd>::below(args...);
@@ -99,7 +99,7 @@ struct FlashAttnBwd : torch::autograd::Function<FlashAttnBwd> {
 
     static variable_list backward(AutogradContext * /*ctx*/, const variable_list & /*grads*/) {
         TORCH_CHECK_NOT_IMPLEMENTED(
-            false, "sinkattn: double backward is not supported; drop create_graph=True, or differentiate sinkattn.reference");
+                false, "sinkattn: double backward is not supported; drop create_graph=True, or differentiate sinkattn.reference");
     }
 };
 
@@ -108,20 +108,20 @@ template <class Result> struct FlashAttnFwd : torch::autograd::Function<FlashAtt
     static constexpr bool is_traceable = true, has_raw = std::is_same_v<Result, Tensors3>;
     static constexpr const char *name = has_raw ? "sinkattn::flash_attn_fwd_raw" : "sinkattn::flash_attn_fwd";
     using Signature = Result(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
-                             MaybeInt, MaybeInt, MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
+            MaybeInt, MaybeInt, MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
 
     static variable_list forward(AutogradContext *ctx, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
-                                 const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, const MaybeInt &max_seqlen_q,
-                                 const MaybeInt &max_seqlen_k, MaybeScale softmax_scale, const c10::SymInt &window_size_left,
-                                 const c10::SymInt &window_size_right, const c10::SymInt &num_sink_tokens) {
+            const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, const MaybeInt &max_seqlen_q, const MaybeInt &max_seqlen_k,
+            MaybeScale softmax_scale, const c10::SymInt &window_size_left, const c10::SymInt &window_size_right,
+            const c10::SymInt &num_sink_tokens) {
         const bool s_aux_learns = requires_grad(s_aux);
         const Result result = Differentiable<FlashAttnFwd>::below(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                                                  softmax_scale, window_size_left, window_size_right, num_sink_tokens);
+                softmax_scale, window_size_left, window_size_right, num_sink_tokens);
         variable_list results = {std::get<0>(result), std::get<1>(result)};
         if constexpr (has_raw) results.push_back(std::get<2>(result));
         ctx->set_materialize_grads(false);
         variable_list saved = {
-            q, k, v, s_aux_learns ? *s_aux : at::Tensor(), cu_seqlens_q.value_or(at::Tensor()), cu_seqlens_k.value_or(at::Tensor())};
+                q, k, v, s_aux_learns ? *s_aux : at::Tensor(), cu_seqlens_q.value_or(at::Tensor()), cu_seqlens_k.value_or(at::Tensor())};
         saved.insert(saved.end(), results.begin(), results.end());
         ctx->save_for_backward(saved);
         ctx->saved_data["options"] = Options(max_seqlen_q, max_seqlen_k, softmax_scale);
@@ -130,14 +130,14 @@ template <class Result> struct FlashAttnFwd : torch::autograd::Function<FlashAtt
     }
 
     static Tensors4 gradients(AutogradContext *ctx, const variable_list &saved, const at::Tensor &dout, const at::Tensor &dlse,
-                              const at::Tensor &lse, const at::Tensor &s_aux) {
+            const at::Tensor &lse, const at::Tensor &s_aux) {
         static const auto bwd = find<FlashAttnBwd::Signature>(FlashAttnBwd::name);
         const at::Tensor &out = saved[6];
         const auto [max_seqlen_q, max_seqlen_k, softmax_scale] = ctx->saved_data["options"].template to<Options>();
         const auto [window_size_left, window_size_right, num_sink_tokens] = ctx->saved_data["mask"].template to<Mask>();
         return bwd.call(dout.defined() ? dout : at::zeros_like(out), if_defined(dlse), saved[0], saved[1], saved[2], out, lse,
-                        if_defined(s_aux), if_defined(saved[4]), if_defined(saved[5]), max_seqlen_q, max_seqlen_k, softmax_scale,
-                        window_size_left, window_size_right, num_sink_tokens);
+                if_defined(s_aux), if_defined(saved[4]), if_defined(saved[5]), max_seqlen_q, max_seqlen_k, softmax_scale, window_size_left,
+                window_size_right, num_sink_tokens);
     }
 
     static variable_list backward(AutogradContext *ctx, const variable_list &grads) {
@@ -170,7 +170,7 @@ template <class Result> struct FlashDecode : torch::autograd::Function<FlashDeco
     static constexpr bool is_traceable = true;
     static constexpr const char *name = std::is_same_v<Result, Tensors3> ? "sinkattn::flash_decode_raw" : "sinkattn::flash_decode";
     using Signature = Result(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
-                             MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool, const Maybe &, const Maybe &);
+            MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool, const Maybe &, const Maybe &);
 
     template <class... Args> static variable_list forward(AutogradContext * /*ctx*/, const Args &...args) {
         const Result result = Differentiable<FlashDecode>::below(args...);
@@ -185,7 +185,7 @@ template <class Result> struct FlashDecode : torch::autograd::Function<FlashDeco
 struct FlashDecodeNvfp4 {
     static constexpr const char *name = "sinkattn::flash_decode_nvfp4";
     using Signature = Tensors4(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const Maybe &, const Maybe &,
-                               MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool, double, const Maybe &, const Maybe &);
+            MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt, bool, double, const Maybe &, const Maybe &);
 
     template <class... Args> [[noreturn]] static variable_list apply(const Args &.../*args*/) {
         C10_THROW_ERROR(NotImplementedError, kDecodeHasNoBackward);
@@ -195,9 +195,9 @@ struct FlashDecodeNvfp4 {
 // Result as in FlashAttnFwd.
 template <class Result> struct FlashDecodeVarlen {
     static constexpr const char *name =
-        std::is_same_v<Result, Tensors3> ? "sinkattn::flash_decode_varlen_raw" : "sinkattn::flash_decode_varlen";
+            std::is_same_v<Result, Tensors3> ? "sinkattn::flash_decode_varlen_raw" : "sinkattn::flash_decode_varlen";
     using Signature = Result(const at::Tensor &, const at::Tensor &, const at::Tensor &, const Maybe &, const at::Tensor &,
-                             const at::Tensor &, const Maybe &, MaybeInt, MaybeInt, MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
+            const at::Tensor &, const Maybe &, MaybeInt, MaybeInt, MaybeScale, c10::SymInt, c10::SymInt, c10::SymInt);
 
     template <class... Args> [[noreturn]] static variable_list apply(const Args &.../*args*/) {
         C10_THROW_ERROR(NotImplementedError, "sinkattn: packed rows over a cache have no backward; call under torch.no_grad(), or give "
@@ -208,14 +208,14 @@ template <class Result> struct FlashDecodeVarlen {
 // torch refuses these too, but only when their versions are counted, which is after the write.
 void check_writable(const at::Tensor &tensor, const char *name) {
     TORCH_CHECK(!tensor.is_inference(), "sinkattn: ", name,
-                " was made under torch.inference_mode(); write to it there, or make it under torch.no_grad()");
+            " was made under torch.inference_mode(); write to it there, or make it under torch.no_grad()");
 }
 
 // As torch's own out= functions, this one refuses at the call.
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                      const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, c10::SymInt window_size_left,
-                      c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant, at::Tensor &out, at::Tensor &lse,
-                      at::Tensor &scratch, const Maybe &k_cache_host, const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, c10::SymInt window_size_left,
+        c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant, at::Tensor &out, at::Tensor &lse, at::Tensor &scratch,
+        const Maybe &k_cache_host, const Maybe &v_cache_host) {
     TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(q, k_cache, v_cache, s_aux, out, lse, k_cache_host, v_cache_host), kDecodeHasNoBackward);
     check_writable(out, "out");
     check_writable(lse, "lse");
@@ -230,15 +230,14 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
 }
 
 void check_appends(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !wants_grad(k_cache, v_cache, k, v),
-        "sinkattn: keys and values in a cache have no gradients; append under torch.no_grad(), or what is detached");
+    TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(k_cache, v_cache, k, v),
+            "sinkattn: keys and values in a cache have no gradients; append under torch.no_grad(), or what is detached");
     check_writable(k_cache, "k_cache");
     check_writable(v_cache, "v_cache");
 }
 
 at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
-                     const Maybe &block_table) {
+        const Maybe &block_table) {
     check_appends(k_cache, v_cache, k, v);
     static const auto op = find<decltype(append_kv)>("sinkattn::append_kv");
     at::Tensor after;

@@ -37,8 +37,8 @@ sinkattn_dtype s_aux_dtype_of(const at::Tensor &s_aux, const at::Tensor &q) {
     const at::ScalarType dtype = s_aux.scalar_type();
     const bool wide = q.scalar_type() == at::kDouble;
     TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat || (wide && dtype == at::kDouble),
-                      "sinkattn: s_aux is ", dtype, "; it must be BFloat16, Half", wide ? ", Float or Double" : " or Float", " when q is ",
-                      q.scalar_type(), ": s_aux.float()");
+            "sinkattn: s_aux is ", dtype, "; it must be BFloat16, Half", wide ? ", Float or Double" : " or Float", " when q is ",
+            q.scalar_type(), ": s_aux.float()");
     return dtype_of(s_aux, "s_aux");
 }
 
@@ -57,13 +57,13 @@ void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &
 static void check_rank(const at::Tensor &tensor, const char *name, const at::Tensor &q, bool packed, const char *q_name = "q") {
     TORCH_CHECK_VALUE(tensor.defined(), "sinkattn: ", name, " is None, it must be a tensor");
     TORCH_CHECK_VALUE(tensor.dim() == (packed ? 3 : 4), "sinkattn: ", name, " has ", tensor.dim(), " dimensions, it must be ",
-                      packed ? "[total, num_heads, head_dim], as cu_seqlens were given" : "[batch, len, num_heads, head_dim]");
+            packed ? "[total, num_heads, head_dim], as cu_seqlens were given" : "[batch, len, num_heads, head_dim]");
     check_device(tensor, name, q, q_name);
 }
 
 bool check_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k) {
     TORCH_CHECK_VALUE(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(), "sinkattn: cu_seqlens_q and cu_seqlens_k go together, only ",
-                      cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k", " was given");
+            cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k", " was given");
     const bool packed = cu_seqlens_q.has_value();
     check_rank(q, "q", q, packed);
     check_rank(k, "k", q, packed);
@@ -90,13 +90,13 @@ void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, co
     check_rank(v, "v", k_cache, false, "k_cache");
 }
 
-void check_slot_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v,
-                      const at::Tensor &slot_mapping) {
+void check_slot_ranks(
+        const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping) {
     check_rank(k_cache, "k_cache", k_cache, false, "k_cache");
     check_rank(v_cache, "v_cache", k_cache, false, "k_cache");
     for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(&v, "v")}) {
         TORCH_CHECK_VALUE(rows->dim() == 3, "sinkattn: ", name, " has ", rows->dim(),
-                          " dimensions, it must be [total, num_kv_heads, head_dim], a row for each slot");
+                " dimensions, it must be [total, num_kv_heads, head_dim], a row for each slot");
         check_device(*rows, name, k_cache, "k_cache");
     }
     TORCH_CHECK_VALUE(slot_mapping.dim() == 1, "sinkattn: slot_mapping has ", slot_mapping.dim(), " dimensions, it must be [total]");
@@ -106,7 +106,7 @@ void check_slot_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, cons
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name) {
     check_device(tensor, name, q, q_name);
     TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "sinkattn: ", name, " is ", tensor.scalar_type(), ", it must be ", dtype,
-                      dtype == at::kInt ? " (torch.int32)" : "");
+            dtype == at::kInt ? " (torch.int32)" : "");
 }
 
 void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef shape) {
@@ -115,16 +115,15 @@ void check_shape(const at::Tensor &tensor, const char *name, at::IntArrayRef sha
 
 void check_pair(const at::Tensor &a, const char *a_name, const at::Tensor &b, const char *b_name) {
     TORCH_CHECK_VALUE(a.sizes() == b.sizes(), "sinkattn: ", a_name, " has shape ", a.sizes(), ", ", b_name, " has shape ", b.sizes(),
-                      "; both must have one shape");
+            "; both must have one shape");
 }
 
 void check_widths(const at::Tensor &k, const char *k_name, const at::Tensor &v, const char *v_name, sinkattn_problem *problem) {
     const int64_t head_dim = k.size(-1), head_dim_v = v.size(-1);
     TORCH_CHECK_VALUE(k.sizes().slice(0, k.dim() - 1) == v.sizes().slice(0, v.dim() - 1), "sinkattn: ", k_name, " has shape ", k.sizes(),
-                      ", ", v_name, " has shape ", v.sizes(), "; both must have one shape, but that ", v_name,
-                      " may have a smaller head_dim");
+            ", ", v_name, " has shape ", v.sizes(), "; both must have one shape, but that ", v_name, " may have a smaller head_dim");
     TORCH_CHECK_VALUE(head_dim_v == head_dim || (head_dim_v >= 8 && head_dim_v < head_dim), "sinkattn: ", v_name, " has head_dim ",
-                      head_dim_v, ", ", k_name, " has ", head_dim, "; ", v_name, "'s must be a multiple of 8 from 8 to ", k_name, "'s");
+            head_dim_v, ", ", k_name, " has ", head_dim, "; ", v_name, "'s must be a multiple of 8 from 8 to ", k_name, "'s");
     problem->head_dim = head_dim;
     problem->head_dim_v = head_dim_v == head_dim ? 0 : static_cast<int32_t>(head_dim_v);
 }
@@ -149,7 +148,7 @@ void *stream_of(const at::Tensor &q) { return current_stream(q).native_handle();
 void *stream_of(const at::Tensor &q) {
     using get_current_stream = int32_t (*)(int32_t, void **);
     static const auto get = reinterpret_cast<get_current_stream>(
-        dlsym(dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD), "aoti_torch_get_current_cuda_stream"));
+            dlsym(dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD), "aoti_torch_get_current_cuda_stream"));
     void *stream = nullptr;
     TORCH_CHECK(get && get(current_stream(q).device_index(), &stream) == 0, "sinkattn: torch ", TORCH_VERSION, " tells no CUDA stream");
     return stream;

@@ -19,13 +19,13 @@ using Tensors2 = std::tuple<at::Tensor, at::Tensor>;
 void check_partial(const at::Tensor &out, const at::Tensor &lse) {
     const int64_t rank = out.dim();
     TORCH_CHECK_VALUE(rank == 3 || rank == 4, "sinkattn: out has ", rank,
-                      " dimensions, it must be [batch, len, heads, head_dim] or [total, heads, head_dim]");
+            " dimensions, it must be [batch, len, heads, head_dim] or [total, heads, head_dim]");
     TORCH_CHECK_VALUE(lse.dim() == rank - 1 && lse.sym_size(-1) == out.sym_size(-3) && lse.sym_size(-2) == out.sym_size(-2) &&
-                          (rank == 3 || lse.sym_size(0) == out.sym_size(0)),
-                      "sinkattn: lse of shape ", lse.sym_sizes(), " does not belong to out of shape ", out.sym_sizes(),
-                      "; it must be [batch, heads, len] or [heads, total]");
+                              (rank == 3 || lse.sym_size(0) == out.sym_size(0)),
+            "sinkattn: lse of shape ", lse.sym_sizes(), " does not belong to out of shape ", out.sym_sizes(),
+            "; it must be [batch, heads, len] or [heads, total]");
     TORCH_CHECK_VALUE(lse.scalar_type() == at::kFloat || lse.scalar_type() == at::kDouble, "sinkattn: lse is ", lse.scalar_type(),
-                      ", it must be float32 or float64");
+            ", it must be float32 or float64");
 }
 
 at::Tensor difference(const at::Tensor &lse_a, const at::Tensor &lse_b) {
@@ -50,11 +50,11 @@ at::Tensor as_factor(const at::Tensor &weight) { return weight.transpose(-1, -2)
 Tensors2 merge_attn_states(const at::Tensor &out_a, const at::Tensor &lse_a, const at::Tensor &out_b, const at::Tensor &lse_b) {
     check_partial(out_a, lse_a);
     check_partial(out_b, lse_b);
-    TORCH_CHECK_VALUE(out_a.sym_sizes() == out_b.sym_sizes(), "sinkattn: out_a has shape ", out_a.sym_sizes(), ", out_b ",
-                      out_b.sym_sizes());
+    TORCH_CHECK_VALUE(
+            out_a.sym_sizes() == out_b.sym_sizes(), "sinkattn: out_a has shape ", out_a.sym_sizes(), ", out_b ", out_b.sym_sizes());
     TORCH_CHECK_VALUE(out_a.scalar_type() == out_b.scalar_type() && lse_a.scalar_type() == lse_b.scalar_type(),
-                      "sinkattn: the partials differ in dtype, ", out_a.scalar_type(), " with ", lse_a.scalar_type(), " and ",
-                      out_b.scalar_type(), " with ", lse_b.scalar_type());
+            "sinkattn: the partials differ in dtype, ", out_a.scalar_type(), " with ", lse_a.scalar_type(), " and ", out_b.scalar_type(),
+            " with ", lse_b.scalar_type());
     const at::Tensor a_over_b = difference(lse_a, lse_b);
     const at::Tensor out = out_a.mul(as_factor(weight_of(lse_a, a_over_b))).add(out_b.mul(as_factor(weight_of(lse_b, a_over_b.neg()))));
     return {out.to(out_a.scalar_type()), merged_lse(lse_a, lse_b, a_over_b)};
@@ -64,11 +64,11 @@ Tensors2 merge_attn_states(const at::Tensor &out_a, const at::Tensor &lse_a, con
 Tensors2 apply_sink(const at::Tensor &out, const at::Tensor &lse, const at::Tensor &s_aux) {
     check_partial(out, lse);
     TORCH_CHECK_VALUE(s_aux.dim() == 1 && s_aux.sym_size(0) == out.sym_size(-2), "sinkattn: s_aux has shape ", s_aux.sym_sizes(),
-                      ", it must be [num_q_heads], [", out.sym_size(-2), "]");
+            ", it must be [num_q_heads], [", out.sym_size(-2), "]");
     const at::ScalarType dtype = s_aux.scalar_type();
     TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
-                          (dtype == at::kDouble && lse.scalar_type() == at::kDouble),
-                      "sinkattn: s_aux is ", dtype, ", it must be float32, bfloat16 or float16, or float64 beside a float64 lse");
+                              (dtype == at::kDouble && lse.scalar_type() == at::kDouble),
+            "sinkattn: s_aux is ", dtype, ", it must be float32, bfloat16 or float16, or float64 beside a float64 lse");
     const at::Tensor sink_lse = s_aux.to(lse.scalar_type()).unsqueeze(-1).expand_as(lse);
     const at::Tensor keys_over_sink = difference(lse, sink_lse);
     return {out.mul(as_factor(weight_of(lse, keys_over_sink))).to(out.scalar_type()), merged_lse(lse, sink_lse, keys_over_sink)};

@@ -46,27 +46,25 @@ void check_hosts(const at::Tensor &q, const Maybe &k_cache_host, const Maybe &v_
 }
 
 Tensors2 flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
-                        const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
-                        std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/,
-                        c10::SymInt /*num_sink_tokens*/) {
+        const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/, std::optional<double> /*softmax_scale*/,
+        c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/, c10::SymInt /*num_sink_tokens*/) {
     check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
     check_devices(q, {{"s_aux", &s_aux}, {"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k", &cu_seqlens_k}});
     return {empty_out(q, v), empty_lse(q)};
 }
 
 Tensors3 flash_attn_fwd_raw(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
-                            const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, std::optional<double> softmax_scale,
-                            c10::SymInt window_size_left, c10::SymInt window_size_right, c10::SymInt num_sink_tokens) {
+        const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, std::optional<double> softmax_scale,
+        c10::SymInt window_size_left, c10::SymInt window_size_right, c10::SymInt num_sink_tokens) {
     auto [out, lse] = flash_attn_fwd(q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, std::move(max_seqlen_q), std::move(max_seqlen_k),
-                                     softmax_scale, std::move(window_size_left), std::move(window_size_right), std::move(num_sink_tokens));
+            softmax_scale, std::move(window_size_left), std::move(window_size_right), std::move(num_sink_tokens));
     return {std::move(out), std::move(lse), empty_lse(q)};
 }
 
 Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                        const at::Tensor &out, const at::Tensor &lse, const Maybe &s_aux, const Maybe &cu_seqlens_q,
-                        const Maybe &cu_seqlens_k, MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/,
-                        std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/,
-                        c10::SymInt /*num_sink_tokens*/) {
+        const at::Tensor &out, const at::Tensor &lse, const Maybe &s_aux, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k,
+        MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/, std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/,
+        c10::SymInt /*window_size_right*/, c10::SymInt /*num_sink_tokens*/) {
     check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
     check_device(dout, "dout", q);
     check_device(out, "out", q);
@@ -77,9 +75,9 @@ Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Ten
 }
 
 Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                      const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> /*softmax_scale*/,
-                      c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/,
-                      const Maybe &k_cache_host, const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/,
+        c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/, const Maybe &k_cache_host,
+        const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     check_hosts(q, k_cache_host, v_cache_host);
     check_devices(q, {{"s_aux", &s_aux}, {"cache_seqlens", &cache_seqlens}, {"block_table", &block_table}});
@@ -87,20 +85,19 @@ Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::
 }
 
 Tensors3 flash_decode_raw(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                          const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> softmax_scale,
-                          c10::SymInt window_size_left, c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant,
-                          const Maybe &k_cache_host, const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> softmax_scale, c10::SymInt window_size_left,
+        c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant, const Maybe &k_cache_host, const Maybe &v_cache_host) {
     auto [out, lse] = flash_decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, std::move(window_size_left),
-                                   std::move(num_sink_tokens), std::move(num_splits), invariant, k_cache_host, v_cache_host);
+            std::move(num_sink_tokens), std::move(num_splits), invariant, k_cache_host, v_cache_host);
     return {std::move(out), std::move(lse), empty_lse(q)};
 }
 
 Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                            const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> softmax_scale,
-                            c10::SymInt window_size_left, c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant,
-                            double /*global_scale*/, const Maybe &k_cache_host, const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> softmax_scale, c10::SymInt window_size_left,
+        c10::SymInt num_sink_tokens, c10::SymInt num_splits, bool invariant, double /*global_scale*/, const Maybe &k_cache_host,
+        const Maybe &v_cache_host) {
     auto [out, lse] = flash_decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, std::move(window_size_left),
-                                   std::move(num_sink_tokens), std::move(num_splits), invariant, k_cache_host, v_cache_host);
+            std::move(num_sink_tokens), std::move(num_splits), invariant, k_cache_host, v_cache_host);
     const auto columns = [&](int64_t a_row, at::ScalarType dtype) {
         return at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v_cache.sym_size(3) / a_row}, q.options().dtype(dtype));
     };
@@ -108,9 +105,9 @@ Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, cons
 }
 
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                      const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> /*softmax_scale*/,
-                      c10::SymInt /*window_size_left*/, c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/,
-                      at::Tensor &out, at::Tensor &lse, at::Tensor &scratch, const Maybe &k_cache_host, const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/,
+        c10::SymInt /*num_sink_tokens*/, c10::SymInt /*num_splits*/, bool /*invariant*/, at::Tensor &out, at::Tensor &lse,
+        at::Tensor &scratch, const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     check_hosts(q, k_cache_host, v_cache_host);
     check_devices(q, {{"s_aux", &s_aux}, {"cache_seqlens", &cache_seqlens}, {"block_table", &block_table}});
@@ -120,9 +117,9 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
 }
 
 Tensors2 flash_decode_varlen(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
-                             const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table,
-                             MaybeInt /*max_seqlen_q*/, MaybeInt /*max_seqlen_k*/, std::optional<double> /*softmax_scale*/,
-                             c10::SymInt /*window_size_left*/, c10::SymInt /*window_size_right*/, c10::SymInt /*num_sink_tokens*/) {
+        const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table, MaybeInt /*max_seqlen_q*/,
+        MaybeInt /*max_seqlen_k*/, std::optional<double> /*softmax_scale*/, c10::SymInt /*window_size_left*/,
+        c10::SymInt /*window_size_right*/, c10::SymInt /*num_sink_tokens*/) {
     check_varlen_ranks(q, k, v);
     check_device(cu_seqlens_q, "cu_seqlens_q", q);
     check_device(seqused_k, "seqused_k", q);
@@ -131,17 +128,15 @@ Tensors2 flash_decode_varlen(const at::Tensor &q, const at::Tensor &k, const at:
 }
 
 Tensors3 flash_decode_varlen_raw(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
-                                 const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table,
-                                 MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, std::optional<double> softmax_scale,
-                                 c10::SymInt window_size_left, c10::SymInt window_size_right, c10::SymInt num_sink_tokens) {
-    auto [out, lse] =
-        flash_decode_varlen(q, k, v, s_aux, cu_seqlens_q, seqused_k, block_table, std::move(max_seqlen_q), std::move(max_seqlen_k),
-                            softmax_scale, std::move(window_size_left), std::move(window_size_right), std::move(num_sink_tokens));
+        const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k,
+        std::optional<double> softmax_scale, c10::SymInt window_size_left, c10::SymInt window_size_right, c10::SymInt num_sink_tokens) {
+    auto [out, lse] = flash_decode_varlen(q, k, v, s_aux, cu_seqlens_q, seqused_k, block_table, std::move(max_seqlen_q),
+            std::move(max_seqlen_k), softmax_scale, std::move(window_size_left), std::move(window_size_right), std::move(num_sink_tokens));
     return {std::move(out), std::move(lse), empty_lse(q)};
 }
 
 at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
-                     const Maybe &block_table) {
+        const Maybe &block_table) {
     check_append_ranks(k_cache, v_cache, k, v);
     check_device(cache_seqlens, "cache_seqlens", k_cache, "k_cache");
     if (block_table) check_device(*block_table, "block_table", k_cache, "k_cache");

@@ -51,7 +51,7 @@ struct DecodeExtras {
 
 // What every operation has. Packed and dense tensors differ in front of [.., row, head, head_dim] only.
 Inputs common_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
-                     MaybeScale softmax_scale, const sinkattn_mask &mask) {
+        MaybeScale softmax_scale, const sinkattn_mask &mask) {
     Inputs in;
     sinkattn_problem &problem = in.args.problem;
     problem.op = op;
@@ -102,8 +102,8 @@ void check_hints(MaybeInt max_seqlen_q, MaybeInt max_seqlen_k) {
 }
 
 Inputs prefill_inputs(sinkattn_op op, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
-                      const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k,
-                      MaybeScale softmax_scale, const sinkattn_mask &mask) {
+        const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale,
+        const sinkattn_mask &mask) {
     const bool packed = check_ranks(q, k, v, cu_seqlens_q, cu_seqlens_k);
     Inputs in = common_inputs(op, q, k, v, s_aux, softmax_scale, mask);
     sinkattn_problem &problem = in.args.problem;
@@ -169,8 +169,8 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
     if (scratch) {
         check_like(*scratch, "scratch", q, at::kByte);
         TORCH_CHECK_VALUE(scratch->is_contiguous() && scratch->numel() >= plan.workspace_bytes, "sinkattn: scratch has ", scratch->numel(),
-                          " bytes, this call needs ", plan.workspace_bytes,
-                          " contiguous ones; sinkattn.plan(\"decode\", ...)[\"workspace_bytes\"] says so beforehand");
+                " bytes, this call needs ", plan.workspace_bytes,
+                " contiguous ones; sinkattn.plan(\"decode\", ...)[\"workspace_bytes\"] says so beforehand");
     }
     at::Tensor workspace;
     if (scratch)
@@ -207,21 +207,21 @@ template <class Result> Result empty_results(Inputs &in, const at::Tensor &q, co
 // kOutputs: 2, out and lse; 3, lse_raw too.
 template <int kOutputs, class Result = std::conditional_t<kOutputs == 3, Tensors3, Tensors2>>
 Result flash_attn_fwd(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux, const Maybe &cu_seqlens_q,
-                      const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale,
-                      int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
+        const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale, int64_t window_size_left,
+        int64_t window_size_right, int64_t num_sink_tokens) {
     Inputs in = prefill_inputs(SINKATTN_FWD, q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-                               mask_of(window_size_left, window_size_right, num_sink_tokens));
+            mask_of(window_size_left, window_size_right, num_sink_tokens));
     Result result = empty_results<Result>(in, q, v);
     launch(sinkattn_fwd, in.args, in.args.problem, q);
     return result;
 }
 
 Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                        const at::Tensor &out, const at::Tensor &lse, const Maybe &s_aux, const Maybe &cu_seqlens_q,
-                        const Maybe &cu_seqlens_k, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale,
-                        int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
+        const at::Tensor &out, const at::Tensor &lse, const Maybe &s_aux, const Maybe &cu_seqlens_q, const Maybe &cu_seqlens_k,
+        MaybeInt max_seqlen_q, MaybeInt max_seqlen_k, MaybeScale softmax_scale, int64_t window_size_left, int64_t window_size_right,
+        int64_t num_sink_tokens) {
     Inputs in = prefill_inputs(SINKATTN_BWD, q, k, v, s_aux, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-                               mask_of(window_size_left, window_size_right, num_sink_tokens));
+            mask_of(window_size_left, window_size_right, num_sink_tokens));
     const auto rows_like_out = [&](const at::Tensor &tensor, const char *name) {
         check_like(tensor, name, q, q.scalar_type());
         check_shape(tensor, name, out_shape(q, v));
@@ -258,7 +258,7 @@ Tensors4 flash_attn_bwd(const at::Tensor &dout, const Maybe &dlse, const at::Ten
 
 // The lengths and pages of a cache for problem.batch sequences.
 sinkattn_decode_args cache_args(Inputs &in, const at::Tensor &q, const at::Tensor &k_cache, const Maybe &lengths, const char *lengths_name,
-                                const Maybe &block_table) {
+        const Maybe &block_table) {
     sinkattn_problem &problem = in.args.problem;
     sinkattn_decode_args args{};
     if (lengths) {
@@ -278,26 +278,26 @@ sinkattn_decode_args cache_args(Inputs &in, const at::Tensor &q, const at::Tenso
 
 // Rows of one call are causal among themselves, and stand at the end of the keys in use.
 sinkattn_decode_args decode_args(Inputs &in, const at::Tensor &q, const at::Tensor &k_cache, const Maybe &cache_seqlens,
-                                 const Maybe &block_table, int64_t num_splits, bool invariant) {
+        const Maybe &block_table, int64_t num_splits, bool invariant) {
     sinkattn_problem &problem = in.args.problem;
     problem.batch = q.size(0);
     problem.num_splits = num_splits;
     problem.invariant = invariant;
-    TORCH_CHECK_VALUE(block_table || k_cache.size(0) == problem.batch, "sinkattn: k_cache has batch ", k_cache.size(0), ", q has ",
-                      problem.batch);
+    TORCH_CHECK_VALUE(
+            block_table || k_cache.size(0) == problem.batch, "sinkattn: k_cache has batch ", k_cache.size(0), ", q has ", problem.batch);
     return cache_args(in, q, k_cache, cache_seqlens, "cache_seqlens", block_table);
 }
 
 // Pages beyond the cache's, in memory of the host that a GPU reads in place, so that nothing can be copied for it.
 sinkattn_tensor host_pages(const at::Tensor &host, const char *name, const at::Tensor &cache) {
     TORCH_CHECK_VALUE(host.dim() == 4 && host.sizes().slice(1) == cache.sizes().slice(1), "sinkattn: ", name, " has shape ", host.sizes(),
-                      ", it must be that of the cache, ", cache.sizes(), ", but for the number of pages");
+            ", it must be that of the cache, ", cache.sizes(), ", but for the number of pages");
     TORCH_CHECK_VALUE(host.scalar_type() == cache.scalar_type(), "sinkattn: ", name, " is ", host.scalar_type(), ", it must be ",
-                      cache.scalar_type());
+            cache.scalar_type());
     TORCH_CHECK_VALUE(host.device() == cache.device() || (host.is_cpu() && (host.is_pinned() || host.numel() == 0)), "sinkattn: ", name,
-                      " is on ", host.device(), ", it must be pinned memory of the host (tensor.pin_memory()), or on ", cache.device());
-    TORCH_CHECK_VALUE(has_usable_rows(host), "sinkattn: ", name, " must have contiguous, 16-byte aligned rows, its strides are ",
-                      host.strides());
+            " is on ", host.device(), ", it must be pinned memory of the host (tensor.pin_memory()), or on ", cache.device());
+    TORCH_CHECK_VALUE(
+            has_usable_rows(host), "sinkattn: ", name, " must have contiguous, 16-byte aligned rows, its strides are ", host.strides());
     return rows_of(host);
 }
 
@@ -305,13 +305,13 @@ sinkattn_tier host_tier(const DecodeExtras &extras, const at::Tensor &k_cache, c
     sinkattn_tier host{};
     const auto &[k_host, v_host, nvfp4] = extras;
     TORCH_CHECK_VALUE(k_host.has_value() == v_host.has_value(), "sinkattn: k_cache_host and v_cache_host go together, only ",
-                      k_host ? "k_cache_host" : "v_cache_host", " was given");
+            k_host ? "k_cache_host" : "v_cache_host", " was given");
     if (!k_host) return host;
     TORCH_CHECK_VALUE(block_table, "sinkattn: k_cache_host is given without block_table, which names its pages");
     host.k = host_pages(*k_host, "k_cache_host", k_cache);
     host.v = host_pages(*v_host, "v_cache_host", v_cache);
     TORCH_CHECK_VALUE(k_host->size(0) == v_host->size(0), "sinkattn: v_cache_host has ", v_host->size(0), " pages, k_cache_host has ",
-                      k_host->size(0));
+            k_host->size(0));
     host.num_pages = k_host->size(0);
     return host;
 }
@@ -333,11 +333,11 @@ bool is_packable(const at::Tensor &k_cache, const at::Tensor &v_cache) {
 }
 
 void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux, const Maybe &cache_seqlens,
-            const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens, int64_t num_splits,
-            bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch, const DecodeExtras &extras, void *lse_raw = nullptr) {
+        const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens, int64_t num_splits,
+        bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch, const DecodeExtras &extras, void *lse_raw = nullptr) {
     const bool packs = invariant && !q.is_cpu(), moves = packs && !block_table && !is_packable(k_cache, v_cache);
     Inputs in = common_inputs(SINKATTN_DECODE, packs ? q.contiguous() : q, moves ? k_cache.contiguous() : k_cache,
-                              moves ? v_cache.contiguous() : v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
+            moves ? v_cache.contiguous() : v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
     sinkattn_decode_args args = decode_args(in, q, k_cache, cache_seqlens, block_table, num_splits, invariant);
     args.fwd = in.args;
     args.fwd.out = written_rows_of(out);
@@ -357,60 +357,57 @@ void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_
 at::Tensor empty_lse(const at::Tensor &q) { return at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(lse_dtype(q))); }
 
 Tensors2 flash_decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                      const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
-                      int64_t num_sink_tokens, int64_t num_splits, bool invariant, const Maybe &k_cache_host, const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens,
+        int64_t num_splits, bool invariant, const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     at::Tensor out = at::empty(out_shape(q, v_cache), q.options());
     at::Tensor lse = empty_lse(q);
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
-           out, lse, {}, {k_cache_host, v_cache_host, {}});
+            out, lse, {}, {k_cache_host, v_cache_host, {}});
     return {std::move(out), std::move(lse)};
 }
 
 Tensors3 flash_decode_raw(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                          const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
-                          int64_t num_sink_tokens, int64_t num_splits, bool invariant, const Maybe &k_cache_host,
-                          const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens,
+        int64_t num_splits, bool invariant, const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     at::Tensor out = at::empty(out_shape(q, v_cache), q.options());
     at::Tensor lse = empty_lse(q), lse_raw = empty_lse(q);
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
-           out, lse, {}, {k_cache_host, v_cache_host, {}}, lse_raw.mutable_data_ptr());
+            out, lse, {}, {k_cache_host, v_cache_host, {}}, lse_raw.mutable_data_ptr());
     return {std::move(out), std::move(lse), std::move(lse_raw)};
 }
 
 Tensors4 flash_decode_nvfp4(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                            const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
-                            int64_t num_sink_tokens, int64_t num_splits, bool invariant, double global_scale, const Maybe &k_cache_host,
-                            const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens,
+        int64_t num_splits, bool invariant, double global_scale, const Maybe &k_cache_host, const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     TORCH_CHECK_VALUE(global_scale != 0.0, "sinkattn: global_scale is 0; leave it out for 1");
     at::Tensor out = at::empty(out_shape(q, v_cache), q.options());
     at::Tensor lse = empty_lse(q);
     at::Tensor values = at::empty({q.size(0), q.size(1), q.size(2), out.size(3) / 2}, q.options().dtype(at::kByte));
     at::Tensor scales = at::empty({q.size(0), q.size(1), q.size(2), out.size(3) / 16}, q.options().dtype(at::kFloat8_e4m3fn));
-    const sinkattn_nvfp4 nvfp4{static_cast<uint8_t *>(values.mutable_data_ptr()), static_cast<uint8_t *>(scales.mutable_data_ptr()),
-                               global_scale};
+    const sinkattn_nvfp4 nvfp4{
+            static_cast<uint8_t *>(values.mutable_data_ptr()), static_cast<uint8_t *>(scales.mutable_data_ptr()), global_scale};
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
-           out, lse, {}, {k_cache_host, v_cache_host, nvfp4});
+            out, lse, {}, {k_cache_host, v_cache_host, nvfp4});
     return {std::move(out), std::move(lse), std::move(values), std::move(scales)};
 }
 
 // kOutputs as in flash_attn_fwd.
 template <int kOutputs, class Result = std::conditional_t<kOutputs == 3, Tensors3, Tensors2>>
 Result flash_decode_varlen(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const Maybe &s_aux,
-                           const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table, MaybeInt max_seqlen_q,
-                           MaybeInt max_seqlen_k, MaybeScale softmax_scale, int64_t window_size_left, int64_t window_size_right,
-                           int64_t num_sink_tokens) {
+        const at::Tensor &cu_seqlens_q, const at::Tensor &seqused_k, const Maybe &block_table, MaybeInt max_seqlen_q, MaybeInt max_seqlen_k,
+        MaybeScale softmax_scale, int64_t window_size_left, int64_t window_size_right, int64_t num_sink_tokens) {
     check_varlen_ranks(q, k, v);
     Inputs in =
-        common_inputs(SINKATTN_DECODE, q, k, v, s_aux, softmax_scale, mask_of(window_size_left, window_size_right, num_sink_tokens));
+            common_inputs(SINKATTN_DECODE, q, k, v, s_aux, softmax_scale, mask_of(window_size_left, window_size_right, num_sink_tokens));
     sinkattn_problem &problem = in.args.problem;
     take_packed_rows(in, q, cu_seqlens_q);
     TORCH_CHECK_VALUE(seqused_k.dim() == 1 && seqused_k.size(0) == problem.batch, "sinkattn: seqused_k has shape ", seqused_k.sizes(),
-                      ", cu_seqlens_q has shape ", cu_seqlens_q.sizes(), "; they must be [batch] and [batch + 1]");
+            ", cu_seqlens_q has shape ", cu_seqlens_q.sizes(), "; they must be [batch] and [batch + 1]");
     TORCH_CHECK_VALUE(block_table || k.size(0) == problem.batch, "sinkattn: k has batch ", k.size(0), ", cu_seqlens_q has ", problem.batch,
-                      "; with pages give a block_table");
+            "; with pages give a block_table");
     check_hints(max_seqlen_q, max_seqlen_k);
     sinkattn_decode_args args = cache_args(in, q, k, seqused_k, "seqused_k", block_table);
     Result result = empty_results<Result>(in, q, v);
@@ -428,13 +425,13 @@ void check_overlap(const Named &written, const Named &other) {
     if (!other.first) return;
     const at::MemOverlapStatus status = at::get_overlap_status(*written.first, *other.first);
     TORCH_CHECK_VALUE(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, "sinkattn: ", other.second, " and ",
-                      written.second, " overlap; ", written.second, " is written, so it must have memory of its own");
+            written.second, " overlap; ", written.second, " is written, so it must have memory of its own");
 }
 
 void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux,
-                      const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left,
-                      int64_t num_sink_tokens, int64_t num_splits, bool invariant, at::Tensor &out, at::Tensor &lse, at::Tensor &scratch,
-                      const Maybe &k_cache_host, const Maybe &v_cache_host) {
+        const Maybe &cache_seqlens, const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens,
+        int64_t num_splits, bool invariant, at::Tensor &out, at::Tensor &lse, at::Tensor &scratch, const Maybe &k_cache_host,
+        const Maybe &v_cache_host) {
     check_cache_ranks(q, k_cache, v_cache);
     check_like(out, "out", q, q.scalar_type());
     check_shape(out, "out", out_shape(q, v_cache));
@@ -442,21 +439,13 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     check_like(lse, "lse", q, lse_dtype(q));
     check_shape(lse, "lse", {q.size(0), q.size(2), q.size(1)});
     TORCH_CHECK_VALUE(lse.is_contiguous(), "sinkattn: lse must be contiguous, its strides are ", lse.strides());
-    const std::array<Named, 11> all{{{&q, "q"},
-                                     {&k_cache, "k_cache"},
-                                     {&v_cache, "v_cache"},
-                                     named(s_aux, "s_aux"),
-                                     named(cache_seqlens, "cache_seqlens"),
-                                     named(block_table, "block_table"),
-                                     named(k_cache_host, "k_cache_host"),
-                                     named(v_cache_host, "v_cache_host"),
-                                     {&out, "out"},
-                                     {&lse, "lse"},
-                                     {&scratch, "scratch"}}};
+    const std::array<Named, 11> all{{{&q, "q"}, {&k_cache, "k_cache"}, {&v_cache, "v_cache"}, named(s_aux, "s_aux"),
+            named(cache_seqlens, "cache_seqlens"), named(block_table, "block_table"), named(k_cache_host, "k_cache_host"),
+            named(v_cache_host, "v_cache_host"), {&out, "out"}, {&lse, "lse"}, {&scratch, "scratch"}}};
     for (size_t written = 8; written < all.size(); ++written)
         for (size_t other = 0; other < written; ++other) check_overlap(all[written], all[other]);
     decode(q, k_cache, v_cache, s_aux, cache_seqlens, block_table, softmax_scale, window_size_left, num_sink_tokens, num_splits, invariant,
-           out, lse, scratch, {k_cache_host, v_cache_host, {}});
+            out, lse, scratch, {k_cache_host, v_cache_host, {}});
 }
 
 void register_kernels(torch::Library &m) {

@@ -62,8 +62,8 @@ static void seed_for(uint64_t seed, const char *name) {
 int main(int argc, char **argv) {
     const uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 0) : 20250101;
     const char *part = argc > 2 ? argv[2] : "";
-    const test *const files[] = {core_tests,    validate_tests, plan_tests,   rule_tests,        oracle_tests, kernel_tests,
-                                 promise_tests, changing_tests, append_tests, packed_plan_tests, chain_tests};
+    const test *const files[] = {core_tests, validate_tests, plan_tests, rule_tests, oracle_tests, kernel_tests, promise_tests,
+            changing_tests, append_tests, packed_plan_tests, chain_tests};
     int num_passed = 0, num_failed = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     printf("seed %" PRIu64 "\n", seed);

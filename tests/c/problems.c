@@ -12,12 +12,12 @@ const char *problem_text(const sinkattn_problem *p) {
     if (p->mask.has_left) snprintf(left, sizeof left, "%" PRId64, p->mask.left);
     if (p->mask.has_right) snprintf(right, sizeof right, "%" PRId64, p->mask.right);
     snprintf(text, sizeof text,
-             "op %d, %s, s_aux %s, %sbatch %" PRId64 ", q_len %" PRId64 ", k_len %" PRId64 ", heads %" PRId64 ":%" PRId64
-             ", head_dim %" PRId64 ":%" PRId64 ", window (%s, %s), sink tokens %" PRId64 ", pages %" PRId64 " of %" PRId64
-             ", scale %g, splits %" PRId64 "%s",
-             (int)p->op, sa_dtype_name(p->dtype), sa_dtype_name(p->s_aux_dtype), p->packed ? "packed, " : "", p->batch, p->q_len, p->k_len,
-             p->num_q_heads, p->num_kv_heads, p->head_dim, sa_head_dim_v(p), left, right, p->mask.num_sink_tokens, p->num_pages,
-             p->page_size, p->softmax_scale, p->num_splits, p->invariant ? ", invariant" : "");
+            "op %d, %s, s_aux %s, %sbatch %" PRId64 ", q_len %" PRId64 ", k_len %" PRId64 ", heads %" PRId64 ":%" PRId64
+            ", head_dim %" PRId64 ":%" PRId64 ", window (%s, %s), sink tokens %" PRId64 ", pages %" PRId64 " of %" PRId64
+            ", scale %g, splits %" PRId64 "%s",
+            (int)p->op, sa_dtype_name(p->dtype), sa_dtype_name(p->s_aux_dtype), p->packed ? "packed, " : "", p->batch, p->q_len, p->k_len,
+            p->num_q_heads, p->num_kv_heads, p->head_dim, sa_head_dim_v(p), left, right, p->mask.num_sink_tokens, p->num_pages,
+            p->page_size, p->softmax_scale, p->num_splits, p->invariant ? ", invariant" : "");
     return text;
 }
 
@@ -57,10 +57,10 @@ static void bound_work(sinkattn_problem *p) {
 sinkattn_problem random_problem(const sinkattn_variant_info *info, sinkattn_dtype dtype) {
     const int64_t group = AMONG(1, 1, 2, 3, 5, 8, 16);
     sinkattn_problem p = {
-        .op = info->op, .dtype = dtype, .packed = one_in(3), .batch = AMONG(0, 1, 1, 1, 2, 3), .num_kv_heads = AMONG(1, 1, 2, 3)};
+            .op = info->op, .dtype = dtype, .packed = one_in(3), .batch = AMONG(0, 1, 1, 1, 2, 3), .num_kv_heads = AMONG(1, 1, 2, 3)};
     p.num_q_heads = group * p.num_kv_heads;
     p.s_aux_dtype =
-        one_in(4) ? SINKATTN_NO_DTYPE : (sinkattn_dtype)pick(SINKATTN_BF16, dtype == SINKATTN_FP64 ? SINKATTN_FP64 : SINKATTN_FP32);
+            one_in(4) ? SINKATTN_NO_DTYPE : (sinkattn_dtype)pick(SINKATTN_BF16, dtype == SINKATTN_FP64 ? SINKATTN_FP64 : SINKATTN_FP32);
     p.head_dim = sa_min(AMONG(8, 8, 16, 24, 40, 64, 64, 72, 80, 96, 112, 128, 192, 256, 512), info->max_head_dim);
     if (one_in(4)) p.head_dim_v = 8 * (int32_t)pick(1, p.head_dim / 8);
     p.q_len = one_in(12) ? 0 : AMONG(1, pick(1, 8), pick(1, 40), pick(1, 150));

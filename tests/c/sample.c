@@ -99,9 +99,10 @@ static int32_t *cut(int64_t batch, int64_t total) {
     cu_seqlens[0] = 0;
     const int64_t used = one_in(2) ? total : pick(0, total);
     for (int64_t b = 0; b < batch; b++) /* a third of what is left, or nothing, or a single row */
-        cu_seqlens[b + 1] = (int32_t)(b == batch - 1 && one_in(2)
-                                          ? used
-                                          : sa_min(used, cu_seqlens[b] + (one_in(4) ? pick(0, 1) : pick(0, 1 + 2 * used / (batch + 1)))));
+        cu_seqlens[b + 1] =
+                (int32_t)(b == batch - 1 && one_in(2)
+                                  ? used
+                                  : sa_min(used, cu_seqlens[b] + (one_in(4) ? pick(0, 1) : pick(0, 1 + 2 * used / (batch + 1)))));
     return cu_seqlens;
 }
 
@@ -271,8 +272,8 @@ sample sample_widened(const sample *s) {
 
 void sample_free(sample *s) {
     array *const arrays[] = {&s->q, &s->k, &s->v, &s->out, &s->dout, &s->dq, &s->dk, &s->dv};
-    void *const rest[] = {s->lse,          s->lse_raw,      s->dlse,          s->s_aux,      s->ds_aux,
-                          s->cu_seqlens_q, s->cu_seqlens_k, s->cache_seqlens, s->block_table};
+    void *const rest[] = {
+            s->lse, s->lse_raw, s->dlse, s->s_aux, s->ds_aux, s->cu_seqlens_q, s->cu_seqlens_k, s->cache_seqlens, s->block_table};
     for (int i = 0; i < 8; i++) free(arrays[i]->block);
     for (int i = 0; i < 9; i++) free(rest[i]);
     *s = (sample){0};
@@ -280,40 +281,40 @@ void sample_free(sample *s) {
 
 sinkattn_fwd_args sample_fwd_args(const sample *s) {
     return (sinkattn_fwd_args){.problem = s->problem,
-                               .q = s->q.at,
-                               .k = s->k.at,
-                               .v = s->v.at,
-                               .out = s->out.at,
-                               .lse = s->lse,
-                               .lse_raw = s->lse_raw,
-                               .s_aux = s->s_aux,
-                               .cu_seqlens_q = s->cu_seqlens_q,
-                               .cu_seqlens_k = s->cu_seqlens_k};
+            .q = s->q.at,
+            .k = s->k.at,
+            .v = s->v.at,
+            .out = s->out.at,
+            .lse = s->lse,
+            .lse_raw = s->lse_raw,
+            .s_aux = s->s_aux,
+            .cu_seqlens_q = s->cu_seqlens_q,
+            .cu_seqlens_k = s->cu_seqlens_k};
 }
 
 sinkattn_bwd_args sample_bwd_args(const sample *s) {
     return (sinkattn_bwd_args){.fwd = sample_fwd_args(s),
-                               .dout = s->dout.at,
-                               .dlse = s->dlse,
-                               .dq = s->dq.at,
-                               .dk = s->dk.at,
-                               .dv = s->dv.at,
-                               .ds_aux = s->ds_aux};
+            .dout = s->dout.at,
+            .dlse = s->dlse,
+            .dq = s->dq.at,
+            .dk = s->dk.at,
+            .dv = s->dv.at,
+            .ds_aux = s->ds_aux};
 }
 
 sinkattn_decode_args sample_decode_args(const sample *s) {
     const sinkattn_problem *p = &s->problem;
     return (sinkattn_decode_args){.fwd = sample_fwd_args(s),
-                                  .cache_seqlens = s->cache_seqlens,
-                                  .block_table = s->block_table,
-                                  .block_table_stride = s->block_table ? p->k_len / p->page_size : 0};
+            .cache_seqlens = s->cache_seqlens,
+            .block_table = s->block_table,
+            .block_table_stride = s->block_table ? p->k_len / p->page_size : 0};
 }
 
 sinkattn_status sample_run_planned(sample *s, const sinkattn_plan *plan, const sinkattn_executor *executor) {
     void *workspace = allocate((size_t)plan->workspace_bytes);
     memset(workspace, 0xff, (size_t)plan->workspace_bytes);
     const sinkattn_context context = {
-        .workspace = workspace, .workspace_bytes = plan->workspace_bytes, .executor = executor ? *executor : (sinkattn_executor){0}};
+            .workspace = workspace, .workspace_bytes = plan->workspace_bytes, .executor = executor ? *executor : (sinkattn_executor){0}};
     sinkattn_status status;
     if (s->problem.op == SINKATTN_FWD) {
         const sinkattn_fwd_args args = sample_fwd_args(s);
@@ -400,8 +401,9 @@ static void check_array(const char *name, const array *a, const array *reference
                         if (pass == 0) continue;
                         const double value = array_get(a, b, row, head, x);
                         if (!CHECK(agree(value, ref, tolerance * largest),
-                                   "%s[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "] is %.9g, the oracle says %.9g, largest %.3g: %s",
-                                   name, b, row, head, x, value, ref, largest, what))
+                                    "%s[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
+                                    "] is %.9g, the oracle says %.9g, largest %.3g: %s",
+                                    name, b, row, head, x, value, ref, largest, what))
                             return;
                     }
     CHECK(guards_hold(a), "%s: bytes around its rows were written: %s", name, what);

@@ -15,7 +15,7 @@ typedef struct test {
 
 /* Each file's tests, ended by an empty one. */
 extern const test core_tests[], validate_tests[], plan_tests[], rule_tests[], oracle_tests[], kernel_tests[], promise_tests[],
-    changing_tests[], append_tests[], packed_plan_tests[], chain_tests[];
+        changing_tests[], append_tests[], packed_plan_tests[], chain_tests[];
 
 /* Returns ok, and prints the sentence where it is false. */
 bool check_at(const char *file, int line, bool ok, const char *format, ...) __attribute__((format(printf, 4, 5)));

@@ -13,26 +13,26 @@ static int count_appended(const int32_t *used, const int32_t *block_table, sinka
     enum { ROW = APPEND_HEADS * APPEND_DIM, ROW_V = ROW / 2, NUM_ROWS = APPEND_PAGES * APPEND_PAGE };
     static float k_cache[NUM_ROWS][ROW], v_cache[NUM_ROWS][ROW_V], k[APPEND_BATCH * APPEND_NEW][ROW], v[APPEND_BATCH * APPEND_NEW][ROW_V];
     const sinkattn_problem problem = {.op = SINKATTN_DECODE,
-                                      .dtype = SINKATTN_FP32,
-                                      .batch = APPEND_BATCH,
-                                      .num_q_heads = APPEND_HEADS,
-                                      .num_kv_heads = APPEND_HEADS,
-                                      .head_dim = APPEND_DIM,
-                                      .q_len = APPEND_NEW,
-                                      .k_len = APPEND_CAPACITY,
-                                      .page_size = APPEND_PAGE,
-                                      .num_pages = APPEND_PAGES,
-                                      .head_dim_v = APPEND_DIM / 2};
+            .dtype = SINKATTN_FP32,
+            .batch = APPEND_BATCH,
+            .num_q_heads = APPEND_HEADS,
+            .num_kv_heads = APPEND_HEADS,
+            .head_dim = APPEND_DIM,
+            .q_len = APPEND_NEW,
+            .k_len = APPEND_CAPACITY,
+            .page_size = APPEND_PAGE,
+            .num_pages = APPEND_PAGES,
+            .head_dim_v = APPEND_DIM / 2};
     int32_t after[APPEND_BATCH] = {-7, -7};
     sinkattn_append_args args = {.cache = {.fwd = {.problem = problem,
                                                    .k = {k_cache, APPEND_PAGE * ROW, ROW, APPEND_DIM},
                                                    .v = {v_cache, APPEND_PAGE * ROW_V, ROW_V, APPEND_DIM / 2}},
-                                           .cache_seqlens = used,
-                                           .block_table = block_table,
-                                           .block_table_stride = APPEND_CAPACITY / APPEND_PAGE},
-                                 .k = {k, APPEND_NEW * ROW, ROW, APPEND_DIM},
-                                 .v = {v, APPEND_NEW * ROW_V, ROW_V, APPEND_DIM / 2},
-                                 .cache_seqlens = after};
+                                         .cache_seqlens = used,
+                                         .block_table = block_table,
+                                         .block_table_stride = APPEND_CAPACITY / APPEND_PAGE},
+            .k = {k, APPEND_NEW * ROW, ROW, APPEND_DIM},
+            .v = {v, APPEND_NEW * ROW_V, ROW_V, APPEND_DIM / 2},
+            .cache_seqlens = after};
     for (int r = 0; r < NUM_ROWS; r++)
         for (int x = 0; x < ROW; x++) k_cache[r][x] = v_cache[r][x / 2] = -1.0f;
     for (int r = 0; r < APPEND_BATCH * APPEND_NEW; r++)
@@ -56,14 +56,12 @@ static void test_append_behind(void) {
     const struct {
         int32_t used[APPEND_BATCH], block_table[4];
         const char *fragment;
-    } table[] = {{{0, 6}, {3, -1, 5, 0}, NULL},
-                 {{3, 0}, {3, 1, 4, INT32_MAX}, NULL},
-                 {{0, 7}, {3, 1, 5, 0}, "cache_seqlens[1] is 7; it must be at least 0 and leave room for 2 new keys"},
-                 {{-1, 0}, {3, 1, 5, 0}, "cache_seqlens[0] is -1"},
-                 {{INT32_MAX, 0}, {3, 1, 5, 0}, "in a cache that holds 8"},
-                 {{0, INT32_MIN}, {3, 1, 5, 0}, "cache_seqlens[1] is -2147483648"},
-                 {{0, 3}, {3, -1, 5, 6}, "block_table[1][1] is 6; it must be a page from 0 to 5"},
-                 {{4, 3}, {3, -1, 5, 0}, "block_table[0][1] is -1"}};
+    } table[] = {{{0, 6}, {3, -1, 5, 0}, NULL}, {{3, 0}, {3, 1, 4, INT32_MAX}, NULL},
+            {{0, 7}, {3, 1, 5, 0}, "cache_seqlens[1] is 7; it must be at least 0 and leave room for 2 new keys"},
+            {{-1, 0}, {3, 1, 5, 0}, "cache_seqlens[0] is -1"}, {{INT32_MAX, 0}, {3, 1, 5, 0}, "in a cache that holds 8"},
+            {{0, INT32_MIN}, {3, 1, 5, 0}, "cache_seqlens[1] is -2147483648"},
+            {{0, 3}, {3, -1, 5, 6}, "block_table[1][1] is 6; it must be a page from 0 to 5"},
+            {{4, 3}, {3, -1, 5, 0}, "block_table[0][1] is -1"}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         sinkattn_status status;
         const int written = count_appended(table[i].used, table[i].block_table, &status);
@@ -75,22 +73,22 @@ static void test_append_behind(void) {
     static _Alignas(16) float rows[4][8];
     int32_t lengths[1] = {0};
     sinkattn_append_args shared = {.cache = {.fwd = {.k = {rows[0], 8, 8, 8}, .v = {rows[1], 8, 8, 8}}, .cache_seqlens = lengths},
-                                   .k = {rows[2], 8, 8, 8},
-                                   .v = {rows[3], 8, 8, 8},
-                                   .cache_seqlens = lengths};
+            .k = {rows[2], 8, 8, 8},
+            .v = {rows[3], 8, 8, 8},
+            .cache_seqlens = lengths};
     shared.cache.fwd.problem = (sinkattn_problem){.op = SINKATTN_DECODE,
-                                                  .dtype = SINKATTN_FP32,
-                                                  .batch = 1,
-                                                  .num_q_heads = 1,
-                                                  .num_kv_heads = 1,
-                                                  .head_dim = 8,
-                                                  .q_len = 1,
-                                                  .k_len = 1};
+            .dtype = SINKATTN_FP32,
+            .batch = 1,
+            .num_q_heads = 1,
+            .num_kv_heads = 1,
+            .head_dim = 8,
+            .q_len = 1,
+            .k_len = 1};
     const sinkattn_status refused = sinkattn_append(&shared, SINKATTN_CPU, &(sinkattn_context){0});
     CHECK(refused.code == SINKATTN_INVALID && strstr(refused.message, "cache.cache_seqlens and cache_seqlens overlap"), "%s",
-          refused.message);
+            refused.message);
     const sinkattn_append_args nothing = {
-        .cache.fwd.problem = {.op = SINKATTN_DECODE, .dtype = SINKATTN_BF16, .num_q_heads = 1, .num_kv_heads = 1, .head_dim = 8}};
+            .cache.fwd.problem = {.op = SINKATTN_DECODE, .dtype = SINKATTN_BF16, .num_q_heads = 1, .num_kv_heads = 1, .head_dim = 8}};
     const sinkattn_context context = {0};
     CHECK(sinkattn_append(&nothing, SINKATTN_CPU, &context).code == SINKATTN_OK, "no sequences");
     CHECK(sinkattn_append(NULL, SINKATTN_CPU, &context).code == SINKATTN_INVALID, "no arguments");
@@ -117,19 +115,19 @@ static slot_call *slot_call_of(const int64_t *slots) {
     }
     const int64_t row = 2 * APPEND_DIM;
     c.args = (sinkattn_append_args){.cache.fwd = {.problem = {.op = SINKATTN_DECODE,
-                                                              .dtype = SINKATTN_FP32,
-                                                              .packed = true,
-                                                              .num_q_heads = 1,
-                                                              .num_kv_heads = 1,
-                                                              .head_dim = APPEND_DIM,
-                                                              .q_len = SLOT_ROWS,
-                                                              .page_size = SLOT_PAGE,
-                                                              .num_pages = SLOT_PAGES},
-                                                  .k = {c.memory[0][0], SLOT_PAGE * row, row, APPEND_DIM},
-                                                  .v = {c.memory[0][1], SLOT_PAGE * row, row, APPEND_DIM}},
-                                    .k = {c.k, 0, APPEND_DIM, APPEND_DIM},
-                                    .v = {c.v, 0, APPEND_DIM, APPEND_DIM},
-                                    .slot_mapping = c.slots};
+                                                          .dtype = SINKATTN_FP32,
+                                                          .packed = true,
+                                                          .num_q_heads = 1,
+                                                          .num_kv_heads = 1,
+                                                          .head_dim = APPEND_DIM,
+                                                          .q_len = SLOT_ROWS,
+                                                          .page_size = SLOT_PAGE,
+                                                          .num_pages = SLOT_PAGES},
+                                            .k = {c.memory[0][0], SLOT_PAGE * row, row, APPEND_DIM},
+                                            .v = {c.memory[0][1], SLOT_PAGE * row, row, APPEND_DIM}},
+            .k = {c.k, 0, APPEND_DIM, APPEND_DIM},
+            .v = {c.v, 0, APPEND_DIM, APPEND_DIM},
+            .slot_mapping = c.slots};
     return &c;
 }
 
@@ -147,11 +145,9 @@ static void test_append_to_slots(void) {
         int64_t slots[SLOT_ROWS];
         int written;
         const char *fragment;
-    } table[] = {{{0, 11, 5, 4}, 4, NULL},
-                 {{-1, 3, INT64_MIN, 8}, 2, NULL},
-                 {{-1, -1, -1, -1}, 0, NULL},
-                 {{0, 1, 2, 12}, 0, "slot_mapping[3] is 12; it must be a slot of the cache, which has 12, or negative to skip the row"},
-                 {{0, INT64_MAX, 2, 3}, 0, "slot_mapping[1] is 9223372036854775807"}};
+    } table[] = {{{0, 11, 5, 4}, 4, NULL}, {{-1, 3, INT64_MIN, 8}, 2, NULL}, {{-1, -1, -1, -1}, 0, NULL},
+            {{0, 1, 2, 12}, 0, "slot_mapping[3] is 12; it must be a slot of the cache, which has 12, or negative to skip the row"},
+            {{0, INT64_MAX, 2, 3}, 0, "slot_mapping[1] is 9223372036854775807"}};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         slot_call *c = slot_call_of(table[i].slots);
         const sinkattn_status status = append_slots(c);
@@ -164,15 +160,15 @@ static void test_append_to_slots(void) {
             const int64_t slot = table[i].slots[r];
             if (slot >= 0)
                 CHECK(!memcmp(c->memory[slot][0], c->k[r], sizeof c->k[r]) && !memcmp(c->memory[slot][1], c->v[r], sizeof c->v[r]),
-                      "call %zu, row %d", i, r);
+                        "call %zu, row %d", i, r);
         }
     }
 }
 
-#define CHANGE(name, ...)                                                                                                                  \
-    static void name(slot_call *c, sinkattn_append_args *a, sinkattn_problem *p) {                                                         \
-        (void)c, (void)a, (void)p;                                                                                                         \
-        __VA_ARGS__;                                                                                                                       \
+#define CHANGE(name, ...) \
+    static void name(slot_call *c, sinkattn_append_args *a, sinkattn_problem *p) { \
+        (void)c, (void)a, (void)p; \
+        __VA_ARGS__; \
     }
 
 static int32_t some_lengths[1];
@@ -196,25 +192,21 @@ static void test_malformed_slots(void) {
         void (*change)(slot_call *c, sinkattn_append_args *a, sinkattn_problem *p);
         const char *fragment;
     } table[] = {{no_slots, "slot_mapping is NULL; it must be given when packed is true"},
-                 {slots_of_sequences, "slot_mapping is given; it must be NULL unless packed is true"},
-                 {slots_off_by_4, "slot_mapping is at"},
-                 {slots_in_the_cache, "k_cache and slot_mapping overlap; k_cache is written"},
-                 {lengths_before, "cache.cache_seqlens is given; it must be NULL with slot_mapping"},
-                 {lengths_after, "cache_seqlens is given; it must be NULL with slot_mapping"},
-                 {slots_and_pages, "cache.block_table is given; it must be NULL with slot_mapping"},
-                 {no_page_size, "page_size is 0; it must be at least 1"},
-                 {no_rows, "k is NULL"},
-                 {cache_on_itself, "its rows must not overlap"},
-                 {values_on_keys, "k_cache and v_cache overlap"},
-                 {pages_of_the_host, "cache.host.num_pages is 1"},
-                 {many_rows, "q has 2147483648 packed rows"}};
+            {slots_of_sequences, "slot_mapping is given; it must be NULL unless packed is true"}, {slots_off_by_4, "slot_mapping is at"},
+            {slots_in_the_cache, "k_cache and slot_mapping overlap; k_cache is written"},
+            {lengths_before, "cache.cache_seqlens is given; it must be NULL with slot_mapping"},
+            {lengths_after, "cache_seqlens is given; it must be NULL with slot_mapping"},
+            {slots_and_pages, "cache.block_table is given; it must be NULL with slot_mapping"},
+            {no_page_size, "page_size is 0; it must be at least 1"}, {no_rows, "k is NULL"}, {cache_on_itself, "its rows must not overlap"},
+            {values_on_keys, "k_cache and v_cache overlap"}, {pages_of_the_host, "cache.host.num_pages is 1"},
+            {many_rows, "q has 2147483648 packed rows"}};
     const int64_t slots[SLOT_ROWS] = {0, 1, 2, 3};
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         slot_call *c = slot_call_of(slots);
         table[i].change(c, &c->args, &c->args.cache.fwd.problem);
         const sinkattn_status status = append_slots(c);
         CHECK(status.code == SINKATTN_INVALID && strstr(status.message, table[i].fragment), "row %zu wants \"%s\", got \"%s\"", i,
-              table[i].fragment, status.message);
+                table[i].fragment, status.message);
         CHECK(count_slots(c) == 0, "row %zu: something was written", i);
     }
     slot_call *c = slot_call_of(slots);
@@ -223,7 +215,5 @@ static void test_malformed_slots(void) {
     CHECK(append_slots(c).code == SINKATTN_OK && count_slots(c) == 0, "no rows");
 }
 
-const test append_tests[] = {{"keys that are appended", test_append_behind},
-                             {"keys that go to slots", test_append_to_slots},
-                             {"malformed slots", test_malformed_slots},
-                             {0}};
+const test append_tests[] = {{"keys that are appended", test_append_behind}, {"keys that go to slots", test_append_to_slots},
+        {"malformed slots", test_malformed_slots}, {0}};

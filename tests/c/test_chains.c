@@ -45,10 +45,10 @@ static sequence pick_sequence(void) {
 
 static sa_chain_item item_of(const sequence *s, int32_t n) { return sa_chain_item_of(&s->chains, &s->band, s->tokens, kKeys, n); }
 
-#define CHECK_ITEM(ok, s, n)                                                                                                               \
-    CHECK(ok, "%s: item %d, %d tokens a tile, %d heads, q_len %" PRId64 ", k_len %" PRId64 ", rounds %d, together %d", #ok, (int)(n),      \
-          (int)(s)->tokens, (int)(s)->room.num_heads, (int64_t)(s)->band.q_len, (int64_t)(s)->band.k_len, (int)(s)->chains.rounds,         \
-          (int)(s)->chains.together)
+#define CHECK_ITEM(ok, s, n) \
+    CHECK(ok, "%s: item %d, %d tokens a tile, %d heads, q_len %" PRId64 ", k_len %" PRId64 ", rounds %d, together %d", #ok, (int)(n), \
+            (int)(s)->tokens, (int)(s)->room.num_heads, (int64_t)(s)->band.q_len, (int64_t)(s)->band.k_len, (int)(s)->chains.rounds, \
+            (int)(s)->chains.together)
 
 /* Key blocks that see some of a row tile, below `block`. */
 static int32_t blocks_before(const sequence *s, int32_t tile, int32_t block) {
@@ -132,8 +132,8 @@ static void test_rounds_do_not_depend_on_the_batch(void) {
         other.num_slots += (int32_t)pick(0, 1000);
         other.copies = (int32_t)pick(1, 5);
         const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &other);
-        CHECK_ITEM(chains.rounds == s.chains.rounds && chains.round_tiles == s.chains.round_tiles && chains.blind == s.chains.blind, &s,
-                   -1);
+        CHECK_ITEM(
+                chains.rounds == s.chains.rounds && chains.round_tiles == s.chains.round_tiles && chains.blind == s.chains.blind, &s, -1);
     }
 }
 
@@ -157,21 +157,21 @@ static void test_items_of_a_head_have_numbers(void) {
 static void test_blocks_with_sink_tokens_have_rounds(void) {
     const sinkattn_mask mask = {.has_left = true, .has_right = true, .left = 127, .num_sink_tokens = 4};
     const sequence s = {.band = sa_band_of(&mask, 16384, 16384),
-                        .tokens = 16,
-                        .room = {.num_heads = 8, .copies = 1, .num_slots = 1152, .is_local = true, .merges = true, .span = 17}};
+            .tokens = 16,
+            .room = {.num_heads = 8, .copies = 1, .num_slots = 1152, .is_local = true, .merges = true, .span = 17}};
     const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
     CHECK(chains.rounds == 64 && chains.together == 8 && chains.lead == SA_SINK_LEAD, "%d rounds, %d together", (int)chains.rounds,
-          (int)chains.together);
+            (int)chains.together);
     int32_t seen_to = 16; /* of block 0 alone */
     for (int32_t n = 0; n < sa_num_chain_items(&chains); n++) {
         const sa_chain_item item = sa_chain_item_of(&chains, &s.band, s.tokens, kKeys, n);
         CHECK(item.exists && item.tiles.end - item.tiles.begin <= 17, "item %d has tiles %d to %d", (int)n, (int)item.tiles.begin,
-              (int)item.tiles.end);
+                (int)item.tiles.end);
         if (item.block > 0)
             seen_to = item.tiles.end;
         else
             CHECK(item.tiles.begin < seen_to + 8 + SA_SINK_LEAD, "item %d begins at tile %d after %d", (int)n, (int)item.tiles.begin,
-                  (int)seen_to);
+                    (int)seen_to);
     }
 }
 
@@ -202,14 +202,14 @@ static void test_few_blocks_have_rounds(void) {
 static void test_rounds_have_room(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     const sinkattn_problem problem = {.op = SINKATTN_BWD,
-                                      .dtype = SINKATTN_BF16,
-                                      .batch = 1,
-                                      .num_q_heads = 64,
-                                      .num_kv_heads = 8,
-                                      .head_dim = 64,
-                                      .q_len = 2000,
-                                      .k_len = 2000,
-                                      .mask = {.has_right = true}};
+            .dtype = SINKATTN_BF16,
+            .batch = 1,
+            .num_q_heads = 64,
+            .num_kv_heads = 8,
+            .head_dim = 64,
+            .q_len = 2000,
+            .k_len = 2000,
+            .mask = {.has_right = true}};
     sinkattn_plan plan;
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
     const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&problem, &plan);
@@ -219,10 +219,8 @@ static void test_rounds_have_room(void) {
 }
 
 const test chain_tests[] = {{"chains meet all tiles in order", test_chains_meet_all_tiles_in_order},
-                            {"rounds of a block are added in order", test_rounds_of_a_block_are_added_in_order},
-                            {"rounds do not depend on the batch", test_rounds_do_not_depend_on_the_batch},
-                            {"items of a head have numbers", test_items_of_a_head_have_numbers},
-                            {"blocks with sink tokens have rounds", test_blocks_with_sink_tokens_have_rounds},
-                            {"few blocks have rounds", test_few_blocks_have_rounds},
-                            {"rounds have room", test_rounds_have_room},
-                            {0}};
+        {"rounds of a block are added in order", test_rounds_of_a_block_are_added_in_order},
+        {"rounds do not depend on the batch", test_rounds_do_not_depend_on_the_batch},
+        {"items of a head have numbers", test_items_of_a_head_have_numbers},
+        {"blocks with sink tokens have rounds", test_blocks_with_sink_tokens_have_rounds},
+        {"few blocks have rounds", test_few_blocks_have_rounds}, {"rounds have room", test_rounds_have_room}, {0}};

@@ -27,16 +27,16 @@ enum { NUM_CONTENTS = sizeof contents / sizeof *contents };
 
 static sinkattn_problem problem_of(sinkattn_op op, sinkattn_dtype dtype, bool packed) {
     sinkattn_problem p = {.op = op,
-                          .dtype = dtype,
-                          .s_aux_dtype = SINKATTN_FP32,
-                          .packed = packed,
-                          .batch = 3,
-                          .num_q_heads = 4,
-                          .num_kv_heads = 2,
-                          .head_dim = 16,
-                          .q_len = packed ? 150 : 3,
-                          .k_len = 160,
-                          .mask = {.has_left = true, .left = 60, .has_right = true, .num_sink_tokens = 2}};
+            .dtype = dtype,
+            .s_aux_dtype = SINKATTN_FP32,
+            .packed = packed,
+            .batch = 3,
+            .num_q_heads = 4,
+            .num_kv_heads = 2,
+            .head_dim = 16,
+            .q_len = packed ? 150 : 3,
+            .k_len = 160,
+            .mask = {.has_left = true, .left = 60, .has_right = true, .num_sink_tokens = 2}};
     if (op != SINKATTN_DECODE) return p;
     p.num_splits = packed ? 0 : 2;
     p.page_size = 16;
@@ -65,7 +65,7 @@ static void check_changes(sample *s, const sinkattn_device *device, int32_t *len
     for (int i = 0; i < NUM_CONTENTS; i++) {
         const uint64_t disturbed = hash_of(s, device, lengths, count, contents[i]);
         CHECK(!same_bits || disturbed == undisturbed, "level %d, lengths from %" PRId32 " by %" PRId32 ": other bits: %s", device->arch,
-              contents[i][0], contents[i][1], problem_text(&s->problem));
+                contents[i][0], contents[i][1], problem_text(&s->problem));
     }
 }
 
@@ -138,29 +138,29 @@ static void test_append(void) {
         memset(memory, 0, sizeof memory);
         const sinkattn_tensor from = {rows, DIM, DIM, DIM};
         sinkattn_append_args args = {.cache = {.fwd = {.problem = {.op = SINKATTN_DECODE,
-                                                                   .dtype = SINKATTN_FP32,
-                                                                   .batch = 2,
-                                                                   .num_q_heads = 1,
-                                                                   .num_kv_heads = 1,
-                                                                   .head_dim = DIM,
-                                                                   .q_len = 1,
-                                                                   .k_len = PAGES * PAGE,
-                                                                   .page_size = PAGE,
-                                                                   .num_pages = PAGES},
+                                                               .dtype = SINKATTN_FP32,
+                                                               .batch = 2,
+                                                               .num_q_heads = 1,
+                                                               .num_kv_heads = 1,
+                                                               .head_dim = DIM,
+                                                               .q_len = 1,
+                                                               .k_len = PAGES * PAGE,
+                                                               .page_size = PAGE,
+                                                               .num_pages = PAGES},
                                                        .k = {memory[0] + BEFORE, PAGE * DIM, DIM, DIM},
                                                        .v = {memory[1] + BEFORE, PAGE * DIM, DIM, DIM}},
-                                               .cache_seqlens = lengths,
-                                               .block_table = block_table,
-                                               .block_table_stride = PAGES},
-                                     .k = from,
-                                     .v = from,
-                                     .cache_seqlens = which ? block_table + 4 : lengths + 1};
+                                             .cache_seqlens = lengths,
+                                             .block_table = block_table,
+                                             .block_table_stride = PAGES},
+                .k = from,
+                .v = from,
+                .cache_seqlens = which ? block_table + 4 : lengths + 1};
         const sinkattn_status status = sa_append_cpu(&args);
         CHECK(status.code == SINKATTN_OK, "%s", status.message);
         for (int t = 0; t < 2; t++)
             for (int i = 0; i < BEFORE; i++)
                 CHECK(memory[t][i] == 0.0f && memory[t][BEFORE + CACHE + i] == 0.0f, "row %d, array %d: a byte outside the cache", which,
-                      t);
+                        t);
     }
 }
 
@@ -175,31 +175,29 @@ static void test_append_to_slots(void) {
         int64_t *slots = (int64_t *)(void *)(memory[0] + BEFORE); /* {0, 0}: the first row goes where the slots are */
         const sinkattn_tensor from = {rows, 0, DIM, DIM};
         const sinkattn_append_args args = {.cache.fwd = {.problem = {.op = SINKATTN_DECODE,
-                                                                     .dtype = SINKATTN_FP32,
-                                                                     .packed = true,
-                                                                     .num_q_heads = 1,
-                                                                     .num_kv_heads = 1,
-                                                                     .head_dim = DIM,
-                                                                     .q_len = 2,
-                                                                     .page_size = 2,
-                                                                     .num_pages = SLOTS / 2},
-                                                         .k = {memory[0] + BEFORE, 2 * DIM, DIM, DIM},
-                                                         .v = {memory[1] + BEFORE, 2 * DIM, DIM, DIM}},
-                                           .k = from,
-                                           .v = from,
-                                           .slot_mapping = slots};
+                                                                 .dtype = SINKATTN_FP32,
+                                                                 .packed = true,
+                                                                 .num_q_heads = 1,
+                                                                 .num_kv_heads = 1,
+                                                                 .head_dim = DIM,
+                                                                 .q_len = 2,
+                                                                 .page_size = 2,
+                                                                 .num_pages = SLOTS / 2},
+                                                   .k = {memory[0] + BEFORE, 2 * DIM, DIM, DIM},
+                                                   .v = {memory[1] + BEFORE, 2 * DIM, DIM, DIM}},
+                .k = from,
+                .v = from,
+                .slot_mapping = slots};
         const sinkattn_status status = sa_append_cpu(&args);
         CHECK(status.code == SINKATTN_OK, "%s", status.message);
         for (int t = 0; t < 2; t++)
             for (int x = 0; x < BEFORE; x++)
                 CHECK(memory[t][x] == 0.0f && memory[t][BEFORE + CACHE + x] == 0.0f, "slot %" PRId64 ", array %d: outside the cache",
-                      written[i], t);
+                        written[i], t);
     }
 }
 
 const test changing_tests[] = {{"cu_seqlens that change during a call", test_packed},
-                               {"cache_seqlens and pages that change during a call", test_decode},
-                               {"lengths and pages of packed rows that change during a call", test_packed_decode},
-                               {"lengths and pages that change during an append", test_append},
-                               {"slots that change during an append", test_append_to_slots},
-                               {0}};
+        {"cache_seqlens and pages that change during a call", test_decode},
+        {"lengths and pages of packed rows that change during a call", test_packed_decode},
+        {"lengths and pages that change during an append", test_append}, {"slots that change during an append", test_append_to_slots}, {0}};

@@ -29,9 +29,9 @@ static sa_band band_of(const window *w) {
     return sa_band_of(&mask, w->q_len, w->k_len);
 }
 
-#define CHECK_WINDOW(ok, w, what)                                                                                                          \
-    CHECK(ok, "%s: q_len %" PRId64 ", k_len %" PRId64 ", window (%" PRId64 ", %" PRId64 "), sink tokens %" PRId64, what, (w)->q_len,       \
-          (w)->k_len, (w)->left, (w)->right, (w)->num_sink)
+#define CHECK_WINDOW(ok, w, what) \
+    CHECK(ok, "%s: q_len %" PRId64 ", k_len %" PRId64 ", window (%" PRId64 ", %" PRId64 "), sink tokens %" PRId64, what, (w)->q_len, \
+            (w)->k_len, (w)->left, (w)->right, (w)->num_sink)
 
 static void check_rows(const window *w) {
     const sa_band band = band_of(w);
@@ -180,8 +180,8 @@ static void test_layout_clamps_hostile_lengths(void) {
             const sa_range rows = sa_packed_rows(cu_seqlens, 0, total);
             CHECK(rows.begin == 0 && rows.begin <= rows.end && rows.end <= total, "cu_seqlens %d, %d", values[a], values[b]);
             const sinkattn_fwd_args args = {.problem = {.packed = true, .batch = 1, .q_len = total, .k_len = total},
-                                            .cu_seqlens_q = cu_seqlens,
-                                            .cu_seqlens_k = cu_seqlens};
+                    .cu_seqlens_q = cu_seqlens,
+                    .cu_seqlens_k = cu_seqlens};
             const sa_sequence s = sa_sequence_at(&args, 0);
             CHECK(s.batch == 0 && s.q_begin == rows.begin && s.k_len == rows.end - rows.begin, "sequence of %d, %d", values[a], values[b]);
         }
@@ -190,13 +190,13 @@ static void test_layout_clamps_hostile_lengths(void) {
         const sa_range first = sa_packed_rows(cu_seqlens, 0, total), second = sa_packed_rows(cu_seqlens, 1, total);
         for (int64_t row = 0; row < sa_packed_begin(cu_seqlens, 2, total); row++)
             CHECK(row < first.end || (second.begin <= row && row < second.end), "row %" PRId64 " of %d, %d, %d is nobody's", row,
-                  cu_seqlens[0], cu_seqlens[1], cu_seqlens[2]);
+                    cu_seqlens[0], cu_seqlens[1], cu_seqlens[2]);
     }
     for (size_t a = 0; a < 8; a++) {
         const int32_t page = values[a];
         const sinkattn_tensor cache = {.batch_stride = 100, .row_stride = 10, .head_stride = 1};
         const sinkattn_decode_args args = {
-            .fwd.problem = {.k_len = 4, .page_size = 4, .num_pages = 8}, .cache_seqlens = &values[a], .block_table = &page};
+                .fwd.problem = {.k_len = 4, .page_size = 4, .num_pages = 8}, .cache_seqlens = &values[a], .block_table = &page};
         const int64_t length = sa_cache_len(&args, 0), offset = sa_cache_offset(&args, &cache, 0, 3, 2);
         CHECK(length >= 0 && length <= 4, "cache_seqlens %d gives %" PRId64, page, length);
         CHECK(offset == (page >= 0 && page < 8 ? page * 100 + 32 : -1), "page %d gives %" PRId64, page, offset);
@@ -249,18 +249,18 @@ static void test_cutting_streams(void) {
             CHECK(streams > two || streams * parts <= cut.most, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
             CHECK(streams <= workers || streams > two || parts == 1, "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
             CHECK(each < 4 * step * workers || streams > workers || 3 * streams * parts >= 2 * cut.most - 2 * streams,
-                  "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
+                    "%" PRIu32 " parts of %" PRIu32 " streams", parts, streams);
             CHECK(cut.most % heads == 0 && (cut.most <= resident || cut.most == heads), "%" PRIu32 " parts at once", cut.most);
             CHECK(streams <= two || cut.most + heads > resident, "%" PRIu32 " shares of %" PRIu32, cut.most, resident);
             uint32_t of_head = 0; /* lengths as different as they can be */
             for (uint32_t s = 0; s < streams / heads; s++) of_head += s % 5 == 0 ? each : 1 + s % each;
             const uint32_t share = sa_share_length(&cut, of_head * heads);
             CHECK((of_head + share - 1) / share <= cut.most / heads && share <= sa_part_length(&cut, of_head * heads),
-                  "shares of %" PRIu32 " of %" PRIu32 " tiles", share, of_head);
+                    "shares of %" PRIu32 " of %" PRIu32 " tiles", share, of_head);
         }
     const sa_cut cut = sa_cut_of(8, 8, step, 3 * step, workers, 528);
     CHECK(sa_part_length(&cut, 8 * 8192) == 256 && sa_part_length(&cut, 8 * 256) == 16 && sa_part_length(&cut, 8 * 64) == 8,
-          "32, 16 and 8 parts a stream");
+            "32, 16 and 8 parts a stream");
 }
 
 /* All shares of a kv head, as blocks walk through them: each tile once, parts in order, each partial in a slot of its own. */
@@ -386,15 +386,9 @@ static void test_softmax_identities(void) {
 }
 
 const test core_tests[] = {{"mask over all small sizes", test_mask_over_all_small_sizes},
-                           {"mask of extreme windows", test_mask_of_extreme_windows},
-                           {"layout clamps hostile lengths", test_layout_clamps_hostile_lengths},
-                           {"offsets are int64", test_offsets_are_int64},
-                           {"split covers every tile once", test_split_covers_every_tile_once},
-                           {"division by a known size", test_division_by_a_known_size},
-                           {"cutting streams", test_cutting_streams},
-                           {"shares that end anywhere", test_shares_that_end_anywhere},
-                           {"halves round trip", test_halves_round_trip},
-                           {"halves round to nearest even", test_halves_round_to_nearest_even},
-                           {"loads and stores", test_loads_and_stores},
-                           {"softmax identities", test_softmax_identities},
-                           {0}};
+        {"mask of extreme windows", test_mask_of_extreme_windows}, {"layout clamps hostile lengths", test_layout_clamps_hostile_lengths},
+        {"offsets are int64", test_offsets_are_int64}, {"split covers every tile once", test_split_covers_every_tile_once},
+        {"division by a known size", test_division_by_a_known_size}, {"cutting streams", test_cutting_streams},
+        {"shares that end anywhere", test_shares_that_end_anywhere}, {"halves round trip", test_halves_round_trip},
+        {"halves round to nearest even", test_halves_round_to_nearest_even}, {"loads and stores", test_loads_and_stores},
+        {"softmax identities", test_softmax_identities}, {0}};

@@ -84,8 +84,5 @@ static void test_backward(void) { check_op(SINKATTN_BWD, random_problem, 12); }
 static void test_long_backward(void) { check_op(SINKATTN_BWD, long_problem, 1); }
 static void test_decode(void) { check_op(SINKATTN_DECODE, random_problem, 18); }
 
-const test kernel_tests[] = {{"forward kernels against the oracle", test_forward},
-                             {"backward kernels against the oracle", test_backward},
-                             {"long backward kernels against the oracle", test_long_backward},
-                             {"decode kernels against the oracle", test_decode},
-                             {0}};
+const test kernel_tests[] = {{"forward kernels against the oracle", test_forward}, {"backward kernels against the oracle", test_backward},
+        {"long backward kernels against the oracle", test_long_backward}, {"decode kernels against the oracle", test_decode}, {0}};

@@ -10,15 +10,15 @@ static const double inf = (double)INFINITY;
 
 static sinkattn_problem small(sinkattn_op op, int64_t q_len, int64_t k_len, sinkattn_mask mask) {
     return (sinkattn_problem){.op = op,
-                              .dtype = SINKATTN_FP64,
-                              .s_aux_dtype = SINKATTN_FP64,
-                              .batch = 1,
-                              .num_q_heads = 2,
-                              .num_kv_heads = 1,
-                              .head_dim = 8,
-                              .q_len = q_len,
-                              .k_len = k_len,
-                              .mask = mask};
+            .dtype = SINKATTN_FP64,
+            .s_aux_dtype = SINKATTN_FP64,
+            .batch = 1,
+            .num_q_heads = 2,
+            .num_kv_heads = 1,
+            .head_dim = 8,
+            .q_len = q_len,
+            .k_len = k_len,
+            .mask = mask};
 }
 
 static void set_s_aux(sample *s, double value) {
@@ -117,7 +117,7 @@ static void test_sinks_at_the_edges(void) {
             const double lse = lse_of(&fwd, j);
             sa_store(s.lse, SINKATTN_FP64, j, lse);
             CHECK(isnan(values[i]) ? isnan(lse) : lse == values[i] || (values[i] == 100.0 && fabs(lse - 100.0) < 1e-12), "s %g: LSE %g",
-                  values[i], lse);
+                    values[i], lse);
         }
         if (isnan(values[i]) || isinf(values[i])) CHECK(all_equal(&fwd.out, isnan(values[i]) ? values[i] : 0.0), "s %g: O", values[i]);
         for (int64_t row = 0; row < 3; row++)
@@ -172,7 +172,7 @@ static void test_nan_stays_where_it_is_seen(void) {
         for (int64_t h = 0; h < 2; h++) {
             const bool hit = i == 2 || i == 3 || (i == 5 && h == 1);
             CHECK(isnan(array_get(&s.out, 0, i, h, 0)) == hit && isnan(lse_of(&s, 6 * h + i)) == hit, "row %" PRId64 ", head %" PRId64, i,
-                  h);
+                    h);
         }
     sample_free(&s);
 }
@@ -205,15 +205,13 @@ static void check_differences(const char *name, sample *fwd, const sample *s, ar
         const double difference = (above - loss(fwd, s)) / (2.0 * step), got = array_get(gradient, b, row, head, x);
         array_set(input, b, row, head, x, value);
         CHECK(fabs(difference - got) <= 1e-7 * (1.0 + fabs(difference)), "d%s is %.12g, differences say %.12g: %s", name, got, difference,
-              problem_text(&s->problem));
+                problem_text(&s->problem));
     }
 }
 
 static void test_gradients_by_central_differences(void) {
-    const sinkattn_mask masks[] = {{0},
-                                   {.has_right = true},
-                                   {.has_left = true, .left = 2, .has_right = true, .num_sink_tokens = 2},
-                                   {.has_left = true, .left = 1, .has_right = true, .right = 2}};
+    const sinkattn_mask masks[] = {{0}, {.has_right = true}, {.has_left = true, .left = 2, .has_right = true, .num_sink_tokens = 2},
+            {.has_left = true, .left = 1, .has_right = true, .right = 2}};
     for (int i = 0; i < 16; i++) {
         sinkattn_problem problem = small(SINKATTN_BWD, pick(1, 7), pick(1, 8), masks[i % 4]);
         problem.batch = pick(1, 2);
@@ -245,7 +243,7 @@ static void test_gradients_by_central_differences(void) {
 static void test_one_hot_values_show_the_key_set(void) {
     for (int i = 0; i < 60; i++) {
         sinkattn_problem problem =
-            small(SINKATTN_FWD, pick(1, 8), pick(1, 8), (sinkattn_mask){.has_left = one_in(2), .has_right = one_in(2)});
+                small(SINKATTN_FWD, pick(1, 8), pick(1, 8), (sinkattn_mask){.has_left = one_in(2), .has_right = one_in(2)});
         if (problem.mask.has_left) problem.mask.left = pick(0, 9);
         if (problem.mask.has_right) problem.mask.right = pick(0, 9);
         problem.mask.num_sink_tokens = pick(0, 3);
@@ -259,19 +257,15 @@ static void test_one_hot_values_show_the_key_set(void) {
                 const bool right = !problem.mask.has_right || j - p <= problem.mask.right;
                 const bool left = !problem.mask.has_left || p - j <= problem.mask.left || j < problem.mask.num_sink_tokens;
                 CHECK((array_get(&s.out, 0, row, 1, j) > 0.0) == (left && right), "row %" PRId64 ", key %" PRId64 ": %s", row, j,
-                      problem_text(&problem));
+                        problem_text(&problem));
             }
         sample_free(&s);
     }
 }
 
-const test oracle_tests[] = {{"one key is a sigmoid", test_one_key_is_a_sigmoid},
-                             {"a row without keys", test_a_row_without_keys},
-                             {"ds_aux of rows without keys is g", test_ds_aux_of_rows_without_keys_is_g},
-                             {"sinks at the edges", test_sinks_at_the_edges},
-                             {"no sink is a sink of minus infinity", test_no_sink_is_a_sink_of_minus_infinity},
-                             {"scores of minus infinity", test_scores_of_minus_infinity},
-                             {"NaN stays where it is seen", test_nan_stays_where_it_is_seen},
-                             {"gradients by central differences", test_gradients_by_central_differences},
-                             {"one-hot values show the key set", test_one_hot_values_show_the_key_set},
-                             {0}};
+const test oracle_tests[] = {{"one key is a sigmoid", test_one_key_is_a_sigmoid}, {"a row without keys", test_a_row_without_keys},
+        {"ds_aux of rows without keys is g", test_ds_aux_of_rows_without_keys_is_g}, {"sinks at the edges", test_sinks_at_the_edges},
+        {"no sink is a sink of minus infinity", test_no_sink_is_a_sink_of_minus_infinity},
+        {"scores of minus infinity", test_scores_of_minus_infinity}, {"NaN stays where it is seen", test_nan_stays_where_it_is_seen},
+        {"gradients by central differences", test_gradients_by_central_differences},
+        {"one-hot values show the key set", test_one_hot_values_show_the_key_set}, {0}};

@@ -17,15 +17,15 @@ static const char *chosen(const sinkattn_problem *problem, int32_t arch) {
 
 static sinkattn_problem packed_problem(int64_t num_q_heads, int64_t head_dim, int64_t left) {
     return (sinkattn_problem){.op = SINKATTN_FWD,
-                              .dtype = SINKATTN_BF16,
-                              .packed = true,
-                              .batch = 3,
-                              .num_q_heads = num_q_heads,
-                              .num_kv_heads = 2,
-                              .head_dim = head_dim,
-                              .q_len = 1000,
-                              .k_len = 2000,
-                              .mask = {.has_left = left >= 0, .left = left < 0 ? 0 : left, .has_right = true}};
+            .dtype = SINKATTN_BF16,
+            .packed = true,
+            .batch = 3,
+            .num_q_heads = num_q_heads,
+            .num_kv_heads = 2,
+            .head_dim = head_dim,
+            .q_len = 1000,
+            .k_len = 2000,
+            .mask = {.has_left = left >= 0, .left = left < 0 ? 0 : left, .has_right = true}};
 }
 
 /* The same kernel gives the same bits. */
@@ -38,7 +38,7 @@ static void check_forwards_kernel(sinkattn_problem problem, int32_t arch) {
         problem.num_pages = paged ? 7 : 0;
         const char *name = chosen(&problem, arch), *found = strstr(name, "_packed_");
         CHECK(found && strlen(forward) > prefix && strcmp(found + strlen("_packed_"), forward + prefix) == 0, "%s beside %s", name,
-              forward);
+                forward);
         problem.invariant = true;
         CHECK(chosen(&problem, arch) == name, "invariant changes nothing");
         problem.invariant = false;
@@ -76,10 +76,8 @@ static void test_the_largest_head_dim(void) {
     sinkattn_plan plan;
     const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim 264; on CUDA it must be at most 256"), "%s",
-          status.message);
+            status.message);
 }
 
 const test packed_plan_tests[] = {{"packed rows over a cache have the forward's kernel", test_packed_rows_have_the_forwards_kernel},
-                                  {"a cache without pages", test_a_cache_without_pages},
-                                  {"the largest head_dim of packed rows", test_the_largest_head_dim},
-                                  {0}};
+        {"a cache without pages", test_a_cache_without_pages}, {"the largest head_dim of packed rows", test_the_largest_head_dim}, {0}};

@@ -15,26 +15,26 @@ static sinkattn_device cpu(sinkattn_cpu_level level, int32_t workers) {
 
 static sinkattn_problem prefill(sinkattn_op op, sinkattn_dtype dtype) {
     return (sinkattn_problem){.op = op,
-                              .dtype = dtype,
-                              .batch = 2,
-                              .num_q_heads = 8,
-                              .num_kv_heads = 2,
-                              .head_dim = 64,
-                              .q_len = 100,
-                              .k_len = 100,
-                              .mask = {.has_right = true}};
+            .dtype = dtype,
+            .batch = 2,
+            .num_q_heads = 8,
+            .num_kv_heads = 2,
+            .head_dim = 64,
+            .q_len = 100,
+            .k_len = 100,
+            .mask = {.has_right = true}};
 }
 
 static sinkattn_problem decode(int64_t batch, int64_t k_len) {
     return (sinkattn_problem){.op = SINKATTN_DECODE,
-                              .dtype = SINKATTN_BF16,
-                              .batch = batch,
-                              .num_q_heads = 8,
-                              .num_kv_heads = 1,
-                              .head_dim = 64,
-                              .q_len = 1,
-                              .k_len = k_len,
-                              .mask = {.has_right = true}};
+            .dtype = SINKATTN_BF16,
+            .batch = batch,
+            .num_q_heads = 8,
+            .num_kv_heads = 1,
+            .head_dim = 64,
+            .q_len = 1,
+            .k_len = k_len,
+            .mask = {.has_right = true}};
 }
 
 static const char *chosen(const sinkattn_problem *problem, const sinkattn_device *device) {
@@ -52,15 +52,15 @@ static void test_the_best_row_is_taken(void) {
         sinkattn_cpu_level level;
         const char *name;
     } cases[] = {
-        {SINKATTN_FWD, SINKATTN_FP64, SINKATTN_CPU_SCALAR, "sa_fwd_cpu_oracle"},
-        {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_ORACLE, "sa_bwd_cpu_oracle"},
-        {SINKATTN_FWD, SINKATTN_BF16, SINKATTN_CPU_SCALAR, "sa_fwd_cpu_scalar"},
+            {SINKATTN_FWD, SINKATTN_FP64, SINKATTN_CPU_SCALAR, "sa_fwd_cpu_oracle"},
+            {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_ORACLE, "sa_bwd_cpu_oracle"},
+            {SINKATTN_FWD, SINKATTN_BF16, SINKATTN_CPU_SCALAR, "sa_fwd_cpu_scalar"},
 #if defined(__x86_64__)
-        {SINKATTN_FWD, SINKATTN_FP64, SINKATTN_CPU_AVX512_BF16, "sa_fwd_cpu_oracle"},
-        {SINKATTN_DECODE, SINKATTN_FP32, SINKATTN_CPU_AVX2, "sa_decode_cpu_avx2"},
-        {SINKATTN_BWD, SINKATTN_FP16, SINKATTN_CPU_AVX512_BF16, "sa_bwd_cpu_avx512"},
-        {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_AVX512_BF16, "sa_bwd_cpu_avx512_bf16"},
-        {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_AMX_BF16, "sa_bwd_cpu_amx_bf16"},
+            {SINKATTN_FWD, SINKATTN_FP64, SINKATTN_CPU_AVX512_BF16, "sa_fwd_cpu_oracle"},
+            {SINKATTN_DECODE, SINKATTN_FP32, SINKATTN_CPU_AVX2, "sa_decode_cpu_avx2"},
+            {SINKATTN_BWD, SINKATTN_FP16, SINKATTN_CPU_AVX512_BF16, "sa_bwd_cpu_avx512"},
+            {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_AVX512_BF16, "sa_bwd_cpu_avx512_bf16"},
+            {SINKATTN_BWD, SINKATTN_BF16, SINKATTN_CPU_AMX_BF16, "sa_bwd_cpu_amx_bf16"},
 #endif
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -73,14 +73,14 @@ static void test_the_best_row_is_taken(void) {
 
 static sinkattn_problem windowed(sinkattn_op op, int64_t len, int64_t left) {
     return (sinkattn_problem){.op = op,
-                              .dtype = SINKATTN_BF16,
-                              .batch = 1,
-                              .num_q_heads = 16,
-                              .num_kv_heads = 2,
-                              .head_dim = 64,
-                              .q_len = len,
-                              .k_len = len,
-                              .mask = {.has_left = true, .left = left, .has_right = true}};
+            .dtype = SINKATTN_BF16,
+            .batch = 1,
+            .num_q_heads = 16,
+            .num_kv_heads = 2,
+            .head_dim = 64,
+            .q_len = len,
+            .k_len = len,
+            .mask = {.has_left = true, .left = left, .has_right = true}};
 }
 
 /* sm_90a code runs on 9.0 alone, the sm_80 rows everywhere from 8.0; a window must fit the row's key tile. */
@@ -90,9 +90,14 @@ static void test_the_cuda_row_is_taken(void) {
         int64_t num_q_heads, window;
         const char *name;
     } cases[] = {
-        {80, 16, 128, "sa_fwd_cuda_sm80_d64"},    {90, 16, 128, "sa_fwd_cuda_sm90_window"}, {100, 16, 128, "sa_fwd_cuda_sm80_d64"},
-        {90, 16, 137, "sa_fwd_cuda_sm90_window"}, {90, 16, 138, "sa_fwd_cuda_sm90_d64"},    {90, 2, 128, "sa_fwd_cuda_sm90_d64"},
-        {90, 6, 128, "sa_fwd_cuda_sm90_d64"},     {90, 386, 128, "sa_fwd_cuda_sm80_d64"},
+            {80, 16, 128, "sa_fwd_cuda_sm80_d64"},
+            {90, 16, 128, "sa_fwd_cuda_sm90_window"},
+            {100, 16, 128, "sa_fwd_cuda_sm80_d64"},
+            {90, 16, 137, "sa_fwd_cuda_sm90_window"},
+            {90, 16, 138, "sa_fwd_cuda_sm90_d64"},
+            {90, 2, 128, "sa_fwd_cuda_sm90_d64"},
+            {90, 6, 128, "sa_fwd_cuda_sm90_d64"},
+            {90, 386, 128, "sa_fwd_cuda_sm80_d64"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_problem problem = windowed(SINKATTN_FWD, 1000, cases[i].window - 1);
@@ -100,7 +105,7 @@ static void test_the_cuda_row_is_taken(void) {
         const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = cases[i].arch, .workers = 132};
         const char *name = chosen(&problem, &device);
         CHECK(strcmp(name, cases[i].name) == 0, "arch %d, window %d: %s is taken, %s is best", (int)cases[i].arch, (int)cases[i].window,
-              name, cases[i].name);
+                name, cases[i].name);
     }
 }
 
@@ -119,14 +124,10 @@ static void test_the_window_row_says_why_not(void) {
         const sinkattn_problem *problem;
         const sinkattn_device *device;
         const char *why;
-    } cases[] = {{&base, &device, NULL},
-                 {&wide, &device, " (64 x 144): left + right + tokens a tile > its tile_k"},
-                 {&sinks, &device, NULL},
-                 {&many_sinks, &device, " (64 x 144): more than 16 positional sink tokens"},
-                 {&ungrouped, &device, " (64 x 144): query heads a kv head"},
-                 {&negative, &device, " (64 x 144): softmax_scale is negative"},
-                 {&large, &device, " (64 x 144): head_dim is above its largest"},
-                 {&base, &older, ": it is for sm_90"}};
+    } cases[] = {{&base, &device, NULL}, {&wide, &device, " (64 x 144): left + right + tokens a tile > its tile_k"},
+            {&sinks, &device, NULL}, {&many_sinks, &device, " (64 x 144): more than 16 positional sink tokens"},
+            {&ungrouped, &device, " (64 x 144): query heads a kv head"}, {&negative, &device, " (64 x 144): softmax_scale is negative"},
+            {&large, &device, " (64 x 144): head_dim is above its largest"}, {&base, &older, ": it is for sm_90"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_plan plan;
         CHECK(sinkattn_make_plan(cases[i].problem, cases[i].device, &plan).code == SINKATTN_OK, "case %zu is planned", i);
@@ -145,23 +146,24 @@ static void test_cuda_decode_plans(void) {
     sinkattn_plan plan;
     const sinkattn_plan balanced = {.num_splits = 264, .num_items = 264, .workers = 132};
     CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && plan.num_splits == balanced.num_splits &&
-              plan.num_items == balanced.num_items && plan.workers == balanced.workers && strstr(plan.reason, "up to 264 of at most 512"),
-          "balanced: %s", plan.reason);
+                    plan.num_items == balanced.num_items && plan.workers == balanced.workers &&
+                    strstr(plan.reason, "up to 264 of at most 512"),
+            "balanced: %s", plan.reason);
     const int64_t workspace_bytes = plan.workspace_bytes;
     p.batch = 4000;
     CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && plan.num_items == 528 && workspace_bytes > 0 &&
-              plan.workspace_bytes == 2 * (workspace_bytes - 16) + 16,
-          "%" PRId64 " bytes", plan.workspace_bytes);
+                    plan.workspace_bytes == 2 * (workspace_bytes - 16) + 16,
+            "%" PRId64 " bytes", plan.workspace_bytes);
     CHECK(sa_validate_plan(&p, &plan).code == SINKATTN_OK, "the plan fits its problem");
     p.num_splits = 3;
     CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && plan.num_splits == 3 && plan.num_items == 3 * 8 * 4000,
-          "as asked: %s", plan.reason);
+            "as asked: %s", plan.reason);
     p.num_splits = 0;
     p.mask.has_left = true;
     p.mask.left = 127;
     CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK && plan.num_splits == 1 && plan.num_items == 8 * 4000 &&
-              plan.workspace_bytes == 0,
-          "a window: %s", plan.reason);
+                    plan.workspace_bytes == 0,
+            "a window: %s", plan.reason);
     const int64_t head_dims[] = {8, 64, 72, 128, 200, 256, 512};
     const char *const names[] = {"d64", "d64", "d128", "d128", "d256", "d256", "d512"};
     for (size_t i = 0; i < sizeof head_dims / sizeof *head_dims; i++) {
@@ -178,8 +180,8 @@ static void test_cuda_decode_plans(void) {
     p.page_size = 64;
     p.num_pages = 7;
     CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK &&
-              plan.workspace_bytes == contiguous_bytes + 2 * p.batch * p.k_len * p.num_kv_heads * p.head_dim * 2,
-          "room for the pages: %" PRId64 " bytes after %" PRId64, plan.workspace_bytes, contiguous_bytes);
+                    plan.workspace_bytes == contiguous_bytes + 2 * p.batch * p.k_len * p.num_kv_heads * p.head_dim * 2,
+            "room for the pages: %" PRId64 " bytes after %" PRId64, plan.workspace_bytes, contiguous_bytes);
     p.invariant = false;
     CHECK(!strstr(chosen(&p, &device), "prefill"), "for invariant alone: %s", chosen(&p, &device));
 }
@@ -191,8 +193,8 @@ static void test_the_backward_of_a_window_is_planned(void) {
     base.s_aux_dtype = SINKATTN_FP32;
     sinkattn_plan plan = {0};
     CHECK(sinkattn_make_plan(&base, &device, &plan).code == SINKATTN_OK && plan.workers == 132 &&
-              plan.workspace_bytes == 4 * (132 * (16 * 12 + 1) + 1) + 3,
-          "%" PRId64 " bytes: %s", plan.workspace_bytes, plan.reason);
+                    plan.workspace_bytes == 4 * (132 * (16 * 12 + 1) + 1) + 3,
+            "%" PRId64 " bytes: %s", plan.workspace_bytes, plan.reason);
     sinkattn_problem ungrouped = base, odd = base, negative = base, wide = base, unbounded = base, two_sided = base, sinks = base,
                      many = base, empty = base, no_batch = base, large = base;
     ungrouped.num_q_heads = 2;
@@ -203,7 +205,7 @@ static void test_the_backward_of_a_window_is_planned(void) {
     two_sided.mask.right = 1;
     sinks.mask.num_sink_tokens = 16; /* 33 tiles of rows leave 16 x 2 x 128 sums */
     CHECK(sinkattn_make_plan(&sinks, &device, &plan).code == SINKATTN_OK && plan.workspace_bytes == 4 * (135168 + 132 * 257 + 1) + 15,
-          "%" PRId64 " bytes with sink tokens: %s", plan.workspace_bytes, plan.reason);
+            "%" PRId64 " bytes with sink tokens: %s", plan.workspace_bytes, plan.reason);
     sinks.mask.num_sink_tokens = 17;
     many.num_q_heads = 130;
     empty.k_len = 0;
@@ -213,19 +215,13 @@ static void test_the_backward_of_a_window_is_planned(void) {
         const sinkattn_problem *problem;
         const sinkattn_device *device;
         const char *why;
-    } cases[] = {{&base, &device, NULL},
-                 {&ungrouped, &device, NULL},
-                 {&odd, &device, NULL},
-                 {&negative, &device, NULL},
-                 {&wide, &device, " (64 x 64): left > 2 of its tile_k"},
-                 {&unbounded, &device, " (64 x 64): left > 2 of its tile_k"},
-                 {&two_sided, &device, " (64 x 64): rows see keys after their own"},
-                 {&sinks, &device, " (64 x 64): more than 16 positional sink tokens"},
-                 {&many, &device, " (64 x 64): more query heads a kv head than its tile_q"},
-                 {&empty, &device, " (64 x 64): there are no rows or no keys"},
-                 {&no_batch, &device, " (64 x 64): there are no rows or no keys"},
-                 {&large, &device, " (64 x 64): head_dim is above its largest"},
-                 {&base, &older, ": it is for sm_90"}};
+    } cases[] = {{&base, &device, NULL}, {&ungrouped, &device, NULL}, {&odd, &device, NULL}, {&negative, &device, NULL},
+            {&wide, &device, " (64 x 64): left > 2 of its tile_k"}, {&unbounded, &device, " (64 x 64): left > 2 of its tile_k"},
+            {&two_sided, &device, " (64 x 64): rows see keys after their own"},
+            {&sinks, &device, " (64 x 64): more than 16 positional sink tokens"},
+            {&many, &device, " (64 x 64): more query heads a kv head than its tile_q"},
+            {&empty, &device, " (64 x 64): there are no rows or no keys"}, {&no_batch, &device, " (64 x 64): there are no rows or no keys"},
+            {&large, &device, " (64 x 64): head_dim is above its largest"}, {&base, &older, ": it is for sm_90"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         CHECK(sinkattn_make_plan(cases[i].problem, cases[i].device, &plan).code == SINKATTN_OK, "case %zu is planned", i);
         const char *found = strstr(plan.reason, "; not sa_bwd_cuda_sm90_window");
@@ -240,11 +236,8 @@ static void test_the_cuda_backward_is_planned(void) {
     static const struct {
         int64_t head_dim;
         const char *name;
-    } rows[] = {{8, "sa_bwd_cuda_sm80_d64"},
-                {64, "sa_bwd_cuda_sm80_d64"},
-                {72, "sa_bwd_cuda_sm80_d128"},
-                {128, "sa_bwd_cuda_sm80_d128"},
-                {256, "sa_bwd_cuda_sm80_d256"}};
+    } rows[] = {{8, "sa_bwd_cuda_sm80_d64"}, {64, "sa_bwd_cuda_sm80_d64"}, {72, "sa_bwd_cuda_sm80_d128"}, {128, "sa_bwd_cuda_sm80_d128"},
+            {256, "sa_bwd_cuda_sm80_d256"}};
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 80, .workers = 108};
     sinkattn_problem problem = prefill(SINKATTN_BWD, SINKATTN_BF16);
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
@@ -258,7 +251,7 @@ static void test_the_cuda_backward_is_planned(void) {
         sinkattn_plan plan;
         const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
         CHECK(status.code == SINKATTN_OK && plan.workspace_bytes == num_rows * (8 + 4 * (i / 2)) + 7, "%s, %" PRId64 " bytes: %s",
-              status.message, plan.workspace_bytes, problem_text(&problem));
+                status.message, plan.workspace_bytes, problem_text(&problem));
     }
 }
 
@@ -269,13 +262,27 @@ static void test_the_backward_of_sm90_is_planned(void) {
         int64_t head_dim, num_q_heads, k_len;
         const char *name;
     } cases[] = {
-        {90, 0, 8, 8, 100, "sm90_d64"},      {90, 0, 64, 8, 100, "sm90_d64"},        {90, 0, 72, 8, 100, "sm90_d128"},
-        {90, 0, 128, 8, 100, "sm90_d128"},   {90, 0, 136, 8, 100, "sm90_d256"},      {90, 128, 192, 8, 100, "sm90_d192_v128"},
-        {90, 0, 192, 8, 100, "sm90_d256"},   {90, 56, 64, 8, 100, "sm90_d192_v128"}, {90, 136, 192, 8, 100, "sm90_d256"},
-        {90, 8, 200, 8, 100, "sm90_d256"},   {90, 0, 64, 256, 100, "sm90_d64"},      {90, 0, 64, 258, 100, "sm80_d64"},
-        {90, 0, 128, 128, 100, "sm90_d128"}, {90, 0, 128, 130, 100, "sm80_d128"},    {90, 0, 256, 128, 100, "sm90_d256"},
-        {90, 0, 256, 130, 100, "sm80_d256"}, {90, 128, 192, 130, 100, "sm80_d256"},  {90, 0, 64, 8, 0, "sm80_d64"},
-        {90, 128, 192, 8, 0, "sm80_d256"},   {80, 128, 192, 8, 100, "sm80_d256"},    {100, 0, 64, 8, 100, "sm80_d64"},
+            {90, 0, 8, 8, 100, "sm90_d64"},
+            {90, 0, 64, 8, 100, "sm90_d64"},
+            {90, 0, 72, 8, 100, "sm90_d128"},
+            {90, 0, 128, 8, 100, "sm90_d128"},
+            {90, 0, 136, 8, 100, "sm90_d256"},
+            {90, 128, 192, 8, 100, "sm90_d192_v128"},
+            {90, 0, 192, 8, 100, "sm90_d256"},
+            {90, 56, 64, 8, 100, "sm90_d192_v128"},
+            {90, 136, 192, 8, 100, "sm90_d256"},
+            {90, 8, 200, 8, 100, "sm90_d256"},
+            {90, 0, 64, 256, 100, "sm90_d64"},
+            {90, 0, 64, 258, 100, "sm80_d64"},
+            {90, 0, 128, 128, 100, "sm90_d128"},
+            {90, 0, 128, 130, 100, "sm80_d128"},
+            {90, 0, 256, 128, 100, "sm90_d256"},
+            {90, 0, 256, 130, 100, "sm80_d256"},
+            {90, 128, 192, 130, 100, "sm80_d256"},
+            {90, 0, 64, 8, 0, "sm80_d64"},
+            {90, 128, 192, 8, 0, "sm80_d256"},
+            {80, 128, 192, 8, 100, "sm80_d256"},
+            {100, 0, 64, 8, 100, "sm80_d64"},
     };
     sinkattn_problem problem = prefill(SINKATTN_BWD, SINKATTN_BF16);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -298,7 +305,7 @@ static void test_the_backward_of_sm90_is_planned(void) {
     sinkattn_plan plan;
     const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_OK && plan.workspace_bytes <= INT64_C(64) << 20, "%s, %" PRId64 " bytes", status.message,
-          plan.workspace_bytes);
+            plan.workspace_bytes);
 }
 
 static void test_a_miss_lists_what_there_is(void) {
@@ -307,12 +314,12 @@ static void test_a_miss_lists_what_there_is(void) {
     sinkattn_plan plan;
     sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "fp64") &&
-              strstr(status.message, "there are sa_fwd_cuda_sm80_d256 (bf16 fp16 head_dim <= 256)"),
-          "%s", status.message);
+                    strstr(status.message, "there are sa_fwd_cuda_sm80_d256 (bf16 fp16 head_dim <= 256)"),
+            "%s", status.message);
     device = cpu((sinkattn_cpu_level)-1, 1);
     status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "sa_fwd_cpu_oracle (bf16 fp16 fp32 fp64 head_dim <= 256)"), "%s",
-          status.message);
+            status.message);
 }
 
 static void check_splits(const sinkattn_problem *problem, int32_t workers, int64_t expected) {
@@ -321,9 +328,9 @@ static void check_splits(const sinkattn_problem *problem, int32_t workers, int64
     const sinkattn_status status = sinkattn_make_plan(problem, &device, &plan);
     if (!CHECK(status.code == SINKATTN_OK, "%s", status.message)) return;
     CHECK(plan.num_splits == expected, "%" PRId64 " parts, expected %" PRId64 ": %s; %s", plan.num_splits, expected, plan.reason,
-          problem_text(problem));
+            problem_text(problem));
     CHECK(plan.num_items == problem->batch * problem->num_kv_heads * plan.num_splits && plan.workers <= workers && plan.workers >= 1,
-          "%" PRId64 " items, %d workers", plan.num_items, plan.workers);
+            "%" PRId64 " items, %d workers", plan.num_items, plan.workers);
     CHECK(strstr(plan.reason, "B* = ") && strstr(plan.reason, "P = "), "the closed forms are told: %s", plan.reason);
 }
 
@@ -356,7 +363,7 @@ static void test_decode_splits(void) {
 
 static bool plan_extreme(const sinkattn_device *device, sinkattn_op op, bool packed, const int64_t *sizes) {
     sinkattn_problem p = {
-        .op = op, .dtype = SINKATTN_BF16, .s_aux_dtype = SINKATTN_FP32, .packed = packed, .batch = sizes[0], .num_q_heads = 8};
+            .op = op, .dtype = SINKATTN_BF16, .s_aux_dtype = SINKATTN_FP32, .packed = packed, .batch = sizes[0], .num_q_heads = 8};
     p.num_kv_heads = 1 + 7 * (sizes[0] & 1);
     p.head_dim = 8;
     p.q_len = sizes[1];
@@ -374,7 +381,7 @@ static void test_plans_of_extreme_sizes(void) {
     const int64_t sizes[] = {0, 1, INT32_MAX, INT64_C(1) << 36, INT64_C(1) << 45, INT64_MAX};
     int num_planned = 0;
     const sinkattn_device devices[] = {
-        cpu(SINKATTN_CPU_ORACLE, 64), cpu(SINKATTN_CPU_SCALAR, 64), {SINKATTN_CUDA, 80, 108, ""}, {SINKATTN_CUDA, 90, 132, ""}};
+            cpu(SINKATTN_CPU_ORACLE, 64), cpu(SINKATTN_CPU_SCALAR, 64), {SINKATTN_CUDA, 80, 108, ""}, {SINKATTN_CUDA, 90, 132, ""}};
     for (int op = 0; op < 3; op++)
         for (int i = 0; i < 4 * 2 * 6 * 6 * 6; i++) {
             const int64_t chosen[3] = {sizes[i / 8 % 6], sizes[i / 48 % 6], sizes[i / 288]};
@@ -459,10 +466,9 @@ static void test_plans_that_do_not_fit_are_refused(void) {
         int32_t variant, workers;
         int64_t splits, items, bytes;
         const char *fragment;
-    } changes[] = {{1000, 0, 0, 0, 0, "plan.variant is 1"},     {1, 0, 0, 0, 0, "must serve fwd"},
-                   {0, 70000, 0, 0, 0, "plan.workers is 7000"}, {0, -9, 0, 0, 0, "plan.workers is -7"},
-                   {0, 0, 5, 0, 0, "plan.num_splits is 6"},     {0, 0, 0, 3, 0, "plan.num_items is"},
-                   {0, 0, 0, 0, -1, "workspace_bytes is"},      {0, 9, 0, 0, 0, "workspace_bytes is"}};
+    } changes[] = {{1000, 0, 0, 0, 0, "plan.variant is 1"}, {1, 0, 0, 0, 0, "must serve fwd"}, {0, 70000, 0, 0, 0, "plan.workers is 7000"},
+            {0, -9, 0, 0, 0, "plan.workers is -7"}, {0, 0, 5, 0, 0, "plan.num_splits is 6"}, {0, 0, 0, 3, 0, "plan.num_items is"},
+            {0, 0, 0, 0, -1, "workspace_bytes is"}, {0, 9, 0, 0, 0, "workspace_bytes is"}};
     for (size_t i = 0; i < sizeof changes / sizeof *changes; i++) {
         sinkattn_plan bad = plan;
         sinkattn_context small = context;
@@ -477,24 +483,18 @@ static void test_plans_that_do_not_fit_are_refused(void) {
     CHECK(sinkattn_fwd(&args, NULL, &context).code == SINKATTN_INVALID, "NULL plan");
     CHECK(sinkattn_fwd(&args, &plan, NULL).code == SINKATTN_INVALID, "NULL context");
     CHECK(sinkattn_fwd(&args, &plan, &(sinkattn_context){.workspace_bytes = plan.workspace_bytes}).code == SINKATTN_INVALID,
-          "NULL workspace");
+            "NULL workspace");
     CHECK(sinkattn_fwd(&args, &plan, &context).code == SINKATTN_OK, "the plan itself fits");
     free(workspace);
     sample_free(&s);
 }
 
-const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken},
-                           {"the CUDA row is taken", test_the_cuda_row_is_taken},
-                           {"the window row says why not", test_the_window_row_says_why_not},
-                           {"CUDA decode plans", test_cuda_decode_plans},
-                           {"the CUDA backward is planned", test_the_cuda_backward_is_planned},
-                           {"the backward of a window is planned", test_the_backward_of_a_window_is_planned},
-                           {"the backward of sm_90 is planned", test_the_backward_of_sm90_is_planned},
-                           {"a miss lists what there is", test_a_miss_lists_what_there_is},
-                           {"decode splits", test_decode_splits},
-                           {"plans of extreme sizes", test_plans_of_extreme_sizes},
-                           {"devices are checked", test_devices_are_checked},
-                           {"the CPU level by name", test_the_cpu_level_by_name},
-                           {"the variant table", test_the_variant_table},
-                           {"plans that do not fit are refused", test_plans_that_do_not_fit_are_refused},
-                           {0}};
+const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken}, {"the CUDA row is taken", test_the_cuda_row_is_taken},
+        {"the window row says why not", test_the_window_row_says_why_not}, {"CUDA decode plans", test_cuda_decode_plans},
+        {"the CUDA backward is planned", test_the_cuda_backward_is_planned},
+        {"the backward of a window is planned", test_the_backward_of_a_window_is_planned},
+        {"the backward of sm_90 is planned", test_the_backward_of_sm90_is_planned},
+        {"a miss lists what there is", test_a_miss_lists_what_there_is}, {"decode splits", test_decode_splits},
+        {"plans of extreme sizes", test_plans_of_extreme_sizes}, {"devices are checked", test_devices_are_checked},
+        {"the CPU level by name", test_the_cpu_level_by_name}, {"the variant table", test_the_variant_table},
+        {"plans that do not fit are refused", test_plans_that_do_not_fit_are_refused}, {0}};

@@ -19,15 +19,15 @@ static void at_each_level(void (*body)(const sinkattn_device *device, sinkattn_d
 
 static sinkattn_problem problem_of(sinkattn_op op, sinkattn_dtype dtype, int64_t batch, int64_t q_len, int64_t k_len) {
     sinkattn_problem p = {.op = op,
-                          .dtype = dtype,
-                          .s_aux_dtype = SINKATTN_FP32,
-                          .batch = batch,
-                          .num_q_heads = 6,
-                          .num_kv_heads = 2,
-                          .head_dim = 40,
-                          .q_len = q_len,
-                          .k_len = k_len,
-                          .mask = {.has_right = true}};
+            .dtype = dtype,
+            .s_aux_dtype = SINKATTN_FP32,
+            .batch = batch,
+            .num_q_heads = 6,
+            .num_kv_heads = 2,
+            .head_dim = 40,
+            .q_len = q_len,
+            .k_len = k_len,
+            .mask = {.has_right = true}};
     if (one_in(2)) {
         p.mask.has_left = true;
         p.mask.left = pick(0, 150);
@@ -89,7 +89,7 @@ static void check_decode_is_prefill(const sinkattn_device *device, sinkattn_dtyp
         for (int64_t head = 0; head < 6; head++)
             for (int64_t i = 0; i < rows; i++)
                 CHECK(stat(last.lse, &last, 1, head, i) == stat(whole.lse, &whole, 0, head, len - rows + i), "level %d, lse: %s",
-                      device->arch, problem_text(&problem));
+                        device->arch, problem_text(&problem));
     }
     sample_free(&whole);
     sample_free(&last);
@@ -169,11 +169,11 @@ static void check_packed_is_dense(const sinkattn_device *device, sinkattn_dtype 
             }
         if (run(&dense, device)) {
             CHECK(same_rows(&dense.dq, 0, 0, &packed.dq, 0, cu_q[b], problem.q_len), "level %d, dq: %s", device->arch,
-                  problem_text(&problem));
+                    problem_text(&problem));
             CHECK(same_rows(&dense.dk, 0, 0, &packed.dk, 0, cu_k[b], problem.k_len), "level %d, dk: %s", device->arch,
-                  problem_text(&problem));
+                    problem_text(&problem));
             CHECK(same_rows(&dense.dv, 0, 0, &packed.dv, 0, cu_k[b], problem.k_len), "level %d, dv: %s", device->arch,
-                  problem_text(&problem));
+                    problem_text(&problem));
         }
         sample_free(&dense);
     }
@@ -198,13 +198,13 @@ static void check_packed_over_pages_is_dense(const sinkattn_device *device, sink
     for (int64_t i = 0; i < BATCH * max_pages; i++) packed.block_table[i] = (int32_t)((i + 2) % problem.num_pages);
     if (!run(&packed, device)) return;
     problem = (sinkattn_problem){.op = SINKATTN_FWD,
-                                 .dtype = dtype,
-                                 .s_aux_dtype = SINKATTN_FP32,
-                                 .batch = 1,
-                                 .num_q_heads = 6,
-                                 .num_kv_heads = 2,
-                                 .head_dim = 40,
-                                 .mask = problem.mask};
+            .dtype = dtype,
+            .s_aux_dtype = SINKATTN_FP32,
+            .batch = 1,
+            .num_q_heads = 6,
+            .num_kv_heads = 2,
+            .head_dim = 40,
+            .mask = problem.mask};
     for (int b = 0; b < BATCH; b++) {
         problem.q_len = cu_q[b + 1] - cu_q[b];
         problem.k_len = k_lens[b];
@@ -218,11 +218,11 @@ static void check_packed_over_pages_is_dense(const sinkattn_device *device, sink
         }
         if (run(&dense, device)) {
             CHECK(same_rows(&dense.out, 0, 0, &packed.out, 0, cu_q[b], problem.q_len), "level %d, out of sequence %d: %s", device->arch, b,
-                  problem_text(&packed.problem));
+                    problem_text(&packed.problem));
             for (int64_t head = 0; head < 6; head++)
                 for (int64_t i = 0; i < problem.q_len; i++)
                     CHECK(stat(dense.lse, &dense, 0, head, i) == stat(packed.lse, &packed, 0, head, cu_q[b] + i),
-                          "level %d, lse of sequence %d: %s", device->arch, b, problem_text(&packed.problem));
+                            "level %d, lse of sequence %d: %s", device->arch, b, problem_text(&packed.problem));
         }
         sample_free(&dense);
     }
@@ -289,7 +289,7 @@ static void check_visible_nan(const sinkattn_device *device, sinkattn_dtype dtyp
     sample wide = sample_widened(&s);
     char what[640];
     snprintf(what, sizeof what, "NaN in input %" PRId64 " at row %" PRId64 ", level %d, %s", input, row, device->arch,
-             problem_text(&problem));
+            problem_text(&problem));
     if (run(&wide, &oracle) && run(&s, device)) sample_check(&s, &wide, what);
     sample_free(&s);
     sample_free(&wide);
@@ -336,12 +336,9 @@ static void test_visible_nan(void) {
 }
 
 const test promise_tests[] = {{"decode is prefill, bit for bit", test_decode_is_prefill},
-                              {"chunked prefill, bit for bit", test_chunked_prefill},
-                              {"paged is contiguous, bit for bit", test_paged_is_contiguous},
-                              {"packed is dense, bit for bit", test_packed_is_dense},
-                              {"packed over pages is dense, bit for bit", test_packed_over_pages_is_dense},
-                              {"no sink is a sink of -inf, bit for bit", test_no_sink_is_minus_infinity},
-                              {"a frozen sink changes no other gradient", test_frozen_sink},
-                              {"visible NaN is where the oracle has it", test_visible_nan},
-                              {"a key without weight has no gradient", test_key_without_weight},
-                              {0}};
+        {"chunked prefill, bit for bit", test_chunked_prefill}, {"paged is contiguous, bit for bit", test_paged_is_contiguous},
+        {"packed is dense, bit for bit", test_packed_is_dense},
+        {"packed over pages is dense, bit for bit", test_packed_over_pages_is_dense},
+        {"no sink is a sink of -inf, bit for bit", test_no_sink_is_minus_infinity},
+        {"a frozen sink changes no other gradient", test_frozen_sink}, {"visible NaN is where the oracle has it", test_visible_nan},
+        {"a key without weight has no gradient", test_key_without_weight}, {0}};

@@ -10,14 +10,14 @@
 
 static sinkattn_problem causal_window(sinkattn_op op, int64_t left) {
     return (sinkattn_problem){.op = op,
-                              .dtype = SINKATTN_BF16,
-                              .batch = 1,
-                              .num_q_heads = 8,
-                              .num_kv_heads = 1,
-                              .head_dim = 64,
-                              .q_len = 1000,
-                              .k_len = 1000,
-                              .mask = {.has_left = true, .left = left, .has_right = true}};
+            .dtype = SINKATTN_BF16,
+            .batch = 1,
+            .num_q_heads = 8,
+            .num_kv_heads = 1,
+            .head_dim = 64,
+            .q_len = 1000,
+            .k_len = 1000,
+            .mask = {.has_left = true, .left = left, .has_right = true}};
 }
 
 /* Code for 9.0a runs on 9.0 alone, older CUDA code and every CPU level on what is newer too; no row on the other backend. */
@@ -28,12 +28,12 @@ static void test_rows_and_devices(void) {
         sinkattn_backend device;
         int32_t has;
         bool runs;
-    } cases[] = {{SINKATTN_CUDA, 90, SINKATTN_CUDA, 90, true},   {SINKATTN_CUDA, 90, SINKATTN_CUDA, 89, false},
-                 {SINKATTN_CUDA, 90, SINKATTN_CUDA, 100, false}, {SINKATTN_CUDA, 90, SINKATTN_CUDA, 120, false},
-                 {SINKATTN_CUDA, 80, SINKATTN_CUDA, 80, true},   {SINKATTN_CUDA, 80, SINKATTN_CUDA, 86, true},
-                 {SINKATTN_CUDA, 80, SINKATTN_CUDA, 120, true},  {SINKATTN_CUDA, 80, SINKATTN_CUDA, 75, false},
-                 {SINKATTN_CPU, 2, SINKATTN_CPU, 5, true},       {SINKATTN_CPU, 3, SINKATTN_CPU, 2, false},
-                 {SINKATTN_CPU, 2, SINKATTN_CUDA, 90, false},    {SINKATTN_CUDA, 80, SINKATTN_CPU, 90, false}};
+    } cases[] = {{SINKATTN_CUDA, 90, SINKATTN_CUDA, 90, true}, {SINKATTN_CUDA, 90, SINKATTN_CUDA, 89, false},
+            {SINKATTN_CUDA, 90, SINKATTN_CUDA, 100, false}, {SINKATTN_CUDA, 90, SINKATTN_CUDA, 120, false},
+            {SINKATTN_CUDA, 80, SINKATTN_CUDA, 80, true}, {SINKATTN_CUDA, 80, SINKATTN_CUDA, 86, true},
+            {SINKATTN_CUDA, 80, SINKATTN_CUDA, 120, true}, {SINKATTN_CUDA, 80, SINKATTN_CUDA, 75, false},
+            {SINKATTN_CPU, 2, SINKATTN_CPU, 5, true}, {SINKATTN_CPU, 3, SINKATTN_CPU, 2, false},
+            {SINKATTN_CPU, 2, SINKATTN_CUDA, 90, false}, {SINKATTN_CUDA, 80, SINKATTN_CPU, 90, false}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const sinkattn_variant_info info = {.backend = cases[i].row, .arch = cases[i].arch};
         const sinkattn_device device = {.backend = cases[i].device, .arch = cases[i].has};
@@ -68,14 +68,22 @@ static void test_the_forward_of_sm90_is_planned(void) {
         int64_t num_q_heads;
         const char *name;
     } cases[] = {
-        {90, 64, 0, 16, "sa_fwd_cuda_sm90_d64"},      {90, 64, 8, 16, "sa_fwd_cuda_sm90_d64"},
-        {90, 72, 0, 16, "sa_fwd_cuda_sm90_d128"},     {90, 128, 64, 16, "sa_fwd_cuda_sm90_d128"},
-        {90, 136, 0, 16, "sa_fwd_cuda_sm90_d256"},    {90, 136, 128, 16, "sa_fwd_cuda_sm90_d192_v128"},
-        {90, 192, 0, 16, "sa_fwd_cuda_sm90_d256"},    {90, 192, 128, 16, "sa_fwd_cuda_sm90_d192_v128"},
-        {90, 192, 136, 16, "sa_fwd_cuda_sm90_d256"},  {90, 200, 128, 16, "sa_fwd_cuda_sm90_d256"},
-        {90, 256, 0, 16, "sa_fwd_cuda_sm90_d256"},    {90, 192, 128, 256, "sa_fwd_cuda_sm90_d192_v128"},
-        {90, 192, 128, 258, "sa_fwd_cuda_sm80_d256"}, {90, 256, 0, 258, "sa_fwd_cuda_sm80_d256"},
-        {80, 192, 128, 16, "sa_fwd_cuda_sm80_d256"},  {100, 64, 8, 16, "sa_fwd_cuda_sm80_d256"},
+            {90, 64, 0, 16, "sa_fwd_cuda_sm90_d64"},
+            {90, 64, 8, 16, "sa_fwd_cuda_sm90_d64"},
+            {90, 72, 0, 16, "sa_fwd_cuda_sm90_d128"},
+            {90, 128, 64, 16, "sa_fwd_cuda_sm90_d128"},
+            {90, 136, 0, 16, "sa_fwd_cuda_sm90_d256"},
+            {90, 136, 128, 16, "sa_fwd_cuda_sm90_d192_v128"},
+            {90, 192, 0, 16, "sa_fwd_cuda_sm90_d256"},
+            {90, 192, 128, 16, "sa_fwd_cuda_sm90_d192_v128"},
+            {90, 192, 136, 16, "sa_fwd_cuda_sm90_d256"},
+            {90, 200, 128, 16, "sa_fwd_cuda_sm90_d256"},
+            {90, 256, 0, 16, "sa_fwd_cuda_sm90_d256"},
+            {90, 192, 128, 256, "sa_fwd_cuda_sm90_d192_v128"},
+            {90, 192, 128, 258, "sa_fwd_cuda_sm80_d256"},
+            {90, 256, 0, 258, "sa_fwd_cuda_sm80_d256"},
+            {80, 192, 128, 16, "sa_fwd_cuda_sm80_d256"},
+            {100, 64, 8, 16, "sa_fwd_cuda_sm80_d256"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 500);
@@ -87,27 +95,18 @@ static void test_the_forward_of_sm90_is_planned(void) {
         sinkattn_plan plan;
         const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
         CHECK(status.code == SINKATTN_OK && strcmp(sinkattn_variant(plan.variant)->name, cases[i].name) == 0, "case %zu: %s%s", i,
-              status.message, plan.reason);
+                status.message, plan.reason);
     }
 }
 
 /* The CPU's kernels, the widest of sm_80 and the general forwards of sm_90 take values narrower than keys, others do not; a plan and a
  * refusal say how wide they are. */
 static void test_values_narrower_than_keys(void) {
-    static const char *(*const refusals[])(const sinkattn_problem *,
-                                           const sinkattn_variant_info *) = {sa_refusal_any,
-                                                                             sa_refusal_whole_tokens,
-                                                                             sa_refusal_whole_tokens_v128,
-                                                                             sa_refusal_packed_any,
-                                                                             sa_refusal_packed_whole_tokens,
-                                                                             sa_refusal_packed_whole_tokens_v128, /* these take them */
-                                                                             sa_refusal_packed_one_width,
-                                                                             sa_refusal_packed_one_key_tile,
-                                                                             sa_refusal_one_width,
-                                                                             sa_refusal_one_key_tile,
-                                                                             sa_refusal_local_window,
-                                                                             sa_refusal_whole_rows_one_width,
-                                                                             sa_refusal_not_invariant};
+    static const char *(*const refusals[])(const sinkattn_problem *, const sinkattn_variant_info *) = {sa_refusal_any,
+            sa_refusal_whole_tokens, sa_refusal_whole_tokens_v128, sa_refusal_packed_any, sa_refusal_packed_whole_tokens,
+            sa_refusal_packed_whole_tokens_v128, /* these take them */
+            sa_refusal_packed_one_width, sa_refusal_packed_one_key_tile, sa_refusal_one_width, sa_refusal_one_key_tile,
+            sa_refusal_local_window, sa_refusal_whole_rows_one_width, sa_refusal_not_invariant};
     const sinkattn_variant_info info = {.backend = SINKATTN_CUDA, .tile_q = 64, .tile_k = 144};
     for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
@@ -128,20 +127,20 @@ static void test_values_narrower_than_keys(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "sa_fwd_cuda_sm90_d64 is the best") &&
-              strstr(plan.reason, "not sa_fwd_cuda_sm90_window (64 x 144): values are narrower than keys"),
-          "%s%s", status.message, plan.reason);
+                    strstr(plan.reason, "not sa_fwd_cuda_sm90_window (64 x 144): values are narrower than keys"),
+            "%s%s", status.message, plan.reason);
     problem.op = SINKATTN_DECODE;
     problem.invariant = true;
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_UNSUPPORTED, "invariant: %s", plan.reason);
     problem.invariant = false;
     status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim_v is 56 with head_dim 64; no decode kernel on sm_90"),
-          "%s", status.message);
+            "%s", status.message);
     const sinkattn_device small = {.backend = SINKATTN_CUDA, .arch = 86, .workers = 84};
     problem.op = SINKATTN_FWD;
     status = sinkattn_make_plan(&problem, &small, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "no fwd kernel on sm_86 takes values narrower"), "%s",
-          status.message);
+            status.message);
     problem.dtype = SINKATTN_FP32;
     status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "no fwd kernel serves fp32"), "%s", status.message);
@@ -165,7 +164,7 @@ static void test_room_for_a_block(void) {
         status = sinkattn_make_plan(&problem, &device, &plan);
         const bool told = strstr(status.message, "head_dim is 136; for a ") && strstr(status.message, "it must be at most 128");
         CHECK(at < 4 ? status.code == SINKATTN_UNSUPPORTED && told : status.code == SINKATTN_OK, "form %d on %d: %s", form,
-              (int)device.arch, status.message);
+                (int)device.arch, status.message);
     }
 }
 
@@ -178,7 +177,7 @@ static void test_the_workspace_of_narrow_values(void) {
         CHECK(sinkattn_make_plan(&problem, &cpu, &plan).code == SINKATTN_OK, "%s", sa_op_name(op));
         problem.head_dim_v = 16;
         CHECK(sinkattn_make_plan(&problem, &cpu, &narrow).code == SINKATTN_OK && narrow.workspace_bytes < plan.workspace_bytes,
-              "%s: %" PRId64 " bytes after %" PRId64, sa_op_name(op), narrow.workspace_bytes, plan.workspace_bytes);
+                "%s: %" PRId64 " bytes after %" PRId64, sa_op_name(op), narrow.workspace_bytes, plan.workspace_bytes);
     }
 }
 
@@ -203,12 +202,12 @@ static void test_which_decodes_have_one_key_tile(void) {
         int64_t q_len, num_q_heads, left, num_sink_tokens, num_splits;
         bool invariant;
         const char *name;
-    } cases[] = {{&device, 1, 64, 127, 0, 0, false, "sm80_d64"},       {&device, 1, 64, 127, 0, 0, true, "sm90_window"},
-                 {&device, 1, 64, 127, 0, 1, true, "sm90_window"},     {&device, 1, 64, 136, 0, 0, true, "sm90_window"},
-                 {&device, 1, 64, 137, 0, 0, true, "sm90_chain_d64"},  {&device, 2, 64, 127, 0, 0, false, "sm80_d64"},
-                 {&device, 2, 64, 127, 0, 0, true, "sm90_window"},     {&device, 1, 64, 127, 16, 0, true, "sm90_window"},
-                 {&device, 1, 64, 127, 17, 0, true, "sm90_chain_d64"}, {&device, 1, 512, 127, 0, 0, true, "sm90_window"},
-                 {&device, 1, 8, 127, 0, 0, true, "sm90_chain_d64"},   {&older, 1, 64, 127, 0, 0, true, "sm80_prefill"}};
+    } cases[] = {{&device, 1, 64, 127, 0, 0, false, "sm80_d64"}, {&device, 1, 64, 127, 0, 0, true, "sm90_window"},
+            {&device, 1, 64, 127, 0, 1, true, "sm90_window"}, {&device, 1, 64, 136, 0, 0, true, "sm90_window"},
+            {&device, 1, 64, 137, 0, 0, true, "sm90_chain_d64"}, {&device, 2, 64, 127, 0, 0, false, "sm80_d64"},
+            {&device, 2, 64, 127, 0, 0, true, "sm90_window"}, {&device, 1, 64, 127, 16, 0, true, "sm90_window"},
+            {&device, 1, 64, 127, 17, 0, true, "sm90_chain_d64"}, {&device, 1, 512, 127, 0, 0, true, "sm90_window"},
+            {&device, 1, 8, 127, 0, 0, true, "sm90_chain_d64"}, {&older, 1, 64, 127, 0, 0, true, "sm80_prefill"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_problem problem = causal_window(SINKATTN_DECODE, cases[i].left);
         problem.num_q_heads = cases[i].num_q_heads;
@@ -222,7 +221,7 @@ static void test_which_decodes_have_one_key_tile(void) {
         const char *name = status.code ? status.message : sinkattn_variant(plan.variant)->name;
         CHECK(strcmp(name + strlen("sa_decode_cuda_"), cases[i].name) == 0, "case %zu: %s", i, name);
         CHECK(strcmp(cases[i].name, "sm90_window") != 0 || (plan.num_splits == 1 && plan.workspace_bytes == 0), "case %zu: %s", i,
-              plan.reason);
+                plan.reason);
         CHECK(sa_validate_plan(&problem, &plan).code == SINKATTN_OK, "case %zu", i);
     }
 }
@@ -248,7 +247,7 @@ static void test_invariant_decodes_follow_a_forward(void) {
         sinkattn_plan decode, forward;
         const sinkattn_status status = sinkattn_make_plan(&problem, &device, &decode);
         CHECK(status.code == SINKATTN_OK && sinkattn_make_plan(&row, &device, &forward).code == SINKATTN_OK, "case %d: %s", x,
-              status.message);
+                status.message);
         const sinkattn_variant_info *has = sinkattn_variant(decode.variant), *follows = sinkattn_variant(forward.variant);
         const bool is_it = strstr(has->name, "prefill"),
                    same = has->max_head_dim == follows->max_head_dim && has->tile_k == follows->tile_k;
@@ -261,15 +260,15 @@ static void test_invariant_decodes_follow_a_forward(void) {
 static void test_partials_that_fit(void) {
     const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
     sinkattn_problem problem = {.op = SINKATTN_DECODE,
-                                .dtype = SINKATTN_BF16,
-                                .batch = 1,
-                                .num_q_heads = 1 << 16,
-                                .num_kv_heads = 1,
-                                .head_dim = 8,
-                                .q_len = 1,
-                                .k_len = 256 * SA_CPU_CHUNK,
-                                .num_splits = 1 << 15,
-                                .mask = {.has_right = true}};
+            .dtype = SINKATTN_BF16,
+            .batch = 1,
+            .num_q_heads = 1 << 16,
+            .num_kv_heads = 1,
+            .head_dim = 8,
+            .q_len = 1,
+            .k_len = 256 * SA_CPU_CHUNK,
+            .num_splits = 1 << 15,
+            .mask = {.has_right = true}};
     sinkattn_plan plan;
     sinkattn_status status = sinkattn_make_plan(&problem, &cpu, &plan);
     CHECK(status.code == SINKATTN_OK && plan.num_splits == 1, "%s", status.message);
@@ -280,7 +279,7 @@ static void test_partials_that_fit(void) {
     problem.k_len = 1 << 23;
     status = sinkattn_make_plan(&problem, &cuda, &plan);
     CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "num_splits is 32768; it must leave less than 2^31 partial rows"), "%s",
-          status.message);
+            status.message);
     problem.num_splits--;
     status = sinkattn_make_plan(&problem, &cuda, &plan);
     CHECK(status.code == SINKATTN_OK && plan.num_splits == (1 << 15) - 1, "%s", status.message);
@@ -300,7 +299,7 @@ static void test_sink_tokens_beyond_the_keys(void) {
         const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
         if (i == 0) bytes = plan.workspace_bytes;
         CHECK(status.code == SINKATTN_OK && plan.workspace_bytes == bytes, "%" PRId64 " sink tokens: %" PRId64 " bytes, %s", counts[i],
-              plan.workspace_bytes, status.message);
+                plan.workspace_bytes, status.message);
     }
 }
 
@@ -336,7 +335,7 @@ static void test_packed_rows_over_a_cache(void) {
         problem.num_splits = splits;
         status = sinkattn_make_plan(&problem, &cpu, &plan);
         CHECK(status.code == SINKATTN_OK && plan.num_splits == 1 && plan.num_items == 1000 * 8 / 64 + 3, "%s, %" PRId64 " splits, %" PRId64,
-              status.message, plan.num_splits, plan.num_items);
+                status.message, plan.num_splits, plan.num_items);
     }
 }
 
@@ -357,24 +356,18 @@ static void test_what_is_not_compiled_is_planned_and_not_run(void) {
     CHECK(status.code == SINKATTN_OK && sa_validate_plan(&problem, &plan).code == SINKATTN_OK, "%s", status.message);
     status = sinkattn_fwd(&args, &plan, &(sinkattn_context){.workspace_bytes = 0});
     CHECK(status.code == SINKATTN_UNSUPPORTED &&
-              strstr(status.message, "plan.variant is sa_fwd_cuda_sm90_window; this build must be made with nvcc to have it"),
-          "%s", status.message);
+                    strstr(status.message, "plan.variant is sa_fwd_cuda_sm90_window; this build must be made with nvcc to have it"),
+            "%s", status.message);
     sample_free(&s);
 }
 
 const test rule_tests[] = {{"what is not compiled is planned and not run", test_what_is_not_compiled_is_planned_and_not_run},
-                           {"the forward of sm_90 is planned", test_the_forward_of_sm90_is_planned},
-                           {"values narrower than keys", test_values_narrower_than_keys},
-                           {"the workspace of narrow values", test_the_workspace_of_narrow_values},
-                           {"room for a block", test_room_for_a_block},
-                           {"rows and devices", test_rows_and_devices},
-                           {"the local window's edge", test_the_local_windows_edge},
-                           {"the single key tile's edge", test_the_single_tiles_edge},
-                           {"workers of few rows", test_workers_of_few_rows},
-                           {"decodes with one key tile", test_which_decodes_have_one_key_tile},
-                           {"invariant decodes follow a forward", test_invariant_decodes_follow_a_forward},
-                           {"partials that fit", test_partials_that_fit},
-                           {"sink tokens beyond the keys", test_sink_tokens_beyond_the_keys},
-                           {"scales at the edge", test_scales_at_the_edge},
-                           {"packed rows over a cache", test_packed_rows_over_a_cache},
-                           {0}};
+        {"the forward of sm_90 is planned", test_the_forward_of_sm90_is_planned},
+        {"values narrower than keys", test_values_narrower_than_keys},
+        {"the workspace of narrow values", test_the_workspace_of_narrow_values}, {"room for a block", test_room_for_a_block},
+        {"rows and devices", test_rows_and_devices}, {"the local window's edge", test_the_local_windows_edge},
+        {"the single key tile's edge", test_the_single_tiles_edge}, {"workers of few rows", test_workers_of_few_rows},
+        {"decodes with one key tile", test_which_decodes_have_one_key_tile},
+        {"invariant decodes follow a forward", test_invariant_decodes_follow_a_forward}, {"partials that fit", test_partials_that_fit},
+        {"sink tokens beyond the keys", test_sink_tokens_beyond_the_keys}, {"scales at the edge", test_scales_at_the_edge},
+        {"packed rows over a cache", test_packed_rows_over_a_cache}, {0}};

@@ -27,10 +27,10 @@ typedef struct malformed {
 #define NAMED(line) change_##line
 #define CHANGE(line) NAMED(line)
 
-#define CALL(kind, fragment, ...)                                                                                                          \
-    static void CHANGE(__LINE__)(call * c, sinkattn_fwd_args * f, sinkattn_problem * p) {                                                  \
-        (void)c, (void)f, (void)p;                                                                                                         \
-        __VA_ARGS__;                                                                                                                       \
+#define CALL(kind, fragment, ...) \
+    static void CHANGE(__LINE__)(call * c, sinkattn_fwd_args * f, sinkattn_problem * p) { \
+        (void)c, (void)f, (void)p; \
+        __VA_ARGS__; \
     }
 #include "malformed.def"
 #undef CALL
@@ -44,16 +44,16 @@ static const malformed table[] = {
 static sinkattn_problem base_problem(kind k) {
     static const sinkattn_op ops[NUM_KINDS] = {SINKATTN_FWD, SINKATTN_BWD, SINKATTN_DECODE, SINKATTN_FWD, SINKATTN_DECODE, SINKATTN_DECODE};
     sinkattn_problem p = {.op = ops[k],
-                          .dtype = SINKATTN_FP32,
-                          .s_aux_dtype = SINKATTN_FP32,
-                          .packed = k == PACKED || k == PACKED_PAGED,
-                          .batch = 2,
-                          .num_q_heads = 4,
-                          .num_kv_heads = 2,
-                          .head_dim = 8,
-                          .q_len = 3,
-                          .k_len = 16,
-                          .mask = {.has_right = true}};
+            .dtype = SINKATTN_FP32,
+            .s_aux_dtype = SINKATTN_FP32,
+            .packed = k == PACKED || k == PACKED_PAGED,
+            .batch = 2,
+            .num_q_heads = 4,
+            .num_kv_heads = 2,
+            .head_dim = 8,
+            .q_len = 3,
+            .k_len = 16,
+            .mask = {.has_right = true}};
     if (p.packed) p.q_len = 7;
     if (k == PACKED) p.k_len = 7;
     if (k == PAGED || k == PACKED_PAGED) {
@@ -110,7 +110,7 @@ static void test_malformed_calls(void) {
         row->change(&c, &c.bwd.fwd, &c.bwd.fwd.problem);
         const sinkattn_status status = run_call(row->kind, &c, &problem);
         CHECK(status.code == SINKATTN_INVALID && strstr(status.message, row->fragment), "row %zu wants \"%s\", got code %d, \"%s\"", i,
-              row->fragment, (int)status.code, status.message);
+                row->fragment, (int)status.code, status.message);
         CHECK(!strstr(status.message, "\n") && strlen(status.message) < 500, "one sentence: %s", status.message);
     }
     for (int k = 0; k < NUM_KINDS; k++) sample_free(&samples[k]);
@@ -170,11 +170,9 @@ static void test_nvfp4_arguments(void) {
         sinkattn_nvfp4 nvfp4;
         const char *fragment;
     } rows[] = {{{memory, NULL, 0.0}, "nvfp4.scales is NULL; it must be given with nvfp4.values"},
-                {{memory + 1, other, 1.0}, "nvfp4.values is at"},
-                {{memory, other, -1.0}, "nvfp4.global_scale is -1; it must be positive"},
-                {{memory, other, (double)NAN}, "nvfp4.global_scale is nan"},
-                {{memory, other, 1e39}, "nvfp4.global_scale is 1e+39"},
-                {{memory, other, 1e-40}, "nvfp4.global_scale is 1e-40"}};
+            {{memory + 1, other, 1.0}, "nvfp4.values is at"}, {{memory, other, -1.0}, "nvfp4.global_scale is -1; it must be positive"},
+            {{memory, other, (double)NAN}, "nvfp4.global_scale is nan"}, {{memory, other, 1e39}, "nvfp4.global_scale is 1e+39"},
+            {{memory, other, 1e-40}, "nvfp4.global_scale is 1e-40"}};
     sinkattn_decode_args args = sample_decode_args(&s);
     args.nvfp4 = (sinkattn_nvfp4){memory, other, 2.0};
     CHECK(sa_validate_decode(&args).code == SINKATTN_OK, "%s", sa_validate_decode(&args).message);
@@ -203,10 +201,7 @@ static void test_only_needed_pages_must_be_mapped(void) {
     CHECK(strstr(sa_validate_cache(&args).message, "block_table[0][0]") != NULL, "%s", sa_validate_cache(&args).message);
 }
 
-const test validate_tests[] = {{"malformed calls", test_malformed_calls},
-                               {"NULL arguments", test_null_arguments},
-                               {"empty tensors need nothing", test_empty_tensors_need_nothing},
-                               {"only needed pages must be mapped", test_only_needed_pages_must_be_mapped},
-                               {"NVFP4 arguments", test_nvfp4_arguments},
-                               {"interleaved tensors", test_interleaved_tensors},
-                               {0}};
+const test validate_tests[] = {{"malformed calls", test_malformed_calls}, {"NULL arguments", test_null_arguments},
+        {"empty tensors need nothing", test_empty_tensors_need_nothing},
+        {"only needed pages must be mapped", test_only_needed_pages_must_be_mapped}, {"NVFP4 arguments", test_nvfp4_arguments},
+        {"interleaved tensors", test_interleaved_tensors}, {0}};

@@ -16,7 +16,7 @@
 
 typedef struct header {
     uint8_t op, dtype, s_aux_dtype, level, workers, packed, batch, num_kv_heads, group, head_dim, q_len, k_len, window, left, right, sinks,
-        page_size, num_pages, num_splits, invariant, scale, missing, seed;
+            page_size, num_pages, num_splits, invariant, scale, missing, seed;
 } header;
 
 typedef struct stream {
@@ -24,12 +24,12 @@ typedef struct stream {
     size_t left;
 } stream;
 
-#define REQUIRE(ok, ...)                                                                                                                   \
-    do {                                                                                                                                   \
-        if (!(ok)) {                                                                                                                       \
-            fprintf(stderr, __VA_ARGS__);                                                                                                  \
-            abort();                                                                                                                       \
-        }                                                                                                                                  \
+#define REQUIRE(ok, ...) \
+    do { \
+        if (!(ok)) { \
+            fprintf(stderr, __VA_ARGS__); \
+            abort(); \
+        } \
     } while (0)
 
 static uint8_t take(stream *s) {
@@ -48,22 +48,8 @@ enum { FIRST_SPECIAL = 240 };
 
 /* Small for most bytes; what sizes must survive for the last sixteen. */
 static int64_t size_of(uint8_t byte, int64_t largest, bool *strange) {
-    static const int64_t specials[] = {-1,
-                                       INT64_MIN,
-                                       INT64_MAX,
-                                       INT64_MAX - 1,
-                                       INT32_MAX,
-                                       INT64_C(1) << 31,
-                                       INT64_C(1) << 40,
-                                       INT64_C(1) << 48,
-                                       (INT64_C(1) << 48) + 1,
-                                       INT64_C(1) << 62,
-                                       -2,
-                                       INT32_MIN,
-                                       4,
-                                       1000003,
-                                       INT64_C(1) << 33,
-                                       65536};
+    static const int64_t specials[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 1, INT32_MAX, INT64_C(1) << 31, INT64_C(1) << 40,
+            INT64_C(1) << 48, (INT64_C(1) << 48) + 1, INT64_C(1) << 62, -2, INT32_MIN, 4, 1000003, INT64_C(1) << 33, 65536};
     if (byte < FIRST_SPECIAL) return byte % (largest + 1);
     *strange = true;
     return specials[byte - FIRST_SPECIAL];
@@ -124,7 +110,7 @@ static void *allocate(call *c, int64_t bytes) {
 /* Between -2 and 2, the same for every element of a call. */
 static double value_at(const header *h, int tensor, int64_t i) {
     const uint64_t x =
-        ((uint64_t)i + 1) * UINT64_C(0x9e3779b97f4a7c15) ^ ((uint64_t)(h->seed + 256 * tensor) * UINT64_C(0xbf58476d1ce4e5b9));
+            ((uint64_t)i + 1) * UINT64_C(0x9e3779b97f4a7c15) ^ ((uint64_t)(h->seed + 256 * tensor) * UINT64_C(0xbf58476d1ce4e5b9));
     return (double)((x >> 40) % 4001) / 1000.0 - 2.0;
 }
 
@@ -151,8 +137,8 @@ static int64_t batch_of(const sinkattn_problem *p, bool is_k) {
 
 static int64_t rows_of(const sinkattn_problem *p, bool is_k) { return is_k ? (p->page_size ? p->page_size : p->k_len) : p->q_len; }
 
-static sinkattn_tensor tensor_of(call *c, const header *h, stream *s, const sinkattn_problem *p, bool is_k, int64_t head_dim,
-                                 bool written) {
+static sinkattn_tensor tensor_of(
+        call *c, const header *h, stream *s, const sinkattn_problem *p, bool is_k, int64_t head_dim, bool written) {
     const int64_t bytes = sa_dtype_bytes(p->dtype), step = 16 / bytes;
     const int64_t batch = batch_of(p, is_k), rows = rows_of(p, is_k);
     const int64_t heads = is_k ? p->num_kv_heads : p->num_q_heads;
@@ -166,7 +152,7 @@ static sinkattn_tensor tensor_of(call *c, const header *h, stream *s, const sink
         return t;
     }
     const int64_t extent =
-        c->refused ? 64 : (batch - 1) * t.batch_stride + (rows - 1) * t.row_stride + (heads - 1) * t.head_stride + head_dim;
+            c->refused ? 64 : (batch - 1) * t.batch_stride + (rows - 1) * t.row_stride + (heads - 1) * t.head_stride + head_dim;
     const int64_t skew = take(s) > 250 ? 8 : 0; /* a base that is not aligned to 16 bytes */
     t.data = (char *)allocate(c, extent * bytes + skew) + skew;
     if (skew) c->refused = true;
@@ -189,7 +175,7 @@ static int32_t *cu_seqlens_of(call *c, stream *s, int64_t batch, int64_t total) 
     for (int64_t b = 0; b < batch; b++) {
         const int64_t left = total - cu_seqlens[b];
         cu_seqlens[b + 1] =
-            hostile ? take_int32(s) : (int32_t)(cu_seqlens[b] + (b == batch - 1 && !(take(s) & 1) ? left : take(s) % (left + 1)));
+                hostile ? take_int32(s) : (int32_t)(cu_seqlens[b] + (b == batch - 1 && !(take(s) & 1) ? left : take(s) % (left + 1)));
     }
     return cu_seqlens;
 }
@@ -308,7 +294,7 @@ static double tolerance_of(const sinkattn_fwd_args *fwd) {
 }
 
 static void compare(const char *name, const sinkattn_problem *p, const sinkattn_tensor *a, const sinkattn_tensor *b, bool is_k,
-                    int64_t head_dim, double tolerance) {
+        int64_t head_dim, double tolerance) {
     const int64_t batch = p->packed ? 1 : p->batch, rows = is_k ? p->k_len : p->q_len, heads = is_k ? p->num_kv_heads : p->num_q_heads;
     double largest = 1.0, furthest = 0.0;
     for (int64_t i = 0; i < batch * rows * heads; i++)
@@ -323,8 +309,8 @@ static void compare(const char *name, const sinkattn_problem *p, const sinkattn_
     REQUIRE(furthest <= allowed * largest, "%s: off by %g, largest %g, allowed %g of it\n", name, furthest, largest, allowed);
 }
 
-static void compare_stats(const char *name, sinkattn_dtype dtype, const void *a, const void *b, int64_t count, double absolute,
-                          double relative) {
+static void compare_stats(
+        const char *name, sinkattn_dtype dtype, const void *a, const void *b, int64_t count, double absolute, double relative) {
     for (int64_t i = 0; i < count; i++) {
         const double left = sa_load(a, dtype, i), right = sa_load(b, dtype, i);
         REQUIRE(left == right || fabs(left - right) <= absolute + relative * fabs(right), "%s[%lld]: %g, the oracle says %g\n", name,
@@ -386,29 +372,30 @@ int main(int argc, char **argv) {
         const char *name;
         header h;
     } seeds[] = {
-        {"forward", {.s_aux_dtype = 3, .q_len = 30, .k_len = 140, .group = 3}},
-        {"window", {.dtype = 4, .s_aux_dtype = 1, .q_len = 36, .k_len = 200, .window = 3, .left = 60, .sinks = 4, .num_kv_heads = 1}},
-        {"packed", {.packed = 1, .batch = 2, .q_len = 37, .k_len = 37, .window = 2, .s_aux_dtype = 2}},
-        {"backward", {.op = 1, .s_aux_dtype = 3, .q_len = 20, .k_len = 40, .group = 2, .window = 2}},
-        {"backward_packed", {.op = 1, .packed = 1, .batch = 1, .dtype = 4, .q_len = 20, .k_len = 60, .window = 3, .left = 7}},
-        {"decode", {.op = 2, .s_aux_dtype = 1, .dtype = 4, .k_len = 220, .window = 2, .num_splits = 2, .workers = 2}},
-        {"decode_paged", {.op = 2, .s_aux_dtype = 1, .k_len = 220, .page_size = 16, .num_pages = 9, .window = 3, .left = 50, .sinks = 3}},
-        {"decode_packed",
-         {.op = 2,
-          .packed = 1,
-          .batch = 2,
-          .s_aux_dtype = 1,
-          .q_len = 30,
-          .k_len = 90,
-          .page_size = 3,
-          .num_pages = 9,
-          .window = 3,
-          .left = 40}},
-        {"large_scores", {.op = 1, .level = 168, .num_kv_heads = 13, .group = 21, .head_dim = 64, .q_len = 128, .k_len = 21, .scale = 153}},
-        {"narrow_values",
-         {.packed = 184, .head_dim = 23, .s_aux_dtype = 3, .q_len = 20, .k_len = 140, .window = 3, .left = 60, .dtype = 4}},
-        {"narrow_values_backward", {.op = 1, .packed = 184, .head_dim = 23, .s_aux_dtype = 3, .q_len = 20, .k_len = 40, .window = 2}},
-        {"double", {.dtype = 1, .s_aux_dtype = 4, .q_len = 9, .k_len = 9}},
+            {"forward", {.s_aux_dtype = 3, .q_len = 30, .k_len = 140, .group = 3}},
+            {"window", {.dtype = 4, .s_aux_dtype = 1, .q_len = 36, .k_len = 200, .window = 3, .left = 60, .sinks = 4, .num_kv_heads = 1}},
+            {"packed", {.packed = 1, .batch = 2, .q_len = 37, .k_len = 37, .window = 2, .s_aux_dtype = 2}},
+            {"backward", {.op = 1, .s_aux_dtype = 3, .q_len = 20, .k_len = 40, .group = 2, .window = 2}},
+            {"backward_packed", {.op = 1, .packed = 1, .batch = 1, .dtype = 4, .q_len = 20, .k_len = 60, .window = 3, .left = 7}},
+            {"decode", {.op = 2, .s_aux_dtype = 1, .dtype = 4, .k_len = 220, .window = 2, .num_splits = 2, .workers = 2}},
+            {"decode_paged",
+                    {.op = 2, .s_aux_dtype = 1, .k_len = 220, .page_size = 16, .num_pages = 9, .window = 3, .left = 50, .sinks = 3}},
+            {"decode_packed", {.op = 2,
+                                      .packed = 1,
+                                      .batch = 2,
+                                      .s_aux_dtype = 1,
+                                      .q_len = 30,
+                                      .k_len = 90,
+                                      .page_size = 3,
+                                      .num_pages = 9,
+                                      .window = 3,
+                                      .left = 40}},
+            {"large_scores",
+                    {.op = 1, .level = 168, .num_kv_heads = 13, .group = 21, .head_dim = 64, .q_len = 128, .k_len = 21, .scale = 153}},
+            {"narrow_values",
+                    {.packed = 184, .head_dim = 23, .s_aux_dtype = 3, .q_len = 20, .k_len = 140, .window = 3, .left = 60, .dtype = 4}},
+            {"narrow_values_backward", {.op = 1, .packed = 184, .head_dim = 23, .s_aux_dtype = 3, .q_len = 20, .k_len = 40, .window = 2}},
+            {"double", {.dtype = 1, .s_aux_dtype = 4, .q_len = 9, .k_len = 9}},
     };
     for (size_t i = 0; argc == 2 && i < sizeof seeds / sizeof *seeds; i++) {
         char path[512];

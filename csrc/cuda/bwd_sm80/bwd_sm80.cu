@@ -44,7 +44,7 @@ template <class Element_, bool kOwnsKeys_, int kHeadDim, int kTile_, int kStep_,
 
     static_assert(kHeadDim % 64 == 0 && kStep % 16 == 0 && kTile % kWarpRows == 0, "whole swizzled rows, 16 met rows a product");
     static_assert(kThreads % kChunks == 0 && kTile % kRowStep == 0 && kStep % kRowStep == 0 && kStep <= kThreads,
-                  "threads share the copies evenly");
+            "threads share the copies evenly");
 };
 
 // Each owned row sees keys [0, sink_end) and [begin, begin + length); each owned key is seen by rows [begin, begin + length).
@@ -94,17 +94,17 @@ template <class C> __device__ __forceinline__ int copy_chunk() { return threadId
 // Loads rows first to first + kCount of q and dout, one tile behind the other; zeros outside `real` and past head_dim, of dout head_dim_v,
 // where nothing is read.
 template <class C, int kCount>
-__device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_args &args, const Smem<C> &smem, int32_t first,
-                                          sa_range real) {
+__device__ __forceinline__ void load_rows(
+        unsigned char *to, const sinkattn_bwd_args &args, const Smem<C> &smem, int32_t first, sa_range real) {
     const Work &work = smem.work;
     const int column = copy_chunk<C>() * 8, begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
     const int32_t r = first + copy_row<C>();
     const uint32_t group = static_cast<uint32_t>(work.group);
     uint32_t head = static_cast<uint32_t>(r) % group;
     const auto *q =
-        static_cast<const uint16_t *>(args.fwd.q.data) + query_offset(work, args.fwd.q, 0) + row_offset(args.fwd.q, work, r) + column;
+            static_cast<const uint16_t *>(args.fwd.q.data) + query_offset(work, args.fwd.q, 0) + row_offset(args.fwd.q, work, r) + column;
     const auto *dout =
-        static_cast<const uint16_t *>(args.dout.data) + query_offset(work, args.dout, 0) + row_offset(args.dout, work, r) + column;
+            static_cast<const uint16_t *>(args.dout.data) + query_offset(work, args.dout, 0) + row_offset(args.dout, work, r) + column;
 #pragma unroll
     for (int n = 0; n < kCount / C::kRowStep; n++) {
         const int i = copy_row<C>() + n * C::kRowStep;
@@ -125,8 +125,8 @@ __device__ __forceinline__ void load_rows(unsigned char *to, const sinkattn_bwd_
 
 // The same for k and v.
 template <class C, int kCount>
-__device__ __forceinline__ void load_keys(unsigned char *to, const sinkattn_fwd_args &args, const Work &work, int64_t first,
-                                          sa_range real) {
+__device__ __forceinline__ void load_keys(
+        unsigned char *to, const sinkattn_fwd_args &args, const Work &work, int64_t first, sa_range real) {
     const int column = copy_chunk<C>() * 8, begin = static_cast<int>(real.begin - first), end = static_cast<int>(real.end - first);
     const auto *k = static_cast<const uint16_t *>(args.k.data) + key_offset(work, args.k, first + copy_row<C>()) + column;
     const auto *v = static_cast<const uint16_t *>(args.v.data) + key_offset(work, args.v, first + copy_row<C>()) + column;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void load_met(Smem<C> &smem, const sinkattn_bwd_args 
             const int32_t r = t * C::kStep + static_cast<int32_t>(threadIdx.x);
             const bool is_real = r >= real.begin && r < real.end;
             cp_async_8(shared_address(&smem.stats[stage][threadIdx.x]),
-                       is_real ? stats + stats_index(args.fwd.problem, smem.work, r) : stats, is_real);
+                    is_real ? stats + stats_index(args.fwd.problem, smem.work, r) : stats, is_real);
         }
     } else {
         load_keys<C, C::kStep>(smem.met[stage][0], args.fwd, smem.work, static_cast<int64_t>(t) * C::kStep, real);
@@ -178,7 +178,7 @@ template <class C> __device__ __forceinline__ void find_rows_of_keys(Smem<C> &sm
     }
     constexpr unsigned kAll = 0xffffffffu;
     const WarpRows warp_rows = {__reduce_max_sync(kAll, begin), __reduce_min_sync(kAll, end),
-                                __reduce_min_sync(kAll, begin < end ? begin : INT32_MAX), __reduce_max_sync(kAll, begin < end ? end : 0)};
+            __reduce_min_sync(kAll, begin < end ? begin : INT32_MAX), __reduce_max_sync(kAll, begin < end ? end : 0)};
     if (threadIdx.x % 32 == 0) smem.warp_rows[threadIdx.x / 32] = warp_rows;
 }
 
@@ -233,8 +233,8 @@ template <class C> __device__ __forceinline__ void find_stats(Smem<C> &smem, con
 
 // s becomes P and dp becomes dS; a masked pair is zero in both. p_dp: sums of P dP of the thread's rows.
 template <class C, bool kMasked, bool kSums>
-__device__ __forceinline__ void gradient_step(Scores<C> &s, Scores<C> &dp, float (&p_dp)[2 * C::kBlocks], const Smem<C> &smem,
-                                              int32_t first, int stage, float scale_log2) {
+__device__ __forceinline__ void gradient_step(
+        Scores<C> &s, Scores<C> &dp, float (&p_dp)[2 * C::kBlocks], const Smem<C> &smem, int32_t first, int stage, float scale_log2) {
     const int column = fragment_column();
     int32_t begin[2 * C::kBlocks], sink_end[2 * C::kBlocks];
     uint32_t length[2 * C::kBlocks];
@@ -275,8 +275,8 @@ __device__ __forceinline__ void gradient_step(Scores<C> &s, Scores<C> &dp, float
 
 // Adds a met tile, whose first row (or key) is `first`, to the gradients. hide: it may hold values that are not finite.
 template <class C>
-__device__ __forceinline__ void add_tile(Sums<C> &sums, Smem<C> &smem, int32_t first, int stage, bool masked, bool hide, bool wants_p_dp,
-                                         float scale_log2) {
+__device__ __forceinline__ void add_tile(
+        Sums<C> &sums, Smem<C> &smem, int32_t first, int stage, bool masked, bool hide, bool wants_p_dp, float scale_log2) {
     using Element = typename C::Element;
     Scores<C> s, dp;
     const uint32_t row = warp_row<C>() * C::kRowBytes, met[2] = {shared_address(smem.met[stage][0]), shared_address(smem.met[stage][1])};
@@ -302,8 +302,8 @@ __device__ __forceinline__ void add_tile(Sums<C> &sums, Smem<C> &smem, int32_t f
 
 // Adds all met tiles in order; the copies of the first have begun.
 template <class C>
-__device__ __forceinline__ void add_tiles(Sums<C> &sums, Smem<C> &smem, const sinkattn_bwd_args &args, const Workspace &workspace,
-                                          float scale_log2, bool hide) {
+__device__ __forceinline__ void add_tiles(
+        Sums<C> &sums, Smem<C> &smem, const sinkattn_bwd_args &args, const Workspace &workspace, float scale_log2, bool hide) {
     const sa_key_tiles &tiles = smem.work.tiles;
     const int end = tiles.end;
     for (int t = sa_key_tile_from(&tiles, 0), stage = 0; t < end; stage ^= 1) {
@@ -327,8 +327,8 @@ __device__ __forceinline__ void add_tiles(Sums<C> &sums, Smem<C> &smem, const si
 
 // Writes the owned rows' terms of ds_aux.
 template <class C>
-__device__ __forceinline__ void write_terms(const float (&p_dp)[2 * C::kBlocks], const Smem<C> &smem, const sinkattn_bwd_args &args,
-                                            float *terms) {
+__device__ __forceinline__ void write_terms(
+        const float (&p_dp)[2 * C::kBlocks], const Smem<C> &smem, const sinkattn_bwd_args &args, float *terms) {
     const Work &work = smem.work;
 #pragma unroll
     for (int i = 0; i < 2 * C::kBlocks; i++) {
@@ -346,7 +346,7 @@ __device__ __forceinline__ void write_terms(const float (&p_dp)[2 * C::kBlocks],
 // Writes a gradient in whole 16-byte chunks, through an owned tile's shared memory.
 template <class C>
 __device__ __forceinline__ void write_gradient(unsigned char *shared, const Gradient<C> &gradient, float factor, const Smem<C> &smem,
-                                               const sinkattn_tensor &tensor, int64_t head_dim) {
+        const sinkattn_tensor &tensor, int64_t head_dim) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2 * C::kBlocks; i++)
@@ -364,14 +364,14 @@ __device__ __forceinline__ void write_gradient(unsigned char *shared, const Grad
         const int own = warp_row<C>() + x / (C::kColumns / 8), chunk = warp_chunk<C>() + x % (C::kColumns / 8);
         if (own >= count || chunk * 8 >= head_dim) continue;
         const int64_t offset =
-            C::kOwnsKeys ? own * tensor.row_stride : row_offset(tensor, smem.work, static_cast<int32_t>(smem.work.rows.begin) + own);
+                C::kOwnsKeys ? own * tensor.row_stride : row_offset(tensor, smem.work, static_cast<int32_t>(smem.work.rows.begin) + own);
         *reinterpret_cast<uint4 *>(to + offset + chunk * 8) = *reinterpret_cast<const uint4 *>(shared + swizzled<C::kRowBytes>(own, chunk));
     }
 }
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads) void bwd_kernel(const __grid_constant__ sinkattn_bwd_args args, Workspace workspace,
-                                                          int64_t num_tiles, float scale, unsigned *error_word) {
+__global__ __launch_bounds__(C::kThreads) void bwd_kernel(
+        const __grid_constant__ sinkattn_bwd_args args, Workspace workspace, int64_t num_tiles, float scale, unsigned *error_word) {
     extern __shared__ __align__(128) unsigned char shared[];
     Smem<C> &smem = *reinterpret_cast<Smem<C> *>(shared);
     const sinkattn_problem &problem = args.fwd.problem;
@@ -423,13 +423,13 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &wo
     if (num_blocks == 0) return sa_ok();
     if (num_blocks > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of %s; a CUDA launch holds less than 2^31", static_cast<long long>(num_blocks),
-                         C::kOwnsKeys ? "keys" : "rows");
+                C::kOwnsKeys ? "keys" : "rows");
     static_assert(C::kChunks > 16 || sizeof(Smem<C>) <= 99 * 1024, "a block of 8.6 has room: SA_ROOMY_VARIANT");
     unsigned *error_word;
     SA_TRY(sa_cuda_error_word(&error_word));
     const float scale = static_cast<float>(sa_softmax_scale(&args.fwd.problem));
     return launch_blocks<bwd_kernel<C>>("sa_bwd_cuda_sm80", static_cast<unsigned>(num_blocks), C::kThreads, sizeof(Smem<C>), stream, args,
-                                        workspace, num_tiles, scale, error_word);
+            workspace, num_tiles, scale, error_word);
 }
 
 template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_context &context) {
@@ -438,14 +438,14 @@ template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinka
                   most = INT32_MAX - 128; // tiles may reach past the end
     if (rows > most || problem.k_len > most || problem.num_q_heads > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld rows of a kv head, %lld keys; this kernel counts less than 2^31 of either",
-                         static_cast<long long>(rows), static_cast<long long>(problem.k_len));
+                static_cast<long long>(rows), static_cast<long long>(problem.k_len));
     const Workspace workspace = workspace_of(args, context);
     SA_TRY(launch_kernel<RowsConfig>(args, workspace, num_row_tiles(problem, RowsConfig::kTile), context.stream));
     SA_TRY(launch_kernel<KeysConfig>(args, workspace, num_key_tiles(problem, KeysConfig::kTile), context.stream));
     if (!workspace.terms) return sa_ok();
     const int64_t num_batches = problem.packed ? 1 : problem.batch;
     return launch_blocks<add_sink_terms>("sa_bwd_cuda_sm80", static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, context.stream,
-                                         args, workspace.terms, num_batches, problem.q_len);
+            args, workspace.terms, num_batches, problem.q_len);
 }
 
 // kTileQ and kTileK are variants.def's; kStepK and kStepQ, the tiles met, and the blocks a warp owns are as large as the registers allow.
@@ -454,9 +454,9 @@ sinkattn_status launch_dtype(const void *arguments, const sinkattn_context *cont
     const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
     if (args.fwd.problem.dtype == SINKATTN_BF16)
         return launch<Config<Bf16, false, kHeadDim, kTileQ, kStepK, kRowBlocks>, Config<Bf16, true, kHeadDim, kTileK, kStepQ, kKeyBlocks>>(
-            args, *context);
+                args, *context);
     return launch<Config<Fp16, false, kHeadDim, kTileQ, kStepK, kRowBlocks>, Config<Fp16, true, kHeadDim, kTileK, kStepQ, kKeyBlocks>>(
-        args, *context);
+            args, *context);
 }
 
 } // namespace

@@ -16,8 +16,8 @@ static inline int64_t num_key_tiles(const sinkattn_problem &problem, int64_t til
 
 // False if the tile has no keys. work's rows, tokens and tiles are those that see some key; tiles have tile_rows rows, from row 0 of the
 // sequence on. Keys past cu_seqlens[batch] are one more sequence, which no row sees.
-__device__ __forceinline__ bool find_key_work(const sinkattn_fwd_args &args, int64_t tile_keys, int64_t tile_rows, int64_t item, Work &work,
-                                              sa_range &keys) {
+__device__ __forceinline__ bool find_key_work(
+        const sinkattn_fwd_args &args, int64_t tile_keys, int64_t tile_rows, int64_t item, Work &work, sa_range &keys) {
     const sinkattn_problem &problem = args.problem;
     work.group = problem.num_q_heads / problem.num_kv_heads;
     work.kv_head = item % problem.num_kv_heads;

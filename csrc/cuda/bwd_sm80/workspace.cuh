@@ -32,8 +32,8 @@ __device__ __forceinline__ int64_t stats_index(const sinkattn_problem &problem, 
 }
 
 // A block owns a head.
-static __global__ __launch_bounds__(kSinkThreads) void add_sink_terms(const __grid_constant__ sinkattn_bwd_args args, const float *terms,
-                                                                      int64_t num_batches, int64_t length) {
+static __global__ __launch_bounds__(kSinkThreads) void add_sink_terms(
+        const __grid_constant__ sinkattn_bwd_args args, const float *terms, int64_t num_batches, int64_t length) {
     __shared__ double sums[kSinkThreads / 32];
     add_sink_terms_of<kSinkThreads>(args, terms, num_batches, length, blockIdx.x, sums);
 }

@@ -75,13 +75,13 @@ template <class C, TermsOf kTerms> struct Math {
     __device__ __forceinline__ void begin_scores(Scores &s) {
         const uint32_t stage = warp_uniform(ring.stage());
         smem.row_full[stage].wait(ring);
-        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, address(smem.keys) + 64 * math_warpgroup * kRowBytes,
-                                                                              address(smem.queries[stage]));
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
+                s, address(smem.keys) + 64 * math_warpgroup * kRowBytes, address(smem.queries[stage]));
     }
     __device__ __forceinline__ void begin_dp(Scores &dp) {
         const uint32_t stage = warp_uniform(ring.stage());
-        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(dp, address(smem.values) + 64 * math_warpgroup * kRowBytes,
-                                                                              address(smem.douts[stage]));
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
+                dp, address(smem.values) + 64 * math_warpgroup * kRowBytes, address(smem.douts[stage]));
     }
 
     // Waits for S and dP, and packs P and dS as operands.
@@ -143,7 +143,7 @@ template <class C, TermsOf kTerms> struct Math {
     // Issues this warpgroup's part of dQ from dS in buffer `of`.
     __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t of) {
         dq_product<C>(dq, address(smem.ds[0][C::kRows == 64 ? 0 : math_warpgroup]) + of * static_cast<uint32_t>(sizeof smem.ds[0]),
-                      address(smem.keys) + (C::kRows == 64 ? math_warpgroup * C::kKeyHalf : 0));
+                address(smem.keys) + (C::kRows == 64 ? math_warpgroup * C::kKeyHalf : 0));
     }
 
     // Waits for dQ, with kPending products issued after it, from dS in buffer `of`. Hands this warpgroup's dQ to the adder; where the tile
@@ -156,7 +156,7 @@ template <class C, TermsOf kTerms> struct Math {
             pin(dq);
             if (C::kIsLate) smem.ds_empty[of].arrive();
             finish_tile<C>(dq, smem.dq[sum], (C::kIsLate ? 0 : math_warpgroup) * 8, smem.finish_alone[sum], smem, args, p, item, t,
-                           C::kRows == 64 ? 0 : 64 * math_warpgroup, C::kRows == 64 ? 64 * math_warpgroup : 0);
+                    C::kRows == 64 ? 0 : 64 * math_warpgroup, C::kRows == 64 ? 64 * math_warpgroup : 0);
         } else {
             wgmma_wait<kPending>();
             pin(dq);
@@ -308,8 +308,7 @@ template <class C, TermsOf kTerms> struct Math {
 
 template <class C, TermsOf kTerms>
 __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_constant__ sinkattn_bwd_args args,
-                                                             const __grid_constant__ Maps maps, const __grid_constant__ BwdProblem p,
-                                                             const __grid_constant__ BwdBuffers buffers) {
+        const __grid_constant__ Maps maps, const __grid_constant__ BwdProblem p, const __grid_constant__ BwdBuffers buffers) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);

@@ -65,14 +65,14 @@ template <class C, TermsOf kTerms> struct WideMath {
     __device__ __forceinline__ void begin_scores(Scores &s) {
         const uint32_t stage = warp_uniform(ring.stage());
         smem.row_full[stage].wait(ring);
-        wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, address(smem.keys),
-                                                                  address(smem.queries[stage]) + first_row<C>(math_warpgroup) * kRowBytes);
+        wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
+                s, address(smem.keys), address(smem.queries[stage]) + first_row<C>(math_warpgroup) * kRowBytes);
     }
     __device__ __forceinline__ void begin_dp(Scores &dp) {
         const uint32_t stage = warp_uniform(dout_ring().stage());
         smem.dout_full[stage].wait(dout_ring());
-        wgmma_abt<Element, C::kHeadDimV, C::kKeyHalf, C::kRowHalf>(dp, address(smem.values),
-                                                                   address(smem.douts[stage]) + first_row<C>(math_warpgroup) * kRowBytes);
+        wgmma_abt<Element, C::kHeadDimV, C::kKeyHalf, C::kRowHalf>(
+                dp, address(smem.values), address(smem.douts[stage]) + first_row<C>(math_warpgroup) * kRowBytes);
     }
 
     // Waits for S and dP, and packs P and dS as operands.
@@ -151,12 +151,12 @@ template <class C, TermsOf kTerms> struct WideMath {
             float dq[32], last[C::kLastPiece / 2];
             begin_dq(dq, 0);
             wgmma_ab<Element, C::kRowHalf>(sums.dv, address(smem.weights),
-                                           address(smem.douts[dout_stage]) + KeyGradients<C>::kWidthV / 64 * math_warpgroup * C::kRowHalf);
+                    address(smem.douts[dout_stage]) + KeyGradients<C>::kWidthV / 64 * math_warpgroup * C::kRowHalf);
             hand_over<1>(dq, item, t, 0); // dV running
             wgmma_ab<Element, C::kRowHalf>(sums.dk, address(smem.ds), address(smem.queries[stage]) + 2 * math_warpgroup * C::kRowHalf);
             if constexpr (KeyGradients<C>::kHasMiddle)
-                wgmma_ab<Element, C::kRowHalf>(sums.middle, address(smem.ds),
-                                               address(smem.queries[stage]) + C::kRowHalf + math_warpgroup * kRowBytes / 2);
+                wgmma_ab<Element, C::kRowHalf>(
+                        sums.middle, address(smem.ds), address(smem.queries[stage]) + C::kRowHalf + math_warpgroup * kRowBytes / 2);
             wgmma_wait<KeyGradients<C>::kHasMiddle ? 2 : 1>(); // dV complete; dK running
             pin(sums.dv);
             smem.dout_empty[dout_stage].arrive();
@@ -219,8 +219,7 @@ template <class C, TermsOf kTerms> struct WideMath {
 
 template <class C, TermsOf kTerms>
 __global__ __launch_bounds__(C::kThreads, 1) void wide_kernel(const __grid_constant__ sinkattn_bwd_args args,
-                                                              const __grid_constant__ Maps maps, const __grid_constant__ BwdProblem p,
-                                                              const __grid_constant__ BwdBuffers buffers) {
+        const __grid_constant__ Maps maps, const __grid_constant__ BwdProblem p, const __grid_constant__ BwdBuffers buffers) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);

@@ -95,8 +95,8 @@ __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, u
 }
 
 template <class C>
-__device__ __forceinline__ void load_tiles(Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p,
-                                           const BwdBuffers &buffers) {
+__device__ __forceinline__ void load_tiles(
+        Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p, const BwdBuffers &buffers) {
     const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
     const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item);
     // Under a window, a row tile would leave the L2 cache before the next block meets it, and evict slots until then.

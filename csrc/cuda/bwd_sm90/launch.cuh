@@ -19,7 +19,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     const int64_t items = sizes.items * problem.num_kv_heads, item_writers = sa_ceil_div(items, 128);
     if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",
-                         static_cast<long long>(sizes.tiles), static_cast<long long>(items));
+                static_cast<long long>(sizes.tiles), static_cast<long long>(items));
     BwdProblem p;
     p.num_entries = sizes.entries;
     p.num_carries = sizes.carries;
@@ -33,16 +33,12 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.dense_tiles = static_cast<int>(sa_ceil_div(problem.q_len, p.tokens));
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
-    const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at),
-                                reinterpret_cast<Item *>(base + sizes.items_at),
-                                reinterpret_cast<unsigned *>(turns),
-                                turns + 1,
-                                reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
-                                reinterpret_cast<float *>(base + sizes.stats_at),
-                                reinterpret_cast<float *>(base + sizes.slots_at),
-                                reinterpret_cast<float *>(base + sizes.carries_at),
-                                args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
-                                reinterpret_cast<float *>(base + sizes.key_terms_at)};
+    const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at), reinterpret_cast<Item *>(base + sizes.items_at),
+            reinterpret_cast<unsigned *>(turns), turns + 1, reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
+            reinterpret_cast<float *>(base + sizes.stats_at), reinterpret_cast<float *>(base + sizes.slots_at),
+            reinterpret_cast<float *>(base + sizes.carries_at),
+            args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
+            reinterpret_cast<float *>(base + sizes.key_terms_at)};
     unsigned *error_word;
     Maps maps;
     sinkattn_problem of_values = problem;

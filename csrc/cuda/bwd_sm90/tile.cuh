@@ -76,8 +76,8 @@ template <class C, int kSize> __device__ __forceinline__ void dq_product(float (
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < C::kKeys / 16; step++)
-        wgmma_shared_transposed<typename C::Element>(dq, operand_at(left, step * 16 * kRowBytes), operand_at(right, step * 16 * kRowBytes),
-                                                     step > 0);
+        wgmma_shared_transposed<typename C::Element>(
+                dq, operand_at(left, step * 16 * kRowBytes), operand_at(right, step * 16 * kRowBytes), step > 0);
     wgmma_commit();
 }
 
@@ -100,8 +100,8 @@ template <class C> __device__ __forceinline__ Seen find_seen(const Smem<C> &smem
 }
 
 template <class C, bool kMasked>
-__device__ __forceinline__ void find_weights(float (&s)[C::kColumns / 2], const RowStats<C> &stats, const Seen &seen, float scale_log2,
-                                             int math_warpgroup) {
+__device__ __forceinline__ void find_weights(
+        float (&s)[C::kColumns / 2], const RowStats<C> &stats, const Seen &seen, float scale_log2, int math_warpgroup) {
     const int column = first_row<C>(math_warpgroup) + fragment_column();
 #pragma unroll
     for (int n = 0; n < C::kColumns / 8; n++) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ float sum_column(float (&columns)[8]) {
 // dp becomes dS. With kTermsOf8, terms gain p_sink dS.
 template <class C, bool kMasked, TermsOf kTerms>
 __device__ __forceinline__ void find_ds(float (&dp)[C::kColumns / 2], const float (&p)[C::kColumns / 2], Smem<C> &smem,
-                                        const RowStats<C> &stats, const Seen &seen, int math_warpgroup) {
+        const RowStats<C> &stats, const Seen &seen, int math_warpgroup) {
     const int column = first_row<C>(math_warpgroup) + fragment_column();
     float of_tile[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -178,15 +178,15 @@ template <class C>
 __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_warpgroup, uint32_t buffer) {
     const int thread = pinned(threadIdx.x), key = 64 * math_warpgroup + store_row(thread);
     const uint32_t first =
-        swizzled(shared_address(smem.ds[0]) + buffer * static_cast<uint32_t>(sizeof smem.ds[0]), kRowBytes, key, store_chunk(thread));
+            swizzled(shared_address(smem.ds[0]) + buffer * static_cast<uint32_t>(sizeof smem.ds[0]), kRowBytes, key, store_chunk(thread));
 #pragma unroll
     for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0][0]), ds[n]);
 }
 
 // Writes the thread's row r, times a factor and rounded. Four lanes exchange their pairs, so that each writes whole 16-byte chunks.
 template <class Element, int kLength>
-__device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength], int r, float factor, int first_column, int64_t head_dim,
-                                          bool is_real) {
+__device__ __forceinline__ void write_row(
+        uint16_t *to, const float (&d)[kLength], int r, float factor, int first_column, int64_t head_dim, bool is_real) {
 #pragma unroll
     for (int n = 0; n < kLength / 4; n += 4) {
         uint32_t x[4];
@@ -202,8 +202,7 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kLength
 // Adds the sum of the earlier key blocks to dQ of the last one, and writes dq.
 template <class C, int kSize>
 __device__ __forceinline__ void finish_tile(float (&dq)[kSize], const float *sum, int first_float4s, bool is_alone, const Smem<C> &smem,
-                                            const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int t, int tile_row,
-                                            int first_column) {
+        const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int t, int tile_row, int first_column) {
     const int first = t * p.tokens;
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.kv_head * p.group);
     if (!is_alone) {
@@ -220,7 +219,7 @@ __device__ __forceinline__ void finish_tile(float (&dq)[kSize], const float *sum
     for (int r = 0; r < 2; r++) {
         const int row = tile_row + warpgroup_row(r);
         write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, first_column, args.fwd.problem.head_dim,
-                                       first + smem.token[row] < item.band.q_len);
+                first + smem.token[row] < item.band.q_len);
     }
 }
 
@@ -259,7 +258,7 @@ __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, 
 // Adds the values of dO that clean_rows zeroed, in masked tiles, to dV of the keys that their rows see.
 template <class C, int kSize>
 __device__ __forceinline__ void add_hidden(float (&dv)[kSize], const Smem<C> &smem, const sinkattn_bwd_args &args, const BwdProblem &p,
-                                           const Item &item, int math_warpgroup, int first_column, const int64_t &columns) {
+        const Item &item, int math_warpgroup, int first_column, const int64_t &columns) {
     const sa_range *seen_by = smem.seen_by + first_key<C>(math_warpgroup) + warpgroup_row(0);
 #pragma unroll 1
     for (int n = item.tiles.begin * C::kRows; n < item.tiles.end * C::kRows; n++) {
@@ -268,9 +267,9 @@ __device__ __forceinline__ void add_hidden(float (&dv)[kSize], const Smem<C> &sm
         if ((t >= item.tiles.full_begin && t < item.tiles.full_end) || token >= item.band.q_len) continue;
         const int64_t head = item.kv_head * p.group + row % p.group;
         add_nonfinite<typename C::Element>(dv,
-                                           static_cast<const uint16_t *>(args.dout.data) +
-                                               sa_offset(&args.dout, item.batch, item.q_begin + token, head) + first_column,
-                                           columns, [&](int r) { return token >= seen_by[8 * r].begin && token < seen_by[8 * r].end; });
+                static_cast<const uint16_t *>(args.dout.data) + sa_offset(&args.dout, item.batch, item.q_begin + token, head) +
+                        first_column,
+                columns, [&](int r) { return token >= seen_by[8 * r].begin && token < seen_by[8 * r].end; });
     }
 }
 
@@ -314,7 +313,7 @@ __device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers 
 
 template <class C>
 __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2], const float (&poison)[2],
-                                           const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int math_warpgroup) {
+        const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int math_warpgroup) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int own = 64 * math_warpgroup + warpgroup_row(r);

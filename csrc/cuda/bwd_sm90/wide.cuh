@@ -133,8 +133,8 @@ template <class C> struct KeyGradients {
         else
             add_carry<C>(p, buffers, item, part, dk, dv);
     }
-    __device__ __forceinline__ void write(const float (&poison)[2], const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item,
-                                          int math_warpgroup) {
+    __device__ __forceinline__ void write(
+            const float (&poison)[2], const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int math_warpgroup) {
         const int64_t head_dim = args.fwd.problem.head_dim, head_dim_v = sa_head_dim_v(&args.fwd.problem);
 #pragma unroll
         for (int r = 0; r < 2; r++) {

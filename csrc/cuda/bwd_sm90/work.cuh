@@ -146,8 +146,8 @@ __device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (
 
 // The table of a packed batch.
 template <class C>
-__global__ __launch_bounds__(kTableThreads) void table_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,
-                                                              BwdBuffers buffers, unsigned *error_word) {
+__global__ __launch_bounds__(kTableThreads) void table_kernel(
+        const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers, unsigned *error_word) {
     check_lengths(args.fwd, error_word);
     const sinkattn_problem &problem = args.fwd.problem;
     __shared__ int places[kTableThreads];
@@ -370,8 +370,8 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
 }
 
 // A block sums the terms of one head's ds_aux, in an order that depends on sizes alone.
-static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p,
-                                                                   BwdBuffers buffers) {
+static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(
+        const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
     __shared__ double sums[kSinkThreads / 32];
     const int64_t head = blockIdx.x;
     const Entry &end = buffers.entries[p.num_entries];

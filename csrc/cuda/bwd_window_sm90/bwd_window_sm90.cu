@@ -68,7 +68,7 @@ __device__ __forceinline__ void gradient_product(float (&d)[32], const uint32_t 
 // dV += P dO and dK += dS Q over 32 rows.
 template <class Element>
 __device__ __forceinline__ void add_gradients(float (&dk)[32], float (&dv)[32], const uint32_t (&weights)[2][4],
-                                              const uint32_t (&gradients)[2][4], uint32_t q, uint32_t dout, bool adds) {
+        const uint32_t (&gradients)[2][4], uint32_t q, uint32_t dout, bool adds) {
     gradient_product<Element>(dv, weights, dout, adds);
     gradient_product<Element>(dk, gradients, q, adds);
     wgmma_commit();
@@ -80,8 +80,7 @@ enum Mask { kNone, kByToken, kByColumn }; // all pairs are seen; a thread's two 
 // num_hidden: so many keys from that one on are sink tokens, whose pairs the row warpgroup computes.
 template <class C, Mask kMask>
 __device__ __forceinline__ void differentiate(uint32_t (&weights)[2][4], uint32_t (&gradients)[2][4], const MathWarpgroup &m,
-                                              const float (&s)[16], const float (&dp)[16], int stage, int first, int before,
-                                              int num_hidden) {
+        const float (&s)[16], const float (&dp)[16], int stage, int first, int before, int num_hidden) {
     const Smem &smem = m.smem;
     const Problem &p = m.p;
     const int column = first + fragment_column(), key = warpgroup_row(0);
@@ -138,8 +137,8 @@ __device__ __forceinline__ void mark_values(float (&dv)[32], const Smem &smem, i
 
 // Writes dK or dV of the key tile, times factor, in whole 16-byte chunks. True if the gradient is not finite.
 template <class Element>
-__device__ __forceinline__ bool write_keys(float (&d)[32], float factor, const sinkattn_tensor &tensor, const Step &step, int age,
-                                           int64_t head_dim) {
+__device__ __forceinline__ bool write_keys(
+        float (&d)[32], float factor, const sinkattn_tensor &tensor, const Step &step, int age, int64_t head_dim) {
     const int key = warpgroup_row(0), column = 8 * (threadIdx.x % 4);
     const int num_keys = step.num_keys + age * kKeys;
     auto *to = static_cast<uint16_t *>(tensor.data) + sa_offset(&tensor, step.batch, step.key - age * kKeys + key, step.kv_head) + column;
@@ -177,8 +176,8 @@ __device__ __forceinline__ void close_heads(float *warp_sums, float (&sums)[2], 
 
 // Writes math warp `warp`'s part of ds_aux; the first kRowWarps parts include a row warp's sum.
 template <class C>
-__device__ __forceinline__ void write_sums(const Smem &smem, const float *warp_sums, const sinkattn_bwd_args &args, const Problem &p,
-                                           const Step &step, int warp) {
+__device__ __forceinline__ void write_sums(
+        const Smem &smem, const float *warp_sums, const sinkattn_bwd_args &args, const Problem &p, const Step &step, int warp) {
     __syncwarp();
     for (int h = threadIdx.x % 32; h < p.group; h += 32) {
         const float rows = args.dlse && warp < kRowWarps ? smem.terms[step.kv_head % 4][warp][h] : 0.0f;
@@ -259,8 +258,8 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
     // Before the first tile of rows, number 2: warpgroups 0 and 1 have key tiles 0 and 1, and warpgroup 2 takes tile 2 next.
     int age = (kWarpgroups + 1 - warpgroup) % kWarpgroups, key_stage = age == kSeenTiles - 1 ? kKeyStages - 1 : warpgroup;
     bool adds = false;
-    const MathWarpgroup m = {smem, p,   warp,      lane, swizzled(16 * warp + left_row(lane), left_chunk(lane)), warp_sums, dk, dv,
-                             sums, age, key_stage, adds};
+    const MathWarpgroup m = {
+            smem, p, warp, lane, swizzled(16 * warp + left_row(lane), left_chunk(lane)), warp_sums, dk, dv, sums, age, key_stage, adds};
     uint32_t n = 0;
     const auto wait_for_step = [&]() {
         smem.step_ready.wait({n});
@@ -318,8 +317,8 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
 }
 
 template <class C>
-__device__ __forceinline__ void compute_share(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p,
-                                              unsigned *error_word) {
+__device__ __forceinline__ void compute_share(
+        Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, unsigned *error_word) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; i++) {
             smem.step_full[i].init(1 + 32);
@@ -373,8 +372,7 @@ template <class C> __device__ __forceinline__ void add_parts(Smem &smem, const s
 
 template <class C>
 __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_constant__ sinkattn_bwd_args args,
-                                                                 const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
-                                                                 unsigned *error_word) {
+        const __grid_constant__ Maps maps, const __grid_constant__ Problem p, unsigned *error_word) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     Smem &smem = *reinterpret_cast<SmemOf<C> *>(shared);

@@ -22,8 +22,8 @@ template <class C> __device__ __forceinline__ int row_thread() {
 // Loads steps up to `limit`, by one warp. Key tile m takes the stage of tile m - 4 once dQ of every step of tile m - 2 is done: finished is
 // the newest tile of which that is true. False once there are no more steps.
 template <class C>
-__device__ __forceinline__ bool load_steps(Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, uint32_t &loaded,
-                                           uint32_t limit, int finished) {
+__device__ __forceinline__ bool load_steps(
+        Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, uint32_t &loaded, uint32_t limit, int finished) {
     const int lane = row_thread<C>() % 32;
     while (loaded <= limit) {
         const Ring<kStages> use{loaded};
@@ -143,8 +143,8 @@ template <class C> __device__ __forceinline__ void clean_row(Smem &smem, int sta
 // lse, g - delta and p_sink of step n's rows, a thread a row, by warps 1 and 2; with warp 3 they check the step's new keys. False after the
 // last step.
 template <class C>
-__device__ __forceinline__ bool prepare_step(Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, Sink &sink,
-                                             float &terms) {
+__device__ __forceinline__ bool prepare_step(
+        Smem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n, Sink &sink, float &terms) {
     using Element = typename C::Element;
     const Ring<kStages> use{n};
     const int stage = use.stage(), thread = row_thread<C>(), lane = thread % 32, row_warp = thread / 32 - 1;
@@ -164,7 +164,7 @@ __device__ __forceinline__ bool prepare_step(Smem &smem, const sinkattn_bwd_args
                 __syncwarp();
             }
             const float delta = row_dot<Element>(shared_address(smem.dout[stage]) + 32 * row_warp * kRowBytes,
-                                                 shared_address(smem.out[stage]) + 32 * row_warp * kRowBytes);
+                    shared_address(smem.out[stage]) + 32 * row_warp * kRowBytes);
             const int head = step.head + (row & ((1 << p.head_shift) - 1));
             if (C::kSums && head != sink.head) {
                 sink.head = head;
@@ -205,7 +205,7 @@ __device__ __forceinline__ bool prepare_step(Smem &smem, const sinkattn_bwd_args
 // them, with `sinks` as their dS. between(i): after the first and the second third of the products, and after the last.
 template <class C, int kBlocks, class Between>
 __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, uint32_t n, uint32_t newest, uint32_t first,
-                                           const uint32_t (&sinks)[4], const Between &between) {
+        const uint32_t (&sinks)[4], const Between &between) {
     const uint32_t base = warp_uniform_register(shared_address(&smem)), k_block = 4 * (newest - 2) + first;
     uint32_t ds_at = base + offsetof(Smem, ds) + n % 2 * sizeof(smem.ds[0]) + first * kBlockBytes;
     if (C::kSinkTokens > 0) ds_at = warp_uniform_register(ds_at); // else ptxas keeps it in ordinary registers, of which none is free
@@ -215,8 +215,7 @@ __device__ __forceinline__ void dq_product(float (&dq)[32], const Smem &smem, ui
 #pragma unroll
     for (int i = 0; i < kBlocks; i++) {
         wgmma_shared_transposed<typename C::Element>(dq, operand_at(ds, i * kBlockBytes),
-                                                     operand_at(k, (k_block + i) * kBlockBytes & (kKeyStages * kTileBytes - 1)),
-                                                     C::kSinkTokens > 0 || i > 0);
+                operand_at(k, (k_block + i) * kBlockBytes & (kKeyStages * kTileBytes - 1)), C::kSinkTokens > 0 || i > 0);
         if (i == kBlocks / 3 - 1) between(std::integral_constant<int, 0>());
         if (i == 2 * kBlocks / 3 - 1) between(std::integral_constant<int, 1>());
     }

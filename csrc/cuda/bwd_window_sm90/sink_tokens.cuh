@@ -127,8 +127,8 @@ template <class C> struct SinkTokens {
     }
 
     // Stages P and dS of the warp's rows.
-    static __device__ __forceinline__ void stage_pairs(Smem &smem, uint32_t n, const uint32_t (&weights)[4], const uint32_t (&gradients)[4],
-                                                       int warp, int lane) {
+    static __device__ __forceinline__ void stage_pairs(
+            Smem &smem, uint32_t n, const uint32_t (&weights)[4], const uint32_t (&gradients)[4], int warp, int lane) {
         const uint32_t to = stage_address(smem, n);
         const int row = 16 * warp + left_row(lane);
         if constexpr (kBlocks == 1) {
@@ -143,8 +143,8 @@ template <class C> struct SinkTokens {
 
     // S, dP, P and dS of step n, staged. gradients: dS, of zeros, as the left operand of dQ. False if its rows see no sink token; then P
     // and dS are zeros.
-    __device__ __forceinline__ bool begin_step(uint32_t (&gradients)[4], SinkSmem &smem, const sinkattn_bwd_args &args, const Problem &p,
-                                               uint32_t n) {
+    __device__ __forceinline__ bool begin_step(
+            uint32_t (&gradients)[4], SinkSmem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
         const int stage = n % kStages, lane = pinned(threadIdx.x % 32), warp = pinned(threadIdx.x / 32);
         smem.step_ready.wait({n}); // lse, bias and token are another warp's
         const Step &step = smem.steps[stage];
@@ -333,10 +333,10 @@ template <class Element> __device__ __forceinline__ void add_sink_partials(const
         }
         const sinkattn_tensor &tensor = lane < 16 ? args.dk : args.dv;
         const float factor = lane < 16 ? p.scale : 1.0f;
-        auto *to =
-            static_cast<uint16_t *>(tensor.data) + sa_offset(&tensor, sequence.batch, sequence.k_begin + first + warp, kv_head) + column;
-        *reinterpret_cast<uint2 *>(to) = {pack_halves<Element>(sum.x * factor, sum.y * factor),
-                                          pack_halves<Element>(sum.z * factor, sum.w * factor)};
+        auto *to = static_cast<uint16_t *>(tensor.data) + sa_offset(&tensor, sequence.batch, sequence.k_begin + first + warp, kv_head) +
+                   column;
+        *reinterpret_cast<uint2 *>(to) = {
+                pack_halves<Element>(sum.x * factor, sum.y * factor), pack_halves<Element>(sum.z * factor, sum.w * factor)};
     }
     __syncthreads();
 }

@@ -213,8 +213,8 @@ __device__ __forceinline__ bool next_tokens(Step &step, const Step &before, cons
 
 // Starts at the first tile of the block's share. All threads sum up steps; the one whose sequences hold the first writes the walk.
 template <int kThreads>
-__device__ __forceinline__ void start_walk(ShareWalk &walk, int64_t (&scan)[kThreads / 32], const sinkattn_fwd_args &args,
-                                           const WalkShape &p) {
+__device__ __forceinline__ void start_walk(
+        ShareWalk &walk, int64_t (&scan)[kThreads / 32], const sinkattn_fwd_args &args, const WalkShape &p) {
     const int64_t count = num_sequences(args.problem), each = sa_ceil_div(count, kThreads);
     const auto size = [&](int64_t b) { return num_steps(sequence_or_tails(args, b), p); };
     const int64_t first = sa_min(threadIdx.x * each, count), end = sa_min(first + each, count);

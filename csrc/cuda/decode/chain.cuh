@@ -110,8 +110,8 @@ template <class C> struct Chain {
         float w[4];
 #pragma unroll
         for (int x = 0; x < 4; x++) w[x] = exp2_approx(fmaf(s[x], params.scale_log2, -(pivot[x % 2] == -INFINITY ? 0.0f : pivot[x % 2])));
-        to.rounded[lane()] = {transposed(pack_halves<typename C::Element>(w[0], w[1])),
-                              transposed(pack_halves<typename C::Element>(w[2], w[3]))};
+        to.rounded[lane()] = {
+                transposed(pack_halves<typename C::Element>(w[0], w[1])), transposed(pack_halves<typename C::Element>(w[2], w[3]))};
         to.exact[lane()] = {w[0], w[1], w[2], w[3]};
     }
 
@@ -220,7 +220,7 @@ template <class C> struct Chain {
         const int32_t n = first + warp();
         if (n < count)
             scores(s, base + stage * C::kStageBytes + warp() * C::kTeamBytes, sa_key_tile_at(&loader.tiles, n) * kTileK,
-                   !loader.is_full(n));
+                    !loader.is_full(n));
     }
 
     // Adds a step's weights. simple: all of its tiles exist, side by side.
@@ -262,8 +262,8 @@ template <class C> struct Chain {
             if (first) {
                 const int32_t next = n + (stages - 1) * C::kWarps;
                 if (next < count)
-                    loader.template load<false>(base + (stage ? stage - 1 : stages - 1) * C::kStageBytes + warp() * C::kTeamBytes, next,
-                                                speculation);
+                    loader.template load<false>(
+                            base + (stage ? stage - 1 : stages - 1) * C::kStageBytes + warp() * C::kTeamBytes, next, speculation);
                 cp_async_commit();
             }
             cp_async_wait_upto(stages - 2); // in flight: copies of the steps after the next
@@ -282,7 +282,7 @@ template <class C> struct Chain {
             }
             if (adds()) {
                 const bool side_by_side =
-                    sa_key_tile_at(&loader.tiles, first + C::kWarps - 1) == sa_key_tile_at(&loader.tiles, first) + C::kWarps - 1;
+                        sa_key_tile_at(&loader.tiles, first + C::kWarps - 1) == sa_key_tile_at(&loader.tiles, first) + C::kWarps - 1;
                 add_step(loader, first, count, parity, whole && side_by_side);
             }
             parity ^= 1;
@@ -386,8 +386,8 @@ template <class C> struct Chain {
             }
             if (has_columns())
                 for (int t = 0; t < here; t++)
-                    multiply_masked(t * C::kTeamBytes, weights(t / C::kWarps, t % C::kWarps),
-                                    sa_key_tile_at(&loader.tiles, first + t) * kTileK);
+                    multiply_masked(
+                            t * C::kTeamBytes, weights(t / C::kWarps, t % C::kWarps), sa_key_tile_at(&loader.tiles, first + t) * kTileK);
             for (int x = 0; x < 2; x++) sum[x] = __fadd_rn(sum[x], total[x]);
             first += here;
         }

@@ -100,7 +100,7 @@ template <class C> struct ClusterStream {
     }
 
     __device__ __forceinline__ void copy(uint32_t to, const uint16_t *from, int32_t page, int32_t key, int64_t page_stride,
-                                         int32_t row_stride, int64_t gap, bool real) const {
+            int32_t row_stride, int64_t gap, bool real) const {
         const int32_t slot = key - page_index(key) * params.page_size;
         const int64_t offset = page * page_stride + wide(slot) * row_stride + (page >= params.first_host_page ? gap : 0);
         cp_async_16_once(to, from + offset, real && is_inside(page));
@@ -135,7 +135,7 @@ template <class C> struct Scorer : ClusterStream<C> {
 
     __device__ __forceinline__ explicit Scorer(const Base &stream) : Base(stream) {
         const auto *from =
-            reinterpret_cast<const uint32_t *>(query_row(smem.part, params, min(lane() / 4, this->num_rows() - 1))) + lane() % 4;
+                reinterpret_cast<const uint32_t *>(query_row(smem.part, params, min(lane() / 4, this->num_rows() - 1))) + lane() % 4;
 #pragma unroll
         for (int x = 0; x < C::kHeadDim / 8; x++) q[x / 2][x % 2] = 8 * x < params.head_dim ? from[4 * x] : 0;
     }
@@ -151,8 +151,8 @@ template <class C> struct Scorer : ClusterStream<C> {
     }
 
     // Pages of a run's first tile and of the block's first tiles.
-    __device__ __forceinline__ static void look_up(int32_t (&pages)[kStages], const Base &stream, int32_t first = 0,
-                                                   uint32_t behind = blockIdx.x % C::kCluster) {
+    __device__ __forceinline__ static void look_up(
+            int32_t (&pages)[kStages], const Base &stream, int32_t first = 0, uint32_t behind = blockIdx.x % C::kCluster) {
         pages[0] = find_page(stream, first);
 #pragma unroll
         for (int x = 1; x < kStages; x++) pages[x] = find_page(stream, first + static_cast<int32_t>(behind) + (x - 1) * C::kCluster);
@@ -168,7 +168,7 @@ template <class C> struct Scorer : ClusterStream<C> {
 #pragma unroll
             for (int r = 0; r < kTileK; r += kRowStep)
                 this->copy(swizzled(keys(stage), C::kRowBytes, row + r, chunk), k, __shfl_sync(0xffffffffu, page, row + r), key + row + r,
-                           params.k_page, params.k_row, params.k_gap, chunk * 8 < params.head_dim);
+                        params.k_page, params.k_row, params.k_gap, chunk * 8 < params.head_dim);
         }
         cp_async_commit();
     }
@@ -230,8 +230,8 @@ template <class C> struct Scorer : ClusterStream<C> {
         float w[4];
 #pragma unroll
         for (int x = 0; x < 4; x++) w[x] = exp2_approx(fmaf(s[x], params.scale_log2, -(pivot[x % 2] == -INFINITY ? 0.0f : pivot[x % 2])));
-        const uint2 p = {transposed(pack_halves<typename C::Element>(w[0], w[1])),
-                         transposed(pack_halves<typename C::Element>(w[2], w[3]))};
+        const uint2 p = {
+                transposed(pack_halves<typename C::Element>(w[0], w[1])), transposed(pack_halves<typename C::Element>(w[2], w[3]))};
         const Ring<C::kWeightStages> ring{n};
         const uint32_t to = shared_address(&smem.sent[ring.stage()].p[warp()][lane()]), full = shared_address(smem.full[ring.stage()]);
         this->acquire_stage(n);
@@ -337,7 +337,7 @@ template <class C> struct ValueLoader : ClusterStream<C> {
 #pragma unroll
             for (int t = 0; t < C::kSteps; t++)
                 this->copy(to + t * kTileK * C::kValueRow, v, __shfl_sync(0xffffffffu, found[t / 2], 16 * (t % 2) + row), key + t * kTileK,
-                           params.v_page, params.v_row, params.v_gap, column < params.head_dim);
+                        params.v_page, params.v_row, params.v_gap, column < params.head_dim);
             smem.v_full[ring.stage()].arrive_copied();
             find_pages(found, i + C::kLoaders);
         }

@@ -20,8 +20,8 @@ template <class C> struct ColumnChain : ClusterStream<C> {
         : Base(stream), limit(sums_row() < this->num_rows() ? kLarge<typename C::Element> : INFINITY) {
         if (lane() < this->num_rows())
             smem.s_aux[lane()] =
-                params.s_aux ? static_cast<float>(sa_load(params.s_aux, params.s_aux_dtype, token_head(smem.part, params, lane()).head))
-                             : -INFINITY;
+                    params.s_aux ? static_cast<float>(sa_load(params.s_aux, params.s_aux_dtype, token_head(smem.part, params, lane()).head))
+                                 : -INFINITY;
     }
 
     __device__ __forceinline__ static int sums_row() { return fragment_column() + lane() / 4 % 2; }

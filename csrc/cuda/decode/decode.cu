@@ -80,7 +80,7 @@ template <class C> __device__ __forceinline__ const uint16_t *find_rows(typename
 // is a chain of dependent instructions, so it is kept short and straight, and the findings are acted on after it.
 template <class C>
 __device__ __forceinline__ Findings attend(typename C::Rows &rows, unsigned char *shared, typename C::Smem &smem,
-                                           const typename C::Arguments &params, Speculation &speculation) {
+        const typename C::Arguments &params, Speculation &speculation) {
     const Part &part = smem.part;
     const int team = threadIdx.x / C::kTeamThreads, first_chunk = threadIdx.x % C::kTeamThreads / 32 * (C::kColumns / 8);
     const int stages = params.stages, ahead = stages * C::kTeams, num_rows = part.stream.num_rows;
@@ -179,7 +179,7 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void decode_kernel(const _
         if (begins && threadIdx.x == 0) smem.part.found = false;
         __syncwarp();
         if (begins &&
-            !take_part(smem, params, number, params.num_splits ? Split{} : split_streams(smem, params, speculation), speculation)) {
+                !take_part(smem, params, number, params.num_splits ? Split{} : split_streams(smem, params, speculation), speculation)) {
             if (speculation.before_wait) {
                 speculation.wait();
                 if (__syncthreads_or(speculation.replace_length(params, read_length(params, speculation.batch)))) continue;
@@ -226,8 +226,8 @@ sinkattn_status check_sizes(const sinkattn_decode_args &args, const sinkattn_pla
     const sinkattn_problem &problem = args.fwd.problem;
     const int64_t group = problem.num_q_heads / problem.num_kv_heads;
     int64_t tiles;
-    if (__builtin_mul_overflow(problem.batch * problem.num_kv_heads, row_tiles_of(problem) * sa_max(1, sa_ceil_div(problem.k_len, kTileK)),
-                               &tiles))
+    if (__builtin_mul_overflow(
+                problem.batch * problem.num_kv_heads, row_tiles_of(problem) * sa_max(1, sa_ceil_div(problem.k_len, kTileK)), &tiles))
         tiles = INT64_MAX;
     int64_t row_stride = 0, head_stride = 0;
     for (const sinkattn_tensor *tensor : {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.fwd.out}) {
@@ -237,21 +237,18 @@ sinkattn_status check_sizes(const sinkattn_decode_args &args, const sinkattn_pla
     const struct {
         const char *name;
         int64_t size, most;
-    } limits[] = {{"batch", problem.batch, INT32_MAX},
-                  {"num_kv_heads", problem.num_kv_heads, INT32_MAX},
-                  {"q_len * group", problem.q_len * group, INT32_MAX - kTileQ},
-                  {"the number of tiles of 16 keys, of all sequences and kv heads,", tiles, 1 << 30},
-                  {"num_splits", plan.num_splits, (1 << kCountBits) - 1},
-                  {"num_items", plan.num_items, INT32_MAX},
-                  {"the number of streams of 16 rows, where they are cut by their lengths,",
-                   sa_is_balanced(&problem, &plan) ? problem.batch * problem.num_kv_heads * row_tiles_of(problem) : 0,
-                   1 << (kCountBits - 1)},
-                  {"a row stride", row_stride, INT32_MAX},
-                  {"a head stride", head_stride, INT32_MAX}};
+    } limits[] = {{"batch", problem.batch, INT32_MAX}, {"num_kv_heads", problem.num_kv_heads, INT32_MAX},
+            {"q_len * group", problem.q_len * group, INT32_MAX - kTileQ},
+            {"the number of tiles of 16 keys, of all sequences and kv heads,", tiles, 1 << 30},
+            {"num_splits", plan.num_splits, (1 << kCountBits) - 1}, {"num_items", plan.num_items, INT32_MAX},
+            {"the number of streams of 16 rows, where they are cut by their lengths,",
+                    sa_is_balanced(&problem, &plan) ? problem.batch * problem.num_kv_heads * row_tiles_of(problem) : 0,
+                    1 << (kCountBits - 1)},
+            {"a row stride", row_stride, INT32_MAX}, {"a head stride", head_stride, INT32_MAX}};
     for (const auto &limit : limits)
         if (limit.size > limit.most)
             return sa_status(SINKATTN_UNSUPPORTED, "%s is %lld; a CUDA decode takes at most %lld", limit.name,
-                             static_cast<long long>(limit.size), static_cast<long long>(limit.most));
+                    static_cast<long long>(limit.size), static_cast<long long>(limit.most));
     return sa_ok();
 }
 
@@ -270,7 +267,7 @@ template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *block
     *stages = static_cast<int32_t>(sa_min(kMaxStages, fit(sa_min(block_bytes, sm_bytes / *blocks - reserved))));
     if (*stages >= 2) return sa_ok();
     return sa_status(SINKATTN_UNSUPPORTED, "a block may use %d bytes of shared memory; this kernel needs %d", block_bytes,
-                     C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(typename C::Smem)));
+            C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(typename C::Smem)));
 }
 
 // Returns the blocks of the grid, where an SM holds `blocks`, and sets what follows from their number.
@@ -310,12 +307,12 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     if constexpr (C::kExtras) set_extras(params, args);
 
     const int shared_bytes = C::kQueryBytes + params.stages * C::kStageBytes;
-    SA_TRY(launch_clusters<decode_kernel<C>>("sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes,
-                                             context.stream, params));
+    SA_TRY(launch_clusters<decode_kernel<C>>(
+            "sa_decode_cuda_sm80", grid, C::kClusters ? kCluster : 1, C::kThreads, shared_bytes, context.stream, params));
     if (!params.two_pass || plan.num_splits == 1) return sa_ok();
     if constexpr (C::kThreads == 128 && !C::kKeysInM) // num_splits always takes such blocks
-        return launch_overlapping<reduce_kernel<C>>("sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0,
-                                                    context.stream, params);
+        return launch_overlapping<reduce_kernel<C>>(
+                "sa_decode_cuda_sm80, second pass", grid / params.num_splits, C::kThreads, 0, context.stream, params);
     return sa_ok();
 }
 
@@ -344,7 +341,7 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
         using Clusters = Config<Element, kHeadDim, 8, kExtras, kTile, true>;
         bool fit = false;
         if (sa_is_balanced(&problem, &plan) && problem.batch == 1 && streams == problem.num_kv_heads && problem.k_len <= kMostClusterKeys &&
-            plan.workers / (kCluster * streams) == 2) {
+                plan.workers / (kCluster * streams) == 2) {
             SA_TRY(runs_code_of_90<decode_kernel<Clusters>>(&fit));
         }
         if (fit) return launch<Clusters>(args, plan, context);
@@ -383,10 +380,10 @@ template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, cons
 
 } // namespace
 
-#define SA_DECODE(head_dim)                                                                                                                \
-    extern "C" sinkattn_status sa_decode_cuda_sm80_d##head_dim(const void *args, const sinkattn_plan *plan,                                \
-                                                               const sinkattn_context *context) {                                          \
-        return launch_dtype<head_dim>(args, plan, context);                                                                                \
+#define SA_DECODE(head_dim) \
+    extern "C" sinkattn_status sa_decode_cuda_sm80_d##head_dim( \
+            const void *args, const sinkattn_plan *plan, const sinkattn_context *context) { \
+        return launch_dtype<head_dim>(args, plan, context); \
     }
 SA_DECODE(64) SA_DECODE(128) SA_DECODE(256) SA_DECODE(512)
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ void find_stream(typename C::Smem &smem, const Params
     stream.num_rows = min(C::kMostRows, params.num_rows - stream.row_begin);
     stream.band = sa_band_with_keys(params.band, max(0, min(length, params.band.k_len)));
     const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
-                             static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
+            static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
     stream.tiles = sa_key_tiles_of(&stream.band, tokens, C::kWalkKeys);
     stream.num_tiles = sa_key_tile_count(&stream.tiles);
     part.first = 0;
@@ -56,8 +56,9 @@ template <class C> __device__ __forceinline__ const uint16_t *find_keys(typename
     if (row < C::kMostRows) {
         const sa_range keys = sa_row_band(&part.stream.band, token_head(part, params, row).token);
         smem.rows[threadIdx.x / 32][row] =
-            row < part.stream.num_rows ? Row{keys.begin, keys.end, sa_row_sink_end(&part.stream.band, token_head(part, params, row).token)}
-                                       : Row{0, 0, 0};
+                row < part.stream.num_rows
+                        ? Row{keys.begin, keys.end, sa_row_sink_end(&part.stream.band, token_head(part, params, row).token)}
+                        : Row{0, 0, 0};
     }
     __syncwarp();
     return query_row(part, params, min(row / 4, part.stream.num_rows - 1));
@@ -65,8 +66,8 @@ template <class C> __device__ __forceinline__ const uint16_t *find_keys(typename
 
 // False, before anything is written, if the speculation was stale.
 template <class C>
-__device__ __forceinline__ bool attend_stream(unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params,
-                                              Speculation &speculation) {
+__device__ __forceinline__ bool attend_stream(
+        unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params, Speculation &speculation) {
     const Part &part = smem.part;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     Chain<C> chain(smem, params, shared);
@@ -190,8 +191,8 @@ template <class C> sinkattn_status launch_cluster_chain(const sinkattn_decode_ar
     constexpr int kBytes = sizeof(typename C::Smem);
     SA_TRY(allow_shared<cluster_chain_decode_kernel<C>>(kBytes));
     const auto streams = static_cast<unsigned>(params.batch * params.row_tiles) * params.num_heads;
-    return launch_clusters<cluster_chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain", streams * C::kCluster, C::kCluster, C::kThreads,
-                                                           kBytes, context.stream, params);
+    return launch_clusters<cluster_chain_decode_kernel<C>>(
+            "sa_decode_cuda_sm90_chain", streams * C::kCluster, C::kCluster, C::kThreads, kBytes, context.stream, params);
 }
 
 template <class C>
@@ -204,8 +205,8 @@ sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_pl
     const auto grid = static_cast<unsigned>(params.batch * params.row_tiles) * params.num_heads;
     const int blocks = C::kThreads > 128 ? 1 : static_cast<int>(sa_ceil_div(grid, plan.workers)); // of an SM
     params.stages = C::kHeadDim > 64 ? 3 : blocks <= 2 ? 5 : blocks == 3 ? 4 : 3;
-    return launch_overlapping<chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain", grid, C::kThreads,
-                                                      params.stages * C::kStageBytes + C::kWeightBytes, context.stream, params);
+    return launch_overlapping<chain_decode_kernel<C>>(
+            "sa_decode_cuda_sm90_chain", grid, C::kThreads, params.stages * C::kStageBytes + C::kWeightBytes, context.stream, params);
 }
 
 // Whether so many blocks of clusters run at once, two an SM.

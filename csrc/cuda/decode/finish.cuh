@@ -50,8 +50,8 @@ __device__ __forceinline__ float s_aux_of(const Params &params, const Requested 
 
 // Adds the sink to a row and writes four columns of out; column 0 also writes the LSE.
 template <class C>
-__device__ __forceinline__ void write_out(const Quad &quad, const typename C::Smem &smem, const typename C::Arguments &params, int row,
-                                          int column) {
+__device__ __forceinline__ void write_out(
+        const Quad &quad, const typename C::Smem &smem, const typename C::Arguments &params, int row, int column) {
     const Part &part = smem.part;
     const TokenHead at = token_head(part, params, row);
     const RowEnd end(quad.pivot, quad.sum, smem.s_aux[row]);
@@ -64,13 +64,13 @@ __device__ __forceinline__ void write_out(const Quad &quad, const typename C::Sm
     if (column >= params.head_dim) return;
     uint16_t *to = params.out + part.batch * params.out_batch + wide(at.token) * params.out_row + wide(at.head) * params.out_head + column;
     const uint2 halves = {pack_halves<typename C::Element>(quad.o[0] * factor, quad.o[1] * factor),
-                          pack_halves<typename C::Element>(quad.o[2] * factor, quad.o[3] * factor)};
+            pack_halves<typename C::Element>(quad.o[2] * factor, quad.o[3] * factor)};
     *reinterpret_cast<uint2 *>(to) = halves;
     if constexpr (C::kExtras) {
         const int64_t out_row = (wide(part.batch) * params.band.q_len + at.token) * params.num_heads * params.group + at.head;
         if (params.nvfp4_values)
-            write_nvfp4<typename C::Element>(params.nvfp4_values, params.nvfp4_scales, params.global_scale, params.head_dim, out_row,
-                                             column, halves);
+            write_nvfp4<typename C::Element>(
+                    params.nvfp4_values, params.nvfp4_scales, params.global_scale, params.head_dim, out_row, column, halves);
     }
 }
 
@@ -100,8 +100,8 @@ __device__ __forceinline__ void merge_parts(const float *neutral, const typename
 
 // The same in a cluster, one part a block: each block has sent the others their 2^bits quads, and merges its own.
 template <class C>
-__device__ __forceinline__ void merge_cluster(const typename C::Smem &smem, const typename C::Arguments &params, uint32_t num_quads,
-                                              int bits) {
+__device__ __forceinline__ void merge_cluster(
+        const typename C::Smem &smem, const typename C::Arguments &params, uint32_t num_quads, int bits) {
     const Part &part = smem.part;
     const uint32_t thread = threadIdx.x, x = (part.index << bits) + thread;
     __syncwarp();
@@ -114,8 +114,8 @@ __device__ __forceinline__ void merge_cluster(const typename C::Smem &smem, cons
 
 // Merges the teams and writes the result, or the part's partial. False, before anything is written, if a thread's speculation was stale.
 template <class C>
-__device__ __forceinline__ bool finish(typename C::Rows &rows, unsigned char *shared, typename C::Smem &smem,
-                                       const typename C::Arguments &params, Findings findings) {
+__device__ __forceinline__ bool finish(
+        typename C::Rows &rows, unsigned char *shared, typename C::Smem &smem, const typename C::Arguments &params, Findings findings) {
     const Part &part = smem.part;
     const int team = threadIdx.x / C::kTeamThreads, first_column = threadIdx.x % C::kTeamThreads / 32 * C::kColumns;
     const int num_rows = part.stream.num_rows;

@@ -121,7 +121,7 @@ template <class C> struct Loader {
             check_page(its_page, seen);
             locate(its_page, key + i);
             copy(swizzled(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * params.k_row, v + v_at - wide(row) * params.v_row,
-                 seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
+                    seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
         }
         page = find_page(n + C::kTeams);
     }
@@ -138,7 +138,7 @@ template <class C> struct Loader {
             if (i % C::kTeamWarps == warp && k_offset >= 0 && is_full(n + i * C::kTeams))
                 for (int h = 0; h < C::kHeads; h++)
                     prefetch_l2(from + (of_k ? k_offset + h * (params.k_head / 2) : v_offset + h * (params.v_head / 2)),
-                                params.head_dim * static_cast<uint32_t>(sizeof(uint16_t)));
+                            params.head_dim * static_cast<uint32_t>(sizeof(uint16_t)));
         }
     }
 
@@ -190,8 +190,8 @@ __device__ __forceinline__ const uint16_t *query_row(const Part &part, const Par
 // Loads Q into each warp's registers, or by cp.async to shared memory, where a barrier of the block must follow. Rows past the stream's are
 // copies of its last row, or zeros; their results are discarded.
 template <class C>
-__device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to, const uint16_t *first_row, const Part &part,
-                                             const Params &params) {
+__device__ __forceinline__ void load_queries(
+        typename C::Rows &rows, uint32_t to, const uint16_t *first_row, const Part &part, const Params &params) {
     if constexpr (C::kQueriesInRegisters) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -210,7 +210,7 @@ __device__ __forceinline__ void load_queries(typename C::Rows &rows, uint32_t to
         for (int x = threadIdx.x; x < kTileQ * C::kChunks; x += C::kThreads) {
             const int row = x / C::kChunks, chunk = x % C::kChunks;
             cp_async_16(swizzled(to, C::kRowBytes, row, chunk), query_row(part, params, row) + chunk * 8,
-                        row < part.stream.num_rows && chunk * 8 < params.head_dim);
+                    row < part.stream.num_rows && chunk * 8 < params.head_dim);
         }
     }
 }

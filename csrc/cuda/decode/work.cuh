@@ -116,7 +116,7 @@ __device__ __forceinline__ Stream stream_of(const Params &params, int32_t length
     stream.num_rows = min(kTileQ, params.num_rows - stream.row_begin);
     stream.band = sa_band_with_keys(params.band, max(0, min(length, params.band.k_len)));
     const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
-                             static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
+            static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
     stream.tiles = sa_key_tiles_of(&stream.band, tokens, kTileK);
     stream.num_tiles = max(1, sa_key_tile_count(&stream.tiles));
     return stream;
@@ -292,8 +292,8 @@ __device__ __forceinline__ void take_share(Part &part, const Params &params, uin
 // Finds part `number`, or the first part of share `number`. False if there is none. Even lengths that change under the kernel lead to no
 // access outside the tensors.
 template <int kThreads>
-__device__ __forceinline__ bool take_part(Smem<kThreads> &smem, const Params &params, uint32_t number, const Split &split,
-                                          const Speculation &speculation) {
+__device__ __forceinline__ bool take_part(
+        Smem<kThreads> &smem, const Params &params, uint32_t number, const Split &split, const Speculation &speculation) {
     Part &part = smem.part;
     const uint32_t of_heads = sa_divide(number, params.by_heads), head = number - of_heads * params.num_heads;
     const uint32_t wanted = split.shares ? of_heads * split.length : of_heads;

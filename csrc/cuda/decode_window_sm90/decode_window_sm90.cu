@@ -90,7 +90,7 @@ __device__ __forceinline__ float s_aux_at(const Params &params, int head) {
 // Ends the rows and writes out, through shared memory.
 template <class C>
 __device__ __forceinline__ void write_rows(unsigned char *shared, Output<C> &o, const float (&pivot)[2], const float (&sum)[2],
-                                           const float (&s_aux)[2], const Stream<C> &stream, const Params &params) {
+        const float (&s_aux)[2], const Stream<C> &stream, const Params &params) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_head = stream.first_head;
     float factor[2];
 #pragma unroll
@@ -105,8 +105,8 @@ __device__ __forceinline__ void write_rows(unsigned char *shared, Output<C> &o, 
 #pragma unroll
         for (int i = 0; i < 2; i++) { // 8 columns become a row's: lane l has columns 2 (l % 4) and the next of row l / 4
             const uint32_t pair = transposed(pack_halves<typename C::Element>(o[j][2 * i] * factor[0], o[j][2 * i + 1] * factor[1]));
-            *reinterpret_cast<uint32_t *>(shared + fragment_row(0) * kRowBytes +
-                                          (warp * C::kColumns + 16 * j + 8 * i + fragment_column()) * 2) = pair;
+            *reinterpret_cast<uint32_t *>(
+                    shared + fragment_row(0) * kRowBytes + (warp * C::kColumns + 16 * j + 8 * i + fragment_column()) * 2) = pair;
         }
     sync<C>();
     for (int x = threadIdx.x; x < params.num_rows * (kHeadDim / 4); x += C::kThreads) {
@@ -117,10 +117,10 @@ __device__ __forceinline__ void write_rows(unsigned char *shared, Output<C> &o, 
                                    static_cast<int64_t>(head) * params.out_head + column) = halves;
         if constexpr (C::kExtras) {
             const int64_t out_row =
-                (static_cast<int64_t>(stream.batch) * params.band.q_len + stream.token) * params.num_heads * params.num_rows + head;
+                    (static_cast<int64_t>(stream.batch) * params.band.q_len + stream.token) * params.num_heads * params.num_rows + head;
             if (params.nvfp4_values)
-                write_nvfp4<typename C::Element>(params.nvfp4_values, params.nvfp4_scales, params.global_scale, params.head_dim, out_row,
-                                                 column, halves);
+                write_nvfp4<typename C::Element>(
+                        params.nvfp4_values, params.nvfp4_scales, params.global_scale, params.head_dim, out_row, column, halves);
         }
     }
 }
@@ -169,8 +169,8 @@ template <class C> __device__ __forceinline__ void begin_copies(uint32_t q, cons
 }
 
 template <class C>
-__device__ __forceinline__ void attend_alone(unsigned char *shared, const Stream<C> &stream, const Queries &queries,
-                                             const float (&s_aux)[2], const Params &params) {
+__device__ __forceinline__ void attend_alone(
+        unsigned char *shared, const Stream<C> &stream, const Queries &queries, const float (&s_aux)[2], const Params &params) {
     const uint32_t q = shared_address(shared);
     const auto next = [&](int m) { // tile m's place is free
         __syncwarp();
@@ -203,8 +203,8 @@ __device__ __forceinline__ void attend_alone(unsigned char *shared, const Stream
 }
 
 template <class C>
-__device__ __forceinline__ void attend_together(unsigned char *shared, const Stream<C> &stream, const Queries &queries,
-                                                const float (&s_aux)[2], const Params &params) {
+__device__ __forceinline__ void attend_together(
+        unsigned char *shared, const Stream<C> &stream, const Queries &queries, const float (&s_aux)[2], const Params &params) {
     __shared__ float tops[C::kWarps][kRows];
     const uint32_t q = shared_address(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -279,7 +279,7 @@ void set_params(Params &params, const sinkattn_decode_args &args) {
     set_extras(params, args);
     // Over a tile of keys at least: sa_band_of clamps `left` to q_len + k_len, but the anchor is the forward's in a shorter cache too.
     params.band = sa_band_of(&problem.mask, static_cast<int32_t>(problem.q_len),
-                             static_cast<int32_t>(sa_max(problem.k_len, sa_decode_cuda_sm90_window_tile_k)));
+            static_cast<int32_t>(sa_max(problem.k_len, sa_decode_cuda_sm90_window_tile_k)));
     params.band = sa_band_with_keys(params.band, static_cast<int32_t>(problem.k_len));
     params.num_rows = group < kRows ? group : kRows;
     while (params.num_rows << params.streams_log2 < group) params.streams_log2++;
@@ -311,8 +311,8 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
     SA_TRY(check_decode_strides(args, streams));
     using Four = Config<Element, 4, kHasSinkTokens, kExtras>;
     return streams <= static_cast<int64_t>(Four::kBlocks) * plan.workers
-               ? launch<Four>(args, context)
-               : launch<Config<Element, 1, kHasSinkTokens, kExtras>>(args, context);
+                   ? launch<Four>(args, context)
+                   : launch<Config<Element, 1, kHasSinkTokens, kExtras>>(args, context);
 }
 
 template <class Element>

@@ -15,8 +15,8 @@ namespace sa::decode_window_sm90 {
 
 constexpr int kHeadDim = 64, kRows = 8, kTileK = 16, kTileBytes = kTileK * kRowBytes, kWindowSteps = 9;
 static_assert(kWindowSteps * kTileK == sa_fwd_cuda_sm90_window_tile_k &&
-                  sa_decode_cuda_sm90_window_tile_k == sa_fwd_cuda_sm90_window_tile_k && SA_WINDOW_SINK_TOKENS == kTileK,
-              "the forward's keys");
+                      sa_decode_cuda_sm90_window_tile_k == sa_fwd_cuda_sm90_window_tile_k && SA_WINDOW_SINK_TOKENS == kTileK,
+        "the forward's keys");
 
 // Strides count elements.
 struct Params {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const Stream<C> &stream, 
         const int32_t page = __shfl_sync(0xffffffffu, stream.pages[step / 2], place % 32), key = stream.key(place);
         const int32_t slot = params.block_table ? key - static_cast<int32_t>(sa_divide(key, params.by_page_size)) * params.page_size : key;
         const bool valid =
-            stream.sees(place) && static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages) && chunk * 8 < params.head_dim;
+                stream.sees(place) && static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages) && chunk * 8 < params.head_dim;
         int64_t from = page * page_stride + slot * row_stride + chunk * 8;
         if constexpr (C::kExtras) from += page >= params.first_host_page ? of_values ? params.v_gap : params.k_gap : 0;
         cp_async_16_once(to + swizzled(row, chunk), base + from, valid);
@@ -156,10 +156,10 @@ struct Queries {
 
 template <class C> __device__ __forceinline__ void load_queries(Queries &queries, const Stream<C> &stream, const Params &params) {
     const int lane = threadIdx.x % 32, head = stream.first_head + min(fragment_row(0), params.num_rows - 1);
-    const auto *from =
-        reinterpret_cast<const uint32_t *>(params.q + stream.batch * params.q_batch + static_cast<int64_t>(stream.token) * params.q_row +
-                                           static_cast<int64_t>(head) * params.q_head) +
-        lane % 4;
+    const auto *from = reinterpret_cast<const uint32_t *>(params.q + stream.batch * params.q_batch +
+                                                          static_cast<int64_t>(stream.token) * params.q_row +
+                                                          static_cast<int64_t>(head) * params.q_head) +
+                       lane % 4;
 #pragma unroll
     for (int x = 0; x < kHeadDim / 8; x++) queries.q[x / 2][x % 2] = 8 * x < params.head_dim ? from[4 * x] : 0;
 }

@@ -40,8 +40,8 @@ template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, 
     }
 
     static_assert(kHeadDim % 64 == 0 && kTileK % 16 == 0, "a warp reads whole swizzled rows, and 16 keys a product");
-    static_assert(kTileQ % kWarpRows == 0 && kThreads % kChunks == 0 && kTileK % (kThreads / kChunks) == 0,
-                  "threads share the work evenly");
+    static_assert(
+            kTileQ % kWarpRows == 0 && kThreads % kChunks == 0 && kTileK % (kThreads / kChunks) == 0, "threads share the work evenly");
     static_assert(kTileQ <= kThreads && kTileK <= kThreads, "each row, and each key's page, is found by a thread of its own");
 };
 
@@ -111,8 +111,9 @@ __device__ __forceinline__ void describe_rows(RowTable<C> &table, const sinkattn
     table.begin[row] = keys.begin;
     table.end[row] = keys.end;
     table.sink_end[row] = sa_row_sink_end(&work.band, i);
-    table.s_aux[row] =
-        work.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, work.kv_head * work.group + at.head)) : -INFINITY;
+    table.s_aux[row] = work.has_sink
+                               ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, work.kv_head * work.group + at.head))
+                               : -INFINITY;
 }
 
 template <class C> __device__ __forceinline__ void start_rows(Rows<C> &rows) {
@@ -137,8 +138,8 @@ template <class C> struct Loader {
 
     __device__ __forceinline__ uint32_t offset(int i) const { return swizzled<C::kRowBytes>(row + i * kRowStep, chunk); }
 
-    __device__ __forceinline__ void load_queries(uint32_t to, const Block &block, const sinkattn_tensor &tensor,
-                                                 sa_divisor by_group) const {
+    __device__ __forceinline__ void load_queries(
+            uint32_t to, const Block &block, const sinkattn_tensor &tensor, sa_divisor by_group) const {
         const uint16_t *q = block.q + chunk * 8;
         const sa_position_t first = block.work.rows.begin + row, end = block.work.rows.end, group = block.work.group;
 #pragma unroll
@@ -156,8 +157,8 @@ template <class C> struct Loader {
     }
 
     // Keys outside [keys.begin, keys.end) become zeros: a key that no row sees is never read. in_row: the chunk lies within the row.
-    __device__ __forceinline__ void load_keys(uint32_t to, const uint16_t *base, int64_t row_stride, int32_t first, sa_range keys,
-                                              bool in_row) const {
+    __device__ __forceinline__ void load_keys(
+            uint32_t to, const uint16_t *base, int64_t row_stride, int32_t first, sa_range keys, bool in_row) const {
         const uint16_t *from = base + (first + row) * row_stride + chunk * 8;
         const auto at = static_cast<unsigned>(first + row - keys.begin), count = static_cast<unsigned>(in_row ? keys.end - keys.begin : 0);
 #pragma unroll
@@ -169,7 +170,7 @@ template <class C> struct Loader {
 
     // K and V of a cache. pages: of the tile's keys. False if a key that some row sees has no page; it becomes zeros.
     __device__ __forceinline__ bool load_cached(uint32_t to, const Block &block, const sinkattn_fwd_args &args, const CacheKeys &cache,
-                                                const int32_t *pages, int32_t first) const {
+            const int32_t *pages, int32_t first) const {
         const sa_key_tiles &tiles = block.work.tiles;
         bool complete = true;
 #pragma unroll
@@ -254,8 +255,8 @@ __device__ __forceinline__ void raise_pivots(float (&from)[2 * C::kRowBlocks], c
 
 // O += P V; s becomes P 16 keys at a time, so that their exponentials run under the products of the 16 keys before.
 template <class C>
-__device__ __forceinline__ void weigh_values(Rows<C> &rows, Scores<C> &s, const float (&from)[2 * C::kRowBlocks], float scale_log2,
-                                             uint32_t v) {
+__device__ __forceinline__ void weigh_values(
+        Rows<C> &rows, Scores<C> &s, const float (&from)[2 * C::kRowBlocks], float scale_log2, uint32_t v) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < C::kTileK / 16; step++) {
@@ -314,7 +315,7 @@ __device__ __forceinline__ void hide_nonfinite(unsigned char *values, Rows<C> &r
 // Writes out and lse. out leaves through Q's place in shared memory, in whole 16-byte chunks.
 template <class C>
 __device__ __forceinline__ void write_out(unsigned char *shared, const Rows<C> &rows, const RowTable<C> &table,
-                                          const sinkattn_fwd_args &args, const Block &block, sa_divisor by_group) {
+        const sinkattn_fwd_args &args, const Block &block, sa_divisor by_group) {
     const int lane = threadIdx.x % 32;
     const Work &work = block.work;
     const sa_position_t first = work.rows.begin, end = work.rows.end, group = work.group;
@@ -334,7 +335,7 @@ __device__ __forceinline__ void write_out(unsigned char *shared, const Rows<C> &
         for (int n = 0; n < C::kHeadDim / 8; n++) {
             const float *pair = &rows.o[i / 2][n][2 * (i & 1)];
             *reinterpret_cast<uint32_t *>(shared + swizzled<C::kRowBytes>(row, n) + 4 * (lane % 4)) =
-                pack_halves<typename C::Element>(pair[0] * factor, pair[1] * factor);
+                    pack_halves<typename C::Element>(pair[0] * factor, pair[1] * factor);
         }
     }
     __syncwarp();
@@ -344,14 +345,14 @@ __device__ __forceinline__ void write_out(unsigned char *shared, const Rows<C> &
         const int row = warp_row<C>() + x / C::kChunks, chunk = x % C::kChunks;
         if (first + row >= end || chunk * 8 >= C::head_dim_v(args.problem)) continue;
         *reinterpret_cast<uint4 *>(out + TokenHead(first + row, group, by_group).offset(args.out) + chunk * 8) =
-            *reinterpret_cast<const uint4 *>(shared + swizzled<C::kRowBytes>(row, chunk));
+                *reinterpret_cast<const uint4 *>(shared + swizzled<C::kRowBytes>(row, chunk));
     }
 }
 
 // Works through the key tiles. load(t, stage) copies tile t's K and V; it has begun for the first.
 template <class C, class Load>
 __device__ __forceinline__ void attend(Rows<C> &rows, unsigned char *shared, const RowTable<C> &table, const sa_key_tiles &tiles,
-                                       float scale_log2, bool hide, const Load &load) {
+        float scale_log2, bool hide, const Load &load) {
     const uint32_t q = shared_address(shared);
     int stage = 0;
     for (KeyTileWalk tile(tiles); tile.exists(); stage ^= 1) {
@@ -376,8 +377,7 @@ __device__ __forceinline__ void attend(Rows<C> &rows, unsigned char *shared, con
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, C::kMinBlocks) void fwd_kernel(const __grid_constant__ sinkattn_fwd_args args, int64_t num_tiles,
-                                                                         sa_divisor by_group, float scale_log2, unsigned *error_word,
-                                                                         const __grid_constant__ typename C::Keys keys) {
+        sa_divisor by_group, float scale_log2, unsigned *error_word, const __grid_constant__ typename C::Keys keys) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ Block block;
     __shared__ RowTable<C> table;
@@ -443,13 +443,13 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const t
     if (num_blocks > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows; a launch holds at most 2^31", static_cast<long long>(num_blocks));
     static_assert(C::kHeadDim > 128 || C::kSharedBytes + sizeof(Block) + sizeof(RowTable<C>) + sizeof(PageTable<C>) <= 99 * 1024,
-                  "a block of 8.6 has room: SA_ROOMY_VARIANT");
+            "a block of 8.6 has room: SA_ROOMY_VARIANT");
     unsigned *error_word;
     SA_TRY(sa_cuda_error_word(&error_word));
     const sa_divisor by_group = sa_divisor_of(static_cast<uint32_t>(args.problem.num_q_heads / args.problem.num_kv_heads));
     const float scale_log2 = static_cast<float>(sa_softmax_scale(&args.problem)) * kLog2e;
     return launch_blocks<fwd_kernel<C>>("sa_fwd_cuda_sm80", static_cast<unsigned>(num_blocks), C::kThreads, C::kSharedBytes, context.stream,
-                                        args, num_tiles, by_group, scale_log2, error_word, keys);
+            args, num_tiles, by_group, scale_log2, error_word, keys);
 }
 
 template <int kHeadDim, int kTileQ, int kTileK, int kRowBlocks, int kMinBlocks = 1, class Keys>
@@ -471,17 +471,17 @@ sinkattn_status launch_mask(const sinkattn_fwd_args &args, const Keys &keys, con
 } // namespace
 
 // The forward of tensors, and that of packed rows over a cache, a decode.
-#define SA_LAUNCHERS(head_dim)                                                                                                             \
-    extern "C" sinkattn_status sa_fwd_cuda_sm80_d##head_dim(const void *args, const sinkattn_plan *, const sinkattn_context *context) {    \
-        constexpr int kTileQ = sa_fwd_cuda_sm80_d##head_dim##_tile_q, kTileK = sa_fwd_cuda_sm80_d##head_dim##_tile_k;                      \
-        return launch_mask<head_dim, kTileQ, kTileK>(*static_cast<const sinkattn_fwd_args *>(args), TensorKeys{}, *context);               \
-    }                                                                                                                                      \
-    extern "C" sinkattn_status sa_decode_cuda_sm80_packed_d##head_dim(const void *arguments, const sinkattn_plan *,                        \
-                                                                      const sinkattn_context *context) {                                   \
-        constexpr int kTileQ = sa_decode_cuda_sm80_packed_d##head_dim##_tile_q, kTileK = sa_decode_cuda_sm80_packed_d##head_dim##_tile_k;  \
-        const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);                                                          \
-        SA_TRY(check_no_host_pages(args));                                                                                                 \
-        return launch_mask<head_dim, kTileQ, kTileK>(args.fwd, CacheKeys(args, kTileK), *context);                                         \
+#define SA_LAUNCHERS(head_dim) \
+    extern "C" sinkattn_status sa_fwd_cuda_sm80_d##head_dim(const void *args, const sinkattn_plan *, const sinkattn_context *context) { \
+        constexpr int kTileQ = sa_fwd_cuda_sm80_d##head_dim##_tile_q, kTileK = sa_fwd_cuda_sm80_d##head_dim##_tile_k; \
+        return launch_mask<head_dim, kTileQ, kTileK>(*static_cast<const sinkattn_fwd_args *>(args), TensorKeys{}, *context); \
+    } \
+    extern "C" sinkattn_status sa_decode_cuda_sm80_packed_d##head_dim( \
+            const void *arguments, const sinkattn_plan *, const sinkattn_context *context) { \
+        constexpr int kTileQ = sa_decode_cuda_sm80_packed_d##head_dim##_tile_q, kTileK = sa_decode_cuda_sm80_packed_d##head_dim##_tile_k; \
+        const auto &args = *static_cast<const sinkattn_decode_args *>(arguments); \
+        SA_TRY(check_no_host_pages(args)); \
+        return launch_mask<head_dim, kTileQ, kTileK>(args.fwd, CacheKeys(args, kTileK), *context); \
     }
 SA_LAUNCHERS(64)
 SA_LAUNCHERS(128)

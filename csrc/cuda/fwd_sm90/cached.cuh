@@ -18,8 +18,8 @@ __device__ __forceinline__ void load_queries(Smem &smem, const Maps &maps, const
     full.arrive_expect(C::kHalves * p.tokens * p.group * kRowBytes);
     for (int half = 0; half < C::kHalves; half++)
         tensor_load(smem.queries[queries.stage()] + half * C::kQueryHalf, &maps.q, full, 64 * half,
-                    static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
-                    static_cast<int>(work.sequence.batch));
+                static_cast<int>(work.kv_head * p.group), static_cast<int>(work.sequence.q_begin + work.tokens.begin),
+                static_cast<int>(work.sequence.batch));
 }
 
 // Zeroes values of the ring's stage that are not finite, if the tile needs a mask, and hands the stage on. By the checkers' threads.
@@ -48,7 +48,7 @@ __device__ __forceinline__ int find_page(const Work &work, const CacheKeys &cach
 // first_page: of the lane's first box.
 template <class C, int kHalves>
 __device__ __forceinline__ void copy_boxes(unsigned char *to, const CUtensorMap &map, Barrier &full, const Work &work, int t,
-                                           const CacheKeys &cache, int first_page, unsigned *error_word) {
+        const CacheKeys &cache, int first_page, unsigned *error_word) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) full.arrive_expect(kHalves * C::kKeyHalf);
     __syncwarp();
@@ -57,8 +57,8 @@ __device__ __forceinline__ void copy_boxes(unsigned char *to, const CUtensorMap 
     for (int at = lane * cache.box; at < C::kTileK;) {
         const int key = t * C::kTileK + at;
         for (int half = 0; half < kHalves; half++)
-            tensor_load(to + half * C::kKeyHalf + at * kRowBytes, &map, full, 64 * half, static_cast<int>(work.kv_head), cache.slot(key),
-                        page);
+            tensor_load(
+                    to + half * C::kKeyHalf + at * kRowBytes, &map, full, 64 * half, static_cast<int>(work.kv_head), cache.slot(key), page);
         at += 32 * cache.box;
         if (at < C::kTileK) page = find_page(work, cache, key + 32 * cache.box, error_word);
     }
@@ -66,8 +66,8 @@ __device__ __forceinline__ void copy_boxes(unsigned char *to, const CUtensorMap 
 
 // By the loader warp.
 template <class C, class Smem, class Maps>
-__device__ __forceinline__ void load_cached_keys(Smem &smem, const Maps &maps, const Problem &p, const CacheKeys &cache,
-                                                 unsigned *error_word) {
+__device__ __forceinline__ void load_cached_keys(
+        Smem &smem, const Maps &maps, const Problem &p, const CacheKeys &cache, unsigned *error_word) {
     const int lane = threadIdx.x % 32;
     Ring<C::kStages> ring;
     for (Ring<C::kRowStages> tiles;; tiles.n++) {

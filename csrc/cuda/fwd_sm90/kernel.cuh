@@ -67,7 +67,7 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
 #pragma unroll
         for (int half = 0; half < halves; half++)
             tensor_load(to + half * C::kKeyHalf, &map, full, 64 * half, static_cast<int>(work.kv_head),
-                        static_cast<int>(work.sequence.k_begin) + t * C::kTileK, static_cast<int>(work.sequence.batch));
+                    static_cast<int>(work.sequence.k_begin) + t * C::kTileK, static_cast<int>(work.sequence.batch));
     };
     Ring<C::kStages> ring;
     for (Ring<C::kRowStages> tiles;; tiles.n++) {
@@ -107,8 +107,8 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_constant__ sinkattn_fwd_args args,
-                                                             const __grid_constant__ Maps maps, const __grid_constant__ Problem p,
-                                                             unsigned *error_word, const __grid_constant__ typename C::Keys keys) {
+        const __grid_constant__ Maps maps, const __grid_constant__ Problem p, unsigned *error_word,
+        const __grid_constant__ typename C::Keys keys) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
@@ -183,8 +183,8 @@ sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, con
     SA_TRY(map_keys(&maps.v, values.problem, args.v, keys, C::kTileK, "v"));
     if (C::kStagesOut && p.copied_tokens) SA_TRY(map_rows(&maps.out, values.problem, args.out, p.copied_tokens, p.group, "out"));
     const unsigned blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));
-    return launch_blocks<fwd_kernel<C>>("sa_fwd_cuda_sm90", blocks, C::kThreads, sizeof(Smem<C>), context.stream, values, maps, p,
-                                        error_word, keys);
+    return launch_blocks<fwd_kernel<C>>(
+            "sa_fwd_cuda_sm90", blocks, C::kThreads, sizeof(Smem<C>), context.stream, values, maps, p, error_word, keys);
 }
 
 template <class Shape, class Keys>
@@ -194,20 +194,20 @@ sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, co
 }
 
 // The forward of tensors, and that of packed rows over a cache, a decode. Of variants.def's rows sm90_<name> and sm90_packed_<name>.
-#define SA_FWD_SM90_LAUNCHERS(name, head_dim, head_dim_v, stages, row_stages, queries)                                                     \
-    extern "C" sinkattn_status sa_fwd_cuda_sm90_##name(const void *arguments, const sinkattn_plan *plan,                                   \
-                                                       const sinkattn_context *context) {                                                  \
-        using Tiles =                                                                                                                      \
-            Shape<head_dim, head_dim_v, sa_fwd_cuda_sm90_##name##_tile_q, sa_fwd_cuda_sm90_##name##_tile_k, stages, row_stages, queries>;  \
-        return launch_dtype<Tiles>(*static_cast<const sinkattn_fwd_args *>(arguments), TensorKeys{}, plan, context);                       \
-    }                                                                                                                                      \
-    extern "C" sinkattn_status sa_decode_cuda_sm90_packed_##name(const void *arguments, const sinkattn_plan *plan,                         \
-                                                                 const sinkattn_context *context) {                                        \
-        using Tiles = Shape<head_dim, head_dim_v, sa_decode_cuda_sm90_packed_##name##_tile_q, sa_decode_cuda_sm90_packed_##name##_tile_k,  \
-                            stages, row_stages, queries>;                                                                                  \
-        const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);                                                          \
-        SA_TRY(check_no_host_pages(args));                                                                                                 \
-        return launch_dtype<Tiles>(args.fwd, CacheKeys(args, Tiles::kTileK), plan, context);                                               \
+#define SA_FWD_SM90_LAUNCHERS(name, head_dim, head_dim_v, stages, row_stages, queries) \
+    extern "C" sinkattn_status sa_fwd_cuda_sm90_##name( \
+            const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) { \
+        using Tiles = Shape<head_dim, head_dim_v, sa_fwd_cuda_sm90_##name##_tile_q, sa_fwd_cuda_sm90_##name##_tile_k, stages, row_stages, \
+                queries>; \
+        return launch_dtype<Tiles>(*static_cast<const sinkattn_fwd_args *>(arguments), TensorKeys{}, plan, context); \
+    } \
+    extern "C" sinkattn_status sa_decode_cuda_sm90_packed_##name( \
+            const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) { \
+        using Tiles = Shape<head_dim, head_dim_v, sa_decode_cuda_sm90_packed_##name##_tile_q, sa_decode_cuda_sm90_packed_##name##_tile_k, \
+                stages, row_stages, queries>; \
+        const auto &args = *static_cast<const sinkattn_decode_args *>(arguments); \
+        SA_TRY(check_no_host_pages(args)); \
+        return launch_dtype<Tiles>(args.fwd, CacheKeys(args, Tiles::kTileK), plan, context); \
     }
 
 } // namespace sa::fwd_sm90

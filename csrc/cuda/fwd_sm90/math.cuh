@@ -51,12 +51,11 @@ template <class C> struct Math {
             const int64_t offset = offset_of(keys, rows.work.sequence, args.v, j, rows.work.kv_head);
             if (C::Keys::kCached && offset < 0) continue;
             if constexpr (C::kStoresBounds) { // read again, for want of registers to keep them in
-                add_nonfinite<Element>(o, data + offset, args.problem.head_dim, [&](int i) {
-                    return (j >= rows.begin[token[i]] && j < rows.end[token[i]]) || j < rows.sink_end[token[i]];
-                });
+                add_nonfinite<Element>(o, data + offset, args.problem.head_dim,
+                        [&](int i) { return (j >= rows.begin[token[i]] && j < rows.end[token[i]]) || j < rows.sink_end[token[i]]; });
             } else {
                 add_nonfinite<Element>(o, data + offset, args.problem.head_dim_v,
-                                       [&](int i) { return (j >= seen[i].begin && j < seen[i].end) || j < seen[i].sink_end; });
+                        [&](int i) { return (j >= seen[i].begin && j < seen[i].end) || j < seen[i].sink_end; });
             }
         }
     }
@@ -79,7 +78,7 @@ template <class C> struct Math {
     // the first scores are complete.
     template <class Scored>
     __device__ __forceinline__ void attend(Out &o, float (&factor)[2], Softmax &softmax, const WarpgroupRows<C> &own, uint32_t q,
-                                           Ring<C::kQueries> queries, KeyTileWalk tile, int end, const Scored &scored) {
+            Ring<C::kQueries> queries, KeyTileWalk tile, int end, const Scored &scored) {
         Scores s;
         float total[2];
         Weights weights;
@@ -171,7 +170,7 @@ template <class C> struct Math {
             if (!leader) return true;
             for (int half = 0; half < C::kHalvesV; half++)
                 tensor_store(&maps.out, stage + half * C::kQueryHalf, 64 * half, static_cast<int>(head), static_cast<int>(token + first),
-                             static_cast<int>(work.sequence.batch));
+                        static_cast<int>(work.sequence.batch));
             store_commit();
             return true;
         }
@@ -182,7 +181,8 @@ template <class C> struct Math {
             const int at = 64 * math_warpgroup + row, i = at * p.group_inverse >> 16;
             if (i >= num_tokens || column >= args.problem.head_dim) continue;
             *reinterpret_cast<uint4 *>(out + i * args.out.row_stride + (at - i * p.group) * args.out.head_stride + column) =
-                *reinterpret_cast<const uint4 *>(stage + column / 64 * C::kQueryHalf + row * kRowBytes + chunk_offset(row, column / 8 % 8));
+                    *reinterpret_cast<const uint4 *>(
+                            stage + column / 64 * C::kQueryHalf + row * kRowBytes + chunk_offset(row, column / 8 % 8));
         }
         async_fence();
         bar_sync<128>(kMathBarrier + math_warpgroup);

@@ -32,7 +32,7 @@ template <class Element_, class Keys_, class Shape> struct Config : Shape {
     static constexpr bool kStoresBounds = kMathWarpgroups > 2; // what a token sees is stored, else computed at each use
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0,
-                  "swizzled rows, rows of a wgmma, keys of a wgmma");
+            "swizzled rows, rows of a wgmma, keys of a wgmma");
     static_assert(kLoaderRegisters + kMathWarpgroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
 };
 
@@ -95,7 +95,7 @@ __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &ar
 // find_work for tiles of whole tokens. False if the tile has none.
 template <class C>
 __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p,
-                                              unsigned kv_head, unsigned b, unsigned n, Work &work) {
+        unsigned kv_head, unsigned b, unsigned n, Work &work) {
     const int first = args.problem.packed ? static_cast<int>(rows_before(args, b)) / p.tokens + static_cast<int>(b) : 0;
     const int within = static_cast<int>(args.problem.packed ? n : n / static_cast<unsigned>(args.problem.batch)) - first;
     work.group = p.group;

@@ -102,8 +102,8 @@ __device__ __forceinline__ void follow_maximum(int i, float now, float (&o)[C::k
 }
 
 template <class C>
-__device__ __forceinline__ void follow_maxima(const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDimV / 2], Softmax &softmax,
-                                              const WarpgroupRows<C> &own, int t) {
+__device__ __forceinline__ void follow_maxima(
+        const float (&s)[C::kTileK / 2], float (&o)[C::kHeadDimV / 2], Softmax &softmax, const WarpgroupRows<C> &own, int t) {
     const float now[2] = {maximum<C>(0, s, own.p.scale_log2), maximum<C>(1, s, own.p.scale_log2)};
 #pragma unroll
     for (int i = 0; i < 2; i++) follow_maximum<C>(i, now[i], o, softmax, begins<C>(i, softmax, own, t));
@@ -128,7 +128,7 @@ __device__ __forceinline__ void exponentials(float (&s)[C::kTileK / 2], float (&
 // those rows as if they began here. Other rows are unchanged. q, k: addresses of the warpgroup's first query and of the key tile.
 template <class C>
 __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total)[2], float (&o)[C::kHeadDimV / 2], Softmax &softmax,
-                                        const WarpgroupRows<C> &own, int t, uint32_t q, uint32_t k) {
+        const WarpgroupRows<C> &own, int t, uint32_t q, uint32_t k) {
     const int lane = threadIdx.x % 32;
     bool large[2];
 #pragma unroll
@@ -174,8 +174,8 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
 // Ends each row: adds the sink and finds the factor of its O; two lanes of four write the LSE and, if requested, the raw one. Runs while
 // the last product of values is in flight.
 template <class C>
-__device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args,
-                                               const WarpgroupRows<C> &own) {
+__device__ __forceinline__ void finish_softmax(
+        float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args, const WarpgroupRows<C> &own) {
     const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
     for (int r = 0; r < 2; r++) factor[r] = RowEnd(softmax.pivot[r], sum[r], own.rows.s_aux[own.row(r).head]).factor();
     const int r = threadIdx.x % 4;

@@ -168,8 +168,8 @@ __device__ __forceinline__ Softmax softmax(uint32_t (&weights)[C::kSteps][4], co
 }
 
 // Adds the sink and writes the LSE; factor: what to multiply O by. Four lanes share two rows; the first two lanes write one LSE each.
-__device__ __forceinline__ void finish_softmax(float (&factor)[2], Softmax &rows, const sinkattn_fwd_args &args, const Tile &tile,
-                                               const Problem &p) {
+__device__ __forceinline__ void finish_softmax(
+        float (&factor)[2], Softmax &rows, const sinkattn_fwd_args &args, const Tile &tile, const Problem &p) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         rows.sum[i] = quad_sum(rows.sum[i]);
@@ -200,8 +200,8 @@ __device__ __forceinline__ void pv_product(float (&o)[32], const uint32_t (&weig
 
 // Adds to O the values that the checker warp zeroed, in the rows that see them.
 template <class C>
-__device__ __forceinline__ void add_hidden(float (&o)[32], const sinkattn_fwd_args &args, const typename C::Keys &keys, const Tile &tile,
-                                           const Problem &p) {
+__device__ __forceinline__ void add_hidden(
+        float (&o)[32], const sinkattn_fwd_args &args, const typename C::Keys &keys, const Tile &tile, const Problem &p) {
     const auto add = [&](sa_position_t key, const auto &sees) {
         const int64_t offset = offset_of(keys, tile.span.sequence, args.v, key, tile.span.kv_head);
         if (C::Keys::kCached && offset < 0) return;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void write_rows(const sinkattn_fwd_args &args, const 
 
 // Writes the buffer to out. Releases the previous tile's buffer, once its copy and the threads have read it.
 __device__ __forceinline__ void write_tile(Smem &smem, Ring<kTileStages> tiles, const sinkattn_fwd_args &args, const Maps &maps,
-                                           const Tile &tile, const Problem &p, int warpgroup) {
+        const Tile &tile, const Problem &p, int warpgroup) {
     const Span &span = tile.span;
     const bool whole = span.token_begin <= tile.first && tile.first + p.tile_tokens <= span.token_end;
     const sa_position_t token = span.first_token + tile.first;
@@ -244,15 +244,15 @@ __device__ __forceinline__ void write_tile(Smem &smem, Ring<kTileStages> tiles, 
     if (threadIdx.x % 128) return;
     if (whole)
         tensor_store(&maps.out, tile.buffer, 0, static_cast<int>(span.kv_head * p.group), static_cast<int>(span.sequence.q_begin + token),
-                     static_cast<int>(span.sequence.batch));
+                static_cast<int>(span.sequence.batch));
     store_commit();
     store_wait_read<1>();
     if (tiles.n) smem.q_empty[warpgroup].release({tiles.n - 1});
 }
 
 template <class C>
-__device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys,
-                                              const Maps &maps, const Problem &p) {
+__device__ __forceinline__ void compute_tiles(
+        typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Maps &maps, const Problem &p) {
     using Element = typename C::Element;
     const int warpgroup = warp_uniform(threadIdx.x / 128);
     int n = warpgroup; // this warpgroup's next tile of the span; tiles go to the warpgroups in turn
@@ -287,7 +287,7 @@ __device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sink
             pin(o);
             if (smem.nonfinite[stage]) add_hidden<C>(o, args, keys, tile, p);
             store_accumulator<Element, 0>(shared_address(tile.buffer) + swizzled(store_row(threadIdx.x), store_chunk(threadIdx.x)), o,
-                                          [&](int i) { return factor[i]; });
+                    [&](int i) { return factor[i]; });
             write_tile(smem, tiles, args, maps, tile, p, warpgroup);
         }
         n -= span.num_tiles;
@@ -299,9 +299,8 @@ __device__ __forceinline__ void compute_tiles(typename C::Smem &smem, const sink
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void window_kernel(const __grid_constant__ sinkattn_fwd_args args,
-                                                                const __grid_constant__ typename C::Maps maps,
-                                                                const __grid_constant__ Problem p, unsigned *error_word,
-                                                                const __grid_constant__ typename C::Keys keys) {
+        const __grid_constant__ typename C::Maps maps, const __grid_constant__ Problem p, unsigned *error_word,
+        const __grid_constant__ typename C::Keys keys) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<typename C::Smem *>(shared);
@@ -342,8 +341,8 @@ int most_tokens(const TensorKeys &) { return kMaxSpan; }
 int most_tokens(const CacheKeys &cache) { return kMaxSpan - (cache.box - 1); }
 
 template <class C>
-sinkattn_status launch(const sinkattn_fwd_args &args, const typename C::Keys &keys, const sinkattn_plan &plan,
-                       const sinkattn_context &context) {
+sinkattn_status launch(
+        const sinkattn_fwd_args &args, const typename C::Keys &keys, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.problem;
     Problem p = {};
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
@@ -372,8 +371,8 @@ sinkattn_status launch(const sinkattn_fwd_args &args, const typename C::Keys &ke
         SA_TRY(map_keys(&maps.sink_k, problem, args.k, kSinkKeys, "k"));
         SA_TRY(map_keys(&maps.sink_v, problem, args.v, kSinkKeys, "v"));
     }
-    return launch_blocks<window_kernel<C>>("sa_fwd_cuda_sm90_window", blocks, C::kThreads, sizeof(typename C::Smem), context.stream, args,
-                                           maps, p, error_word, keys);
+    return launch_blocks<window_kernel<C>>(
+            "sa_fwd_cuda_sm90_window", blocks, C::kThreads, sizeof(typename C::Smem), context.stream, args, maps, p, error_word, keys);
 }
 
 template <class Element, class Keys>
@@ -397,8 +396,8 @@ extern "C" sinkattn_status sa_fwd_cuda_sm90_window(const void *args, const sinka
     return launch_dtype(*static_cast<const sinkattn_fwd_args *>(args), TensorKeys{}, plan, context);
 }
 
-extern "C" sinkattn_status sa_decode_cuda_sm90_packed_window(const void *arguments, const sinkattn_plan *plan,
-                                                             const sinkattn_context *context) {
+extern "C" sinkattn_status sa_decode_cuda_sm90_packed_window(
+        const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
     SA_TRY(check_no_host_pages(args));
     return launch_dtype(args.fwd, CacheKeys(args, kSinkKeys), plan, context);

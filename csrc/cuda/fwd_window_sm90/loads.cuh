@@ -68,7 +68,7 @@ template <class Element_, class Keys_, int kSinkTokens, int kWindowKeys> struct 
     static constexpr int kWarpgroups = kScores <= 72 ? 4 : 3, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128;
     static constexpr int kMathRegisters = kWarpgroups == 4 ? 104 : 144, kLoaderRegisters = 64;
     static_assert(kWarpgroups * kMathRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
-                  "setmaxnreg distributes the registers that the block begins with");
+            "setmaxnreg distributes the registers that the block begins with");
     static_assert(kSinkTokens <= kSinkKeys && kWindowKeys <= kKeys && kWarpgroups <= fwd_window_sm90::kWarpgroups, "");
     using Smem = std::conditional_t<kHasSinkTokens, SinkSmem, fwd_window_sm90::Smem>;
     using Maps = std::conditional_t<kHasSinkTokens, SinkMaps, fwd_window_sm90::Maps>;
@@ -190,7 +190,7 @@ struct SeenKeys {
 // coordinates outside the map are not read.
 template <class C>
 __device__ __forceinline__ void copy_boxes(typename C::Smem &smem, uint32_t stage, const Span &span, const typename C::Maps &maps,
-                                           const Problem &p, const CacheKeys &cache, unsigned *error_word) {
+        const Problem &p, const CacheKeys &cache, unsigned *error_word) {
     const int lane = threadIdx.x % 32, box = cache.box, before = rows_before_span(cache, span), head = static_cast<int>(span.kv_head);
     const int boxes = (before + p.span_tokens + kKeys + box - 1) / box;
     const SeenKeys seen = SeenKeys::of<C>(span, p);
@@ -214,7 +214,7 @@ __device__ __forceinline__ void copy_boxes(typename C::Smem &smem, uint32_t stag
 // By a warp. In flight at the top: K and V of at most two earlier spans.
 template <class C>
 __device__ __forceinline__ void load_keys(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys,
-                                          const typename C::Maps &maps, const Problem &p, unsigned *error_word) {
+        const typename C::Maps &maps, const Problem &p, unsigned *error_word) {
     const auto heads = static_cast<unsigned>(args.problem.num_kv_heads);
     SpanWalk walk{blockIdx.x / heads, blockIdx.x % heads, 0};
     for (Ring<kStages> stages;; stages.n++) {
@@ -273,8 +273,8 @@ template <class C> __device__ __forceinline__ void load_queries(Smem &smem, cons
 
 // By a warp: loads s_aux of a span's heads, and zeroes values of V that are not finite.
 template <class C>
-__device__ __forceinline__ void check_values(typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys,
-                                             const Problem &p) {
+__device__ __forceinline__ void check_values(
+        typename C::Smem &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
     using Element = typename C::Element;
     const int lane = threadIdx.x % 32;
     for (Ring<kStages> stages;; stages.n++) {
@@ -284,8 +284,9 @@ __device__ __forceinline__ void check_values(typename C::Smem &smem, const sinka
         if (!span.exists) break;
         const int bytes = (rows_before_span(keys, span) + p.span_tokens + kKeys) * kRowBytes;
         for (int i = lane; i < p.group; i += 32)
-            smem.s_aux[stage][i] =
-                span.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i)) : -INFINITY;
+            smem.s_aux[stage][i] = span.has_sink
+                                           ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i))
+                                           : -INFINITY;
         bool found = __any_sync(0xffffffffu, any_nonfinite<Element, 32>(smem.values[stage], bytes, lane));
         if (found) zero_nonfinite<Element, 32>(smem.values[stage], bytes, lane);
         if constexpr (C::kHasSinkTokens)

@@ -15,7 +15,7 @@
 static sinkattn_status device_error(int32_t ordinal, const char *what, cudaError_t error) {
     sinkattn_status status = {SINKATTN_DEVICE, ""};
     snprintf(status.message, sizeof status.message, "CUDA device %d: %s failed with %s (%s)", (int)ordinal, what, cudaGetErrorName(error),
-             cudaGetErrorString(error));
+            cudaGetErrorString(error));
     cudaGetLastError(); // clears it, or an unrelated call would report it
     return status;
 }
@@ -40,7 +40,7 @@ static sinkattn_status lower_arch(int32_t *arch) {
     if (end == wanted || *end || lowered < 80 || lowered > *arch) {
         sinkattn_status status = {SINKATTN_INVALID, ""};
         snprintf(status.message, sizeof status.message, "SINKATTN_CUDA_ARCH is %.100s; it must be from 80 to %d, this device's own", wanted,
-                 (int)*arch);
+                (int)*arch);
         return status;
     }
     *arch = (int32_t)lowered;
@@ -107,10 +107,10 @@ extern "C" sinkattn_status sinkattn_check_errors(int32_t ordinal) {
     if (status.code || !errors) return status;
     const char *cu_seqlens = errors & sa::kBadCuSeqlens ? "cu_seqlens did not start at 0, decreased or ended past the tensor; " : "";
     const char *cache_seqlens =
-        errors & sa::kBadCacheSeqlens ? "cache_seqlens was negative or above the capacity, new keys included; " : "";
+            errors & sa::kBadCacheSeqlens ? "cache_seqlens was negative or above the capacity, new keys included; " : "";
     const char *block_table =
-        errors & sa::kBadBlockTable ? "block_table named a page outside the cache, whose keys were read as 0 and not written; " : "";
+            errors & sa::kBadBlockTable ? "block_table named a page outside the cache, whose keys were read as 0 and not written; " : "";
     const char *slots = errors & sa::kBadSlotMapping ? "slot_mapping named a slot outside the cache, whose row was not written; " : "";
     return sa_status(SINKATTN_INVALID, "CUDA device %d: %s%s%s%sthe call clamped them, so its results are not what was meant", (int)ordinal,
-                     cu_seqlens, cache_seqlens, block_table, slots);
+            cu_seqlens, cache_seqlens, block_table, slots);
 }

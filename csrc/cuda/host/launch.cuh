@@ -44,8 +44,8 @@ template <auto kKernel> sinkattn_status runs_code_of_90(bool *yes) {
 }
 
 template <auto kKernel, class... Arguments>
-sinkattn_status launch_blocks(const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream,
-                              const Arguments &...arguments) {
+sinkattn_status launch_blocks(
+        const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream, const Arguments &...arguments) {
     if (shared_bytes) SA_TRY(allow_shared<kKernel>(shared_bytes));
     kKernel<<<grid, threads, static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream)>>>(arguments...);
     return sa_cuda_status(what, cudaGetLastError());
@@ -54,8 +54,8 @@ sinkattn_status launch_blocks(const char *what, dim3 grid, unsigned threads, int
 // Programmatic dependent launch: the kernel starts while its predecessor ends, and waits for it itself. In clusters of `cluster` blocks;
 // both on sm_90 only.
 template <auto kKernel, class... Arguments>
-sinkattn_status launch_clusters(const char *what, dim3 grid, unsigned cluster, unsigned threads, int shared_bytes, void *stream,
-                                const Arguments &...arguments) {
+sinkattn_status launch_clusters(
+        const char *what, dim3 grid, unsigned cluster, unsigned threads, int shared_bytes, void *stream, const Arguments &...arguments) {
     bool waits = false;
     SA_TRY(runs_code_of_90<kKernel>(&waits));
     cudaLaunchAttribute attributes[2] = {};
@@ -74,8 +74,8 @@ sinkattn_status launch_clusters(const char *what, dim3 grid, unsigned cluster, u
 }
 
 template <auto kKernel, class... Arguments>
-sinkattn_status launch_overlapping(const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream,
-                                   const Arguments &...arguments) {
+sinkattn_status launch_overlapping(
+        const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream, const Arguments &...arguments) {
     return launch_clusters<kKernel>(what, grid, 1, threads, shared_bytes, stream, arguments...);
 }
 
@@ -86,15 +86,15 @@ static inline sinkattn_status check_decode_strides(const sinkattn_decode_args &a
         largest = sa_max(largest, sa_max(tensor->row_stride, tensor->head_stride));
     if (largest <= INT32_MAX) return sa_ok();
     return sa_status(SINKATTN_UNSUPPORTED, "tokens and kv heads, or a stride, are %lld; a CUDA decode takes at most %lld",
-                     static_cast<long long>(largest), static_cast<long long>(INT32_MAX));
+            static_cast<long long>(largest), static_cast<long long>(INT32_MAX));
 }
 
 // What a forward cannot read of a decode's arguments.
 static inline sinkattn_status check_no_host_pages(const sinkattn_decode_args &args) {
     if (!args.host.num_pages) return sa_ok();
     return sa_status(SINKATTN_UNSUPPORTED,
-                     "host.num_pages is %lld with packed rows; on CUDA it must be 0: decode from host pages with rows of one q_len",
-                     static_cast<long long>(args.host.num_pages));
+            "host.num_pages is %lld with packed rows; on CUDA it must be 0: decode from host pages with rows of one q_len",
+            static_cast<long long>(args.host.num_pages));
 }
 
 } // namespace sa

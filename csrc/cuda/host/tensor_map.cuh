@@ -11,8 +11,7 @@
 namespace sa {
 
 using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
+        const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 static inline sinkattn_status find_encode(Encode *encode) {
     static Encode known; // one driver a process
@@ -31,9 +30,9 @@ static inline sinkattn_status find_encode(Encode *encode) {
 
 // The map of a tensor [batch, rows, heads, head_dim], in boxes of box_rows rows x box_heads heads x 64.
 static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t batch,
-                                         int64_t rows, int64_t heads, int box_rows, int box_heads, const char *name) {
+        int64_t rows, int64_t heads, int box_rows, int box_heads, const char *name) {
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows),
-                                static_cast<cuuint64_t>(batch)};
+            static_cast<cuuint64_t>(batch)};
     const int64_t step[] = {tensor.head_stride, tensor.row_stride, tensor.batch_stride};
     cuuint64_t strides[3];
     for (int i = 0; i < 3; i++) // a dimension of size 1 may have any stride, which the driver would refuse
@@ -43,33 +42,33 @@ static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_proble
     Encode encode = nullptr;
     SA_TRY(find_encode(&encode));
     const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return sa_ok();
     return sa_status(SINKATTN_DEVICE, "cuTensorMapEncodeTiled for %s failed with %d; strides %lld, %lld, %lld", name,
-                     static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
-                     static_cast<long long>(tensor.head_stride));
+            static_cast<int>(result), static_cast<long long>(tensor.batch_stride), static_cast<long long>(tensor.row_stride),
+            static_cast<long long>(tensor.head_stride));
 }
 
 // The map of a tensor like q: tiles of `tokens` tokens x `heads` heads.
-static inline sinkattn_status map_rows(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int tokens, int heads,
-                                       const char *name) {
+static inline sinkattn_status map_rows(
+        CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int tokens, int heads, const char *name) {
     return encode_map(map, p, tensor, p.packed ? 1 : p.batch, p.q_len, p.num_q_heads, tokens, heads, name);
 }
 
 // The map of a tensor like k: tiles of `keys` keys of one head.
-static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int keys,
-                                       const char *name) {
+static inline sinkattn_status map_keys(
+        CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int keys, const char *name) {
     return encode_map(map, p, tensor, p.packed ? 1 : p.batch, p.k_len, p.num_kv_heads, keys, 1, name);
 }
 
-static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, const TensorKeys &,
-                                       int keys, const char *name) {
+static inline sinkattn_status map_keys(
+        CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, const TensorKeys &, int keys, const char *name) {
     return map_keys(map, p, tensor, keys, name);
 }
 
 // The same of a cache: its pages, in boxes of keys of one page.
-static inline sinkattn_status map_keys(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, const CacheKeys &cache,
-                                       int, const char *name) {
+static inline sinkattn_status map_keys(
+        CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, const CacheKeys &cache, int, const char *name) {
     return encode_map(map, p, tensor, cache.num_pages, cache.page_size, p.num_kv_heads, cache.box, 1, name);
 }
 

@@ -22,7 +22,7 @@ __device__ __forceinline__ void cp_async_16_once(uint32_t to, const void *from, 
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0), "l"(policy)
-                 : "memory");
+            : "memory");
 }
 
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void *from, bool valid) {
@@ -70,9 +70,9 @@ template <int kThreads> __device__ __forceinline__ bool bar_any(int id, bool x) 
                  "bar.red.or.pred all, %2, %3, own;\n"
                  "selp.u32 %0, 1, 0, all;\n"
                  "}"
-                 : "=r"(any)
-                 : "r"(static_cast<uint32_t>(x)), "r"(id), "n"(kThreads)
-                 : "memory");
+            : "=r"(any)
+            : "r"(static_cast<uint32_t>(x)), "r"(id), "n"(kThreads)
+            : "memory");
     return any;
 }
 
@@ -85,16 +85,16 @@ __device__ __forceinline__ int pinned(int x) {
 // Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
+            : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+            : "r"(address)
+            : "memory");
 }
 
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
+            : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+            : "r"(address)
+            : "memory");
 }
 
 // The transpose of an 8 x 8 matrix of 16-bit elements, two a lane.
@@ -109,14 +109,14 @@ template <class Element> __device__ __forceinline__ void mma_m16n8k16(float (&d)
 
 template <> __device__ __forceinline__ void mma_m16n8k16<Bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 template <> __device__ __forceinline__ void mma_m16n8k16<Fp16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Two floats rounded to nearest even, `low` in the low half.
@@ -153,7 +153,7 @@ template <class Element> __device__ __forceinline__ float dot(const uint4 &a, co
 #pragma unroll
     for (int x = 0; x < 8; x++)
         sum = fmaf(widen<Element>(static_cast<uint16_t>(left[x / 2] >> 16 * (x % 2))),
-                   widen<Element>(static_cast<uint16_t>(right[x / 2] >> 16 * (x % 2))), sum);
+                widen<Element>(static_cast<uint16_t>(right[x / 2] >> 16 * (x % 2))), sum);
     return sum;
 }
 

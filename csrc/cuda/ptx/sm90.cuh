@@ -41,8 +41,8 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
                  "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again;\n"
                  "}" ::"r"(shared_address(barrier)),
-                 "r"(parity)
-                 : "memory");
+            "r"(parity)
+            : "memory");
 }
 
 // Shared memory of another block of the cluster, by the address that corresponds to one of this block's.
@@ -60,15 +60,15 @@ __device__ __forceinline__ void arrive_at_block(uint32_t barrier) {
 
 // Stores whose bytes the barrier, of the same block, was told to expect.
 __device__ __forceinline__ void store_async(uint32_t to, float x, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(x)),
-                 "r"(barrier)
-                 : "memory");
+    asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(x)), "r"(barrier)
+            : "memory");
 }
 
 __device__ __forceinline__ void store_async(uint32_t to, uint2 x, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to), "r"(x.x), "r"(x.y),
-                 "r"(barrier)
-                 : "memory");
+    asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to), "r"(x.x), "r"(x.y), "r"(barrier)
+            : "memory");
 }
 
 // Bulk tensor copies; coordinates outside the tensor read zeros and are not written.
@@ -79,9 +79,9 @@ __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
 
 __device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, uint64_t *barrier, int x, int head, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-                     shared_address(to)),
-                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(head), "r"(row), "r"(batch)
-                 : "memory");
+                         shared_address(to)),
+            "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(head), "r"(row), "r"(batch)
+            : "memory");
 }
 
 // A cache policy: lines accessed with it are the first to leave the L2 cache.
@@ -91,18 +91,18 @@ __device__ __forceinline__ uint64_t evict_first() {
     return policy;
 }
 
-__device__ __forceinline__ void tensor_load(void *to, const CUtensorMap *map, uint64_t *barrier, int x, int head, int row, int batch,
-                                            uint64_t policy) {
+__device__ __forceinline__ void tensor_load(
+        void *to, const CUtensorMap *map, uint64_t *barrier, int x, int head, int row, int batch, uint64_t policy) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, "
                  "%6}], [%2], %7;" ::"r"(shared_address(to)),
-                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(head), "r"(row), "r"(batch), "l"(policy)
-                 : "memory");
+            "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(head), "r"(row), "r"(batch), "l"(policy)
+            : "memory");
 }
 
 __device__ __forceinline__ void tensor_store(const CUtensorMap *map, const void *from, int x, int head, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-                 "r"(shared_address(from)), "r"(x), "r"(head), "r"(row), "r"(batch)
-                 : "memory");
+            "r"(shared_address(from)), "r"(x), "r"(head), "r"(row), "r"(batch)
+            : "memory");
 }
 
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -118,8 +118,8 @@ __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_
 // Bulk copies without a tensor map: a multiple of 16 bytes at addresses that are multiples of 16.
 __device__ __forceinline__ void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
+            "l"(from), "r"(bytes), "r"(shared_address(barrier))
+            : "memory");
 }
 
 __device__ __forceinline__ void bulk_store(void *to, const void *from, uint32_t bytes) {
@@ -127,9 +127,9 @@ __device__ __forceinline__ void bulk_store(void *to, const void *from, uint32_t 
 }
 
 __device__ __forceinline__ void bulk_add(float *to, const float *from, uint32_t bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
+            : "memory");
 }
 
 __device__ __forceinline__ unsigned long long load_acquire(const unsigned long long *flag) {
@@ -157,9 +157,9 @@ template <int kRegisters> __device__ __forceinline__ void registers_down() {
 
 // Stores four 8 x 8 matrices from an accumulator's fragments. Lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
-                 "r"(r[3])
-                 : "memory");
+    asm volatile(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+            : "memory");
 }
 
 // wgmma: rows of 64 16-bit elements, swizzled by 128 bytes.
@@ -193,7 +193,7 @@ template <int kLength> __device__ __forceinline__ void pin(float (&d)[kLength]) 
 
 // Accumulators d[i] ... as operands of the assembler, and their numbers in its text.
 #define SA_D4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SA_D8(d, i)                                                                                                                        \
+#define SA_D8(d, i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SA_D16(d, i) SA_D8(d, i), SA_D8(d, i + 8)
 #define SA_D28(d) SA_D16(d, 0), SA_D8(d, 16), SA_D4(d, 24)
@@ -207,19 +207,19 @@ template <int kLength> __device__ __forceinline__ void pin(float (&d)[kLength]) 
 #define SA_N8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SA_N16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SA_N28 SA_N16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27"
-#define SA_N32                                                                                                                             \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "   \
+#define SA_N32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
     "%28, %29, %30, %31"
 #define SA_N40 SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define SA_N48 SA_N40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define SA_N64                                                                                                                             \
-    SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "    \
+#define SA_N64 \
+    SA_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
            "%56, %57, %58, %59, %60, %61, %62, %63"
 #define SA_N72 SA_N64 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define SA_N128                                                                                                                            \
-    SA_N72 ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"                                              \
-           ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103"                                          \
-           ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119"                              \
+#define SA_N128 \
+    SA_N72 ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87" \
+           ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103" \
+           ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119" \
            ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[N x 16]^T, both from shared memory, K along the rows. N is twice the length of d.
@@ -239,39 +239,39 @@ template <class Element, int kLength>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 
 // The operands after d have the numbers r0, r1, ...
-#define SA_WGMMA_SHARED(function, transposed, Element, type, length, n, names, r0, r1, r2, ...)                                            \
-    template <> __device__ __forceinline__ void function<Element, length>(float (&d)[length], uint64_t a, uint64_t b, bool accumulate) {   \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type           \
-                     " {" names "}, " r0 ", " r1 ", p, 1, 1, " transposed ";\n}"                                                           \
-                     : __VA_ARGS__                                                                                                         \
-                     : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                                 \
+#define SA_WGMMA_SHARED(function, transposed, Element, type, length, n, names, r0, r1, r2, ...) \
+    template <> __device__ __forceinline__ void function<Element, length>(float (&d)[length], uint64_t a, uint64_t b, bool accumulate) { \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+                     " {" names "}, " r0 ", " r1 ", p, 1, 1, " transposed ";\n}" \
+                : __VA_ARGS__ \
+                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))); \
     }
-#define SA_WGMMA_REGISTERS(Element, type, length, n, names, r0, r1, r2, r3, r4, r5, ...)                                                   \
-    template <>                                                                                                                            \
-    __device__ __forceinline__ void wgmma_registers<Element, length>(float (&d)[length], const uint32_t (&a)[4], uint64_t b,               \
-                                                                     bool accumulate) {                                                    \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type           \
-                     " {" names "}, {" r0 ", " r1 ", " r2 ", " r3 "}, " r4 ", p, 1, 1, 1;\n}"                                              \
-                     : __VA_ARGS__                                                                                                         \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));                             \
+#define SA_WGMMA_REGISTERS(Element, type, length, n, names, r0, r1, r2, r3, r4, r5, ...) \
+    template <> \
+    __device__ __forceinline__ void wgmma_registers<Element, length>( \
+            float (&d)[length], const uint32_t (&a)[4], uint64_t b, bool accumulate) { \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+                     " {" names "}, {" r0 ", " r1 ", " r2 ", " r3 "}, " r4 ", p, 1, 1, 1;\n}" \
+                : __VA_ARGS__ \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))); \
     }
-#define SA_WGMMA(Element, type)                                                                                                            \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 4, "8", SA_N4, "%4", "%5", "%6", SA_D4(d, 0))                                     \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 8, "16", SA_N8, "%8", "%9", "%10", SA_D8(d, 0))                                   \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                              \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 28, "56", SA_N28, "%28", "%29", "%30", SA_D28(d))                                 \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                              \
-    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                         \
-    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                         \
-    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                           \
-    SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0))                   \
-    SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0))                   \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d))                                 \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 48, "96", SA_N48, "%48", "%49", "%50", SA_D48(d))                                 \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d))                                \
-    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 72, "144", SA_N72, "%72", "%73", "%74", SA_D72(d))                                \
-    SA_WGMMA_REGISTERS(Element, type, 32, "64", SA_N32, "%32", "%33", "%34", "%35", "%36", "%37", SA_D32(d, 0))                            \
-    SA_WGMMA_REGISTERS(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", "%67", "%68", "%69", SA_D64(d))                              \
+#define SA_WGMMA(Element, type) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 4, "8", SA_N4, "%4", "%5", "%6", SA_D4(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 8, "16", SA_N8, "%8", "%9", "%10", SA_D8(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 28, "56", SA_N28, "%28", "%29", "%30", SA_D28(d)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d)) \
+    SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 48, "96", SA_N48, "%48", "%49", "%50", SA_D48(d)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 72, "144", SA_N72, "%72", "%73", "%74", SA_D72(d)) \
+    SA_WGMMA_REGISTERS(Element, type, 32, "64", SA_N32, "%32", "%33", "%34", "%35", "%36", "%37", SA_D32(d, 0)) \
+    SA_WGMMA_REGISTERS(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", "%67", "%68", "%69", SA_D64(d)) \
     SA_WGMMA_REGISTERS(Element, type, 128, "256", SA_N128, "%128", "%129", "%130", "%131", "%132", "%133", SA_D128(d))
 SA_WGMMA(Bf16, "bf16")
 SA_WGMMA(Fp16, "f16")

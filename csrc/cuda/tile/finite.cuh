@@ -88,7 +88,7 @@ template <class Element, int kThreads> __device__ __forceinline__ bool zero_nonf
         uint4 &chunk = reinterpret_cast<uint4 *>(values)[x];
         const uint4 pairs = chunk;
         if (!(any_nonfinite<Element>(pairs.x) || any_nonfinite<Element>(pairs.y) || any_nonfinite<Element>(pairs.z) ||
-              any_nonfinite<Element>(pairs.w)))
+                    any_nonfinite<Element>(pairs.w)))
             continue;
         found = true;
         auto *each = reinterpret_cast<uint16_t *>(&chunk);

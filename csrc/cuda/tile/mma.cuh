@@ -53,8 +53,8 @@ __device__ __forceinline__ void left_of(uint32_t (&left)[kBlocks][4], const floa
 
 // o += p b. The columns of o are b's from chunk first_chunk on.
 template <class Element, int kBytes, int kBlocks, int kDepth, int kColumns>
-__device__ __forceinline__ void product_pb(float (&o)[kBlocks][kColumns][4], const float (&p)[kBlocks][kDepth][4], uint32_t b,
-                                           int first_chunk) {
+__device__ __forceinline__ void product_pb(
+        float (&o)[kBlocks][kColumns][4], const float (&p)[kBlocks][kDepth][4], uint32_t b, int first_chunk) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < kDepth / 2; step++) {
@@ -103,8 +103,8 @@ template <class Element> __device__ __forceinline__ float row_dot(uint32_t a, ui
 // are left out of the product, then added one row of b at a time where meets(i, row): the thread's i-th row of o meets that row of b.
 // Elements of o that meet none of them have the bits of product_pb.
 template <class Element, int kBytes, int kBlocks, int kDepth, int kColumns, class Meets>
-__device__ __forceinline__ void product_pb_hiding(float (&o)[kBlocks][kColumns][4], const float (&p)[kBlocks][kDepth][4], uint32_t b,
-                                                  int first_chunk, const Meets &meets) {
+__device__ __forceinline__ void product_pb_hiding(
+        float (&o)[kBlocks][kColumns][4], const float (&p)[kBlocks][kDepth][4], uint32_t b, int first_chunk, const Meets &meets) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < kDepth / 2; step++) {

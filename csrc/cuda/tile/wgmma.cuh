@@ -16,8 +16,8 @@ __device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kLength / 16; step++)
-        wgmma_shared<Element>(d, operand_at(left, step / 4 * kHalfA + step % 4 * 32), operand_at(right, step / 4 * kHalfB + step % 4 * 32),
-                              step > 0);
+        wgmma_shared<Element>(
+                d, operand_at(left, step / 4 * kHalfA + step % 4 * 32), operand_at(right, step / 4 * kHalfB + step % 4 * 32), step > 0);
     wgmma_commit();
 }
 

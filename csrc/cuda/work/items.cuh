@@ -11,7 +11,7 @@
 namespace sa {
 
 // The tile sizes of variants.def, as constants for the kernels' Config.
-#define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves)                                      \
+#define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves) \
     constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;
 #include "core/variants.def"
 
@@ -66,7 +66,7 @@ static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t til
 // False when the tile has no rows. Later tiles of a causal sequence see more keys, so they come first.
 template <class Keys = TensorKeys>
 __device__ __forceinline__ bool find_work(const sinkattn_fwd_args &args, int64_t tile_rows, int64_t tile_k, int64_t num_tiles, int64_t item,
-                                          Work &work, const Keys &keys = {}) {
+        Work &work, const Keys &keys = {}) {
     const sinkattn_problem &problem = args.problem;
     const auto heads = static_cast<uint32_t>(problem.num_kv_heads), n = static_cast<uint32_t>(item); // 64-bit divisions are slow
     work.group = static_cast<sa_position_t>(static_cast<uint32_t>(problem.num_q_heads) / heads);

@@ -70,13 +70,13 @@ __device__ __forceinline__ bool sees_some(const sa_key_tiles &tiles, int32_t beg
 }
 
 // Offset of a key of a sequence, -1 where its page does not exist.
-__device__ __forceinline__ int64_t offset_of(const TensorKeys &, const sa_sequence &sequence, const sinkattn_tensor &tensor, int32_t key,
-                                             int64_t kv_head) {
+__device__ __forceinline__ int64_t offset_of(
+        const TensorKeys &, const sa_sequence &sequence, const sinkattn_tensor &tensor, int32_t key, int64_t kv_head) {
     return sa_offset(&tensor, sequence.batch, sequence.k_begin + key, kv_head);
 }
 
-__device__ __forceinline__ int64_t offset_of(const CacheKeys &cache, const sa_sequence &sequence, const sinkattn_tensor &tensor,
-                                             int32_t key, int64_t kv_head) {
+__device__ __forceinline__ int64_t offset_of(
+        const CacheKeys &cache, const sa_sequence &sequence, const sinkattn_tensor &tensor, int32_t key, int64_t kv_head) {
     const int32_t page = cache.page_of(cache.row(sequence), key);
     return cache.has_page(page) ? cache.offset(tensor, page, key) + kv_head * tensor.head_stride : -1;
 }

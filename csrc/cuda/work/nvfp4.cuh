@@ -10,8 +10,8 @@ namespace sa {
 
 // row: of [batch, q_len, num_q_heads]. halves: columns [column, column + 4) of out; lanes 4 n to 4 n + 3 hold a block of 16.
 template <class Element>
-__device__ __forceinline__ void write_nvfp4(uint8_t *values, uint8_t *scales, float global_scale, int64_t head_dim, int64_t row, int column,
-                                            uint2 halves) {
+__device__ __forceinline__ void write_nvfp4(
+        uint8_t *values, uint8_t *scales, float global_scale, int64_t head_dim, int64_t row, int column, uint2 halves) {
     float y[4];
     uint32_t top = 0, code = 0;
 #pragma unroll

@@ -12,7 +12,7 @@ constexpr int kSinkThreads = 1024;
 // By a block. terms: [num_batches][num_q_heads][length], added in an order that depends on sizes alone.
 template <int kThreads>
 __device__ __forceinline__ void add_sink_terms_of(const sinkattn_bwd_args &args, const float *terms, int64_t num_batches, int64_t length,
-                                                  int64_t head, double (&sums)[kThreads / 32]) {
+        int64_t head, double (&sums)[kThreads / 32]) {
     const sinkattn_problem &problem = args.fwd.problem;
     double sum = 0.0;
     for (int64_t b = 0; b < num_batches; b++) {
