@@ -81,6 +81,10 @@ __device__ __forceinline__ int pinned(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+template <class T> __device__ __forceinline__ const T *pinned(const T *x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
 
 // Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {

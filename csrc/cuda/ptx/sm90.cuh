@@ -196,6 +196,7 @@ template <int kLength> __device__ __forceinline__ void pin(float (&d)[kLength]) 
 #define SA_D8(d, i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SA_D16(d, i) SA_D8(d, i), SA_D8(d, i + 8)
+#define SA_D24(d) SA_D16(d, 0), SA_D8(d, 16)
 #define SA_D28(d) SA_D16(d, 0), SA_D8(d, 16), SA_D4(d, 24)
 #define SA_D32(d, i) SA_D16(d, i), SA_D16(d, i + 16)
 #define SA_D40(d) SA_D32(d, 0), SA_D8(d, 32)
@@ -206,6 +207,7 @@ template <int kLength> __device__ __forceinline__ void pin(float (&d)[kLength]) 
 #define SA_N4 "%0, %1, %2, %3"
 #define SA_N8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SA_N16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SA_N24 SA_N16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define SA_N28 SA_N16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27"
 #define SA_N32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
@@ -259,6 +261,7 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint3
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 4, "8", SA_N4, "%4", "%5", "%6", SA_D4(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 8, "16", SA_N8, "%8", "%9", "%10", SA_D8(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 24, "48", SA_N24, "%24", "%25", "%26", SA_D24(d)) \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 28, "56", SA_N28, "%28", "%29", "%30", SA_D28(d)) \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
@@ -271,6 +274,7 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint3
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d)) \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 72, "144", SA_N72, "%72", "%73", "%74", SA_D72(d)) \
     SA_WGMMA_REGISTERS(Element, type, 32, "64", SA_N32, "%32", "%33", "%34", "%35", "%36", "%37", SA_D32(d, 0)) \
+    SA_WGMMA_REGISTERS(Element, type, 48, "96", SA_N48, "%48", "%49", "%50", "%51", "%52", "%53", SA_D48(d)) \
     SA_WGMMA_REGISTERS(Element, type, 64, "128", SA_N64, "%64", "%65", "%66", "%67", "%68", "%69", SA_D64(d)) \
     SA_WGMMA_REGISTERS(Element, type, 128, "256", SA_N128, "%128", "%129", "%130", "%131", "%132", "%133", SA_D128(d))
 SA_WGMMA(Bf16, "bf16")

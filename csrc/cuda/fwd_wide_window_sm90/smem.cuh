@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The wide windowed forward's shapes, and what its roles share: a block's shared memory, its spans, the tensor maps.
+#pragma once
+
+#include "cuda/host/tensor_map.cuh"
+#include "cuda/tile/pipe.cuh"
+#include "cuda/tile/wgmma.cuh"
+#include "cuda/work/items.cuh"
+
+namespace sa::fwd_wide_window_sm90 {
+
+enum NamedBarrier : int { kMathBarrier = 1 }; // of the first math warpgroup, the next ones follow; 0 is __syncthreads
+constexpr int kWarpgroups = 3, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128;
+constexpr int kMathRegisters = 160, kLoaderRegisters = 32;
+constexpr int kTileRows = 64, kStepKeys = 16, kStepBytes = kStepKeys * kRowBytes; // a step: of 64 columns, so many bytes
+constexpr int kSpans = 2;                                                         // described spans
+static_assert(kLoaderRegisters + kWarpgroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
+
+// kTileK: keys of a tile; kRegionK: of a key tile of the general forward; kRing: steps of K and V; kQueries: tiles of Q.
+template <int kHeadDim_, int kHeadDimV_, int kTileK, int kRegionK, int kRing_, int kQueries_> struct Shape {
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kSteps = kTileK / kStepKeys, kRegionSteps = kRegionK / kStepKeys,
+                         kRing = kRing_, kQueries = kQueries_;
+};
+
+template <class Element_, class Shape> struct Config : Shape {
+    using Element = Element_;
+    using Shape::kHeadDim, Shape::kHeadDimV, Shape::kSteps, Shape::kRegionSteps, Shape::kRing, Shape::kQueries;
+    static constexpr int kHalves = kHeadDim / 64, kHalvesV = kHeadDimV / 64; // pieces of 64 columns of a row
+    static constexpr int kHalfSteps = kSteps / 2;                            // of one product of Q and K
+    static constexpr int kMirror = kRegionSteps - 1;                         // the ring's first steps of K lie behind its last ones again
+    static constexpr int kKeyHalf = (kRing + kMirror) * kStepBytes, kValueHalf = kRing * kStepBytes, kQueryHalf = kTileRows * kRowBytes;
+    static_assert(kSteps % 2 == 0 && kHalfSteps <= kRegionSteps && kSteps <= 2 * kRegionSteps,
+            "a product of Q and K is one operand; a tile meets three key tiles at most");
+    static_assert(kQueries % kWarpgroups == 0, "a warpgroup waits for every use of a stage of Q, so never for a phase beyond the next");
+    static_assert(kRing >= kSteps, "a tile's steps lie in the ring");
+};
+
+struct Problem {
+    sa_band window;       // of a sequence so long that nothing is clamped
+    unsigned num_tiles;   // of a kv head; in a packed batch, the most there may be
+    unsigned num_items;   // tiles of all kv heads
+    unsigned batch_tiles; // tiles of a batch entry; 0: packed
+    int group, tokens;    // q heads of a kv head, tokens of a tile
+    int group_inverse;    // 2^16 / group, rounded up: row / group is row * group_inverse >> 16
+    int last_key;         // the last key of a row's window, counted from its first
+    float scale_log2;
+};
+
+// Neighbouring tiles of one sequence and kv head.
+struct Span {
+    sa_sequence sequence;
+    int64_t kv_head, lse;                 // lse: offset of the first token and head in lse
+    sa_position_t first_token, first_key; // first_key: of the first token's window, which may begin before key 0
+    int num_tiles, first_step;            // first_step: of the first tile, counted from key 0
+    uint32_t first_use, end_use;          // of the ring, by the span's steps
+    uint32_t first_tile, end_tile;        // of all tiles of the block
+    uint32_t number;                      // of the block's spans before it
+    bool exists, has_sink;
+
+    // The first step of the n-th tile, counted from key 0; the ring's use that holds it.
+    __device__ __forceinline__ int tile_step(const Problem &p, int n) const { return max(first_key + n * p.tokens, 0) / kStepKeys; }
+    __device__ __forceinline__ uint32_t tile_use(const Problem &p, int n) const { return first_use + tile_step(p, n) - first_step; }
+};
+
+struct PlannedSpan : Span {
+    float s_aux[kTileRows]; // of the heads of the GQA group, -inf for none
+};
+
+template <class C> struct Smem {
+    alignas(1024) unsigned char queries[C::kQueries][C::kHalves * C::kQueryHalf];
+    alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kValueHalf];
+    PlannedSpan spans[kSpans];
+    Barriers<kSpans> planned, span_empty;
+    Barriers<C::kRing> full, ready, empty; // steps; ready: V is checked, and s_aux of the span is written
+    Barriers<C::kQueries> q_full, q_empty;
+    bool nonfinite[C::kRing]; // V held values that are not finite, which are zeros now
+};
+
+struct Maps {
+    CUtensorMap q, k, v;
+};
+
+} // namespace sa::fwd_wide_window_sm90
