@@ -13,6 +13,7 @@
 
 #include "cuda/host/launch.cuh"
 #include "cuda/tile/mma.cuh"
+#include "cuda/tile/pivot.cuh"
 #include "cuda/tile/sink.cuh"
 #include "cuda/work/items.cuh"
 #include "cuda/work/keys.cuh"
@@ -20,9 +21,6 @@
 
 namespace sa::fwd_sm80 {
 namespace {
-
-// A pivot follows its row's maximum only when that exceeds it by more than kLazy, in log2 units, so O is seldom rescaled.
-constexpr float kLazy = 8.0f;
 
 // A warp owns kRowBlocks x 16 rows; registers are limited so that an SM holds kMinBlocks blocks of threads.
 template <class Element_, class Keys_, int kHeadDim_, int kTileQ_, int kTileK_, int kRowBlocks_, int kMinBlocks_> struct Config {

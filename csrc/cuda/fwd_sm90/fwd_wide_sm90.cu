@@ -8,6 +8,7 @@
 #include "cuda/fwd_sm90/rows.cuh"
 #include "cuda/fwd_sm90/smem.cuh"
 #include "cuda/fwd_sm90/softmax.cuh"
+#include "cuda/fwd_sm90/threads.cuh"
 
 namespace sa::fwd_sm90 {
 

@@ -8,12 +8,14 @@
 //     checker warps       V0 | V1 | ...                               zero values that are not finite, in tiles that need a mask
 //     math warpgroups S0 | S1 = Q K1^T, O += P0 V0 | S2, O += P1 V1 | ...       softmax of S1 while O += P0 V0 runs
 //
+// Over a cache, one of the checker warps loads V instead: cached.cuh, threads.cuh.
+//
 // A block stays on its multiprocessor and walks over tiles of rows (tokens x the heads of a GQA group), the last of a sequence first, and
-// in reverse every other round, which evens out the blocks' work. A math warpgroup owns 64 rows, with S, P and O in registers; they
-// run out of step, and each releases key tiles that only the others need. Out leaves through the stage of the queries; with one
-// tile of Q, from registers. A row's pivot is its maximum over its first key tile; later tiles are not searched for maxima, and the rare
-// row that outgrows its pivot is scored again. Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's bits
-// are its own.
+// in dense batches in reverse every other round, which evens out the blocks' work. A math warpgroup owns 64 rows, with S, P and O in
+// registers; they run out of step, and each releases key tiles that only the others need. Out leaves through the stage of the queries; with
+// one tile of Q, from registers. A row's pivot is its maximum over its first key tile; later tiles are not searched for maxima, and the
+// rare row that outgrows its pivot is scored again. Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's
+// bits are its own.
 //
 // Registers: S, P and O take 128 of 160 at head_dim 64, 124 at 128; 136 of 232 at 192 with values of 128, 188 at 256, with two math
 // warpgroups. Shared memory: one or two tiles of Q, kStages of K and V, 176 and 216 KiB, 216 and 224.
@@ -21,6 +23,7 @@
 
 #include "cuda/fwd_sm90/cached.cuh"
 #include "cuda/fwd_sm90/math.cuh"
+#include "cuda/fwd_sm90/threads.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.cuh"
 #include "cuda/work/launch_counter.cuh"
@@ -99,7 +102,7 @@ template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
         const Work &work = smem.rows[tiles.stage()].work;
         for (KeyTileWalk tile(work.tiles); tile.exists(); tile.advance(), ring.n++) {
             smem.v_full.wait(ring);
-            check_values<C>(smem, ring, !tile.is_full(), static_cast<int>(threadIdx.x) - 64);
+            check_values<C>(smem, ring, !tile.is_full(), static_cast<int>(threadIdx.x) - (128 - 32 * C::kCheckers));
         }
         smem.rows[tiles.stage()].empty.arrive();
     }
@@ -115,18 +118,18 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kRowStages; i++) {
             smem.rows[i].full.init(32);
-            smem.rows[i].empty.init(128 * C::kMathWarpgroups + 32 * C::kCheckers);
+            smem.rows[i].empty.init(128 * C::kMathWarpgroups + (C::Keys::kCached ? 96 : 64)); // math; loaders of a cache; checkers
         }
         for (int i = 0; i < C::kQueries; i++) {
             smem.q_full[i].init(1);
             smem.q_empty[i].init((C::kStagesOut ? 1 : 4) * C::kMathWarpgroups);
         }
         for (int i = 0; i < C::kStages; i++) {
-            smem.k_full[i].init(1);
+            smem.k_full[i].init(C::Keys::kByThreads ? 32 : 1); // one thread announces TMA's bytes
             smem.k_empty[i].init(4 * C::kMathWarpgroups);
-            smem.v_full[i].init(1);
+            smem.v_full[i].init(C::Keys::kByThreads ? 32 : 1);
             smem.v_ready[i].init(32 * C::kCheckers);
-            smem.v_empty[i].init(C::kMathWarpgroups);
+            smem.v_empty[i].init((C::Keys::kCached ? 4 : 1) * C::kMathWarpgroups);
         }
         barrier_init_fence();
     }
@@ -136,11 +139,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         registers_down<C::kLoaderRegisters>();
         if (threadIdx.x < 32) schedule<C>(smem, args, keys, p);
         if constexpr (C::Keys::kCached) {
-            if (threadIdx.x >= 32 && threadIdx.x < 64) load_cached_keys<C>(smem, maps, p, keys, error_word);
+            if (threadIdx.x >= 32 && threadIdx.x < 64) load_cached<C, false>(smem, maps, p, keys, error_word);
+            if (threadIdx.x >= 64 && threadIdx.x < 96) load_cached<C, true>(smem, maps, p, keys, error_word);
         } else {
             if (threadIdx.x == 32) load_tiles<C>(smem, maps, p);
         }
-        if (threadIdx.x >= 64) check_tiles<C>(smem);
+        if (threadIdx.x >= 128 - 32 * C::kCheckers) check_tiles<C>(smem);
     } else {
         registers_up<C::kMathRegisters>();
         Math<C>{smem, args, keys, maps, p, warp_uniform(threadIdx.x / 128) - 1, threadIdx.x % 128 == 0, {}}.run();
@@ -193,6 +197,17 @@ sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, co
     return launch<Config<Fp16, Keys, Shape>>(args, keys, *plan, *context);
 }
 
+// Boxes of fewer keys are slower than threads.
+constexpr int kLeastBox = 4;
+
+template <class Shape>
+sinkattn_status launch_cached(const sinkattn_decode_args &args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const CacheKeys keys(args, Shape::kTileK);
+    if (keys.box < kLeastBox && ThreadKeys::serves(keys, args.fwd))
+        return launch_dtype<Shape>(args.fwd, ThreadKeys(keys, args.fwd), plan, context);
+    return launch_dtype<Shape>(args.fwd, keys, plan, context);
+}
+
 // The forward of tensors, and that of packed rows over a cache, a decode. Of variants.def's rows sm90_<name> and sm90_packed_<name>.
 #define SA_FWD_SM90_LAUNCHERS(name, head_dim, head_dim_v, stages, row_stages, queries) \
     extern "C" sinkattn_status sa_fwd_cuda_sm90_##name( \
@@ -207,7 +222,7 @@ sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, co
                 stages, row_stages, queries>; \
         const auto &args = *static_cast<const sinkattn_decode_args *>(arguments); \
         SA_TRY(check_no_host_pages(args)); \
-        return launch_dtype<Tiles>(args.fwd, CacheKeys(args, Tiles::kTileK), plan, context); \
+        return launch_cached<Tiles>(args, plan, context); \
     }
 
 } // namespace sa::fwd_sm90

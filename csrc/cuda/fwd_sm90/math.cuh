@@ -26,6 +26,18 @@ template <class C> struct Math {
     const bool leader; // of the warpgroup
     Ring<C::kStages> ring;
 
+    // Between the wait for keys and values and their products, where threads copied them.
+    __device__ __forceinline__ void fence_copies() {
+        if constexpr (C::Keys::kByThreads) async_fence();
+    }
+
+    // Once the warp has read V, and whether all of it is finite. A cache's V is refilled whether or not K is, so each warp must have waited
+    // for it.
+    __device__ __forceinline__ void release_values(Ring<C::kStages> use) {
+        if constexpr (C::Keys::kCached) __syncwarp();
+        if (C::Keys::kCached ? threadIdx.x % 32 == 0 : leader) smem.v_empty.release(use);
+    }
+
     // Issues S = Q K^T of the stage's keys; the caller waits. q: the address of the warpgroup's first query.
     __device__ __forceinline__ void begin_scores(Scores &s, uint32_t q, uint32_t stage) {
         wgmma_abt<Element, C::kHeadDim, C::kQueryHalf, C::kKeyHalf>(s, q, shared_address(smem.keys[stage]));
@@ -37,6 +49,7 @@ template <class C> struct Math {
     }
 
     __device__ __forceinline__ bool has_nonfinite(uint32_t stage) const {
+        if constexpr (C::kCheckers == 1) return smem.nonfinite[stage][0];
         return *reinterpret_cast<const uint16_t *>(smem.nonfinite[stage]) != 0;
     }
 
@@ -64,7 +77,7 @@ template <class C> struct Math {
     __device__ __forceinline__ void end_values(Out &o, const WarpgroupRows<C> &own, int t, bool nonfinite) {
         wgmma_wait<0>();
         pin(o);
-        if (leader) smem.v_empty.release(ring);
+        release_values(ring);
         if (nonfinite) add_back(o, own, t);
         ring.n++;
     }
@@ -83,6 +96,7 @@ template <class C> struct Math {
         float total[2];
         Weights weights;
         smem.k_full.wait(ring);
+        fence_copies();
         begin_scores(s, q, ring.stage());
         const bool masked = !tile.is_full();
         wgmma_wait<0>();
@@ -100,8 +114,9 @@ template <class C> struct Math {
         KeyTileWalk next = tile.next();
         if (next.t < end) smem.k_full.wait(ring.next());
         while (next.t < end) {
-            // No wgmma in flight; P(t) in registers; V(t) and K(next) landed.
+            // No wgmma in flight; P(t) in registers; V(t) and K(next) landed, copies ahead of them as in load_tiles.
             const auto keys = ring.next();
+            fence_copies();
             begin_scores(s, q, keys.stage());
             begin_values(o, weights);
             const bool next_masked = !next.is_full();
@@ -129,6 +144,7 @@ template <class C> struct Math {
             next = after_next;
             pack<Element>(weights, s);
         }
+        fence_copies();
         begin_values(o, weights);
         release_queries(queries);
         finish_softmax<C>(factor, softmax, args, own);
@@ -142,7 +158,7 @@ template <class C> struct Math {
         smem.v_ready.wait(skipped);
         __syncwarp();
         if (threadIdx.x % 32 == 0) smem.k_empty.release(skipped);
-        if (leader) smem.v_empty.release(skipped);
+        release_values(skipped);
     }
 
     // Writes O, rounded, over the warpgroup's queries and in their layout.

@@ -24,7 +24,7 @@ template <class Element_, class Keys_, class Shape> struct Config : Shape {
     using Element = Element_;
     using Keys = Keys_;
     using Shape::kHeadDim, Shape::kHeadDimV, Shape::kTileQ, Shape::kTileK, Shape::kStages, Shape::kRowStages, Shape::kQueries;
-    static constexpr int kMathWarpgroups = kTileQ / 64, kThreads = 128 * (kMathWarpgroups + 1), kCheckers = 2;
+    static constexpr int kMathWarpgroups = kTileQ / 64, kThreads = 128 * (kMathWarpgroups + 1), kCheckers = Keys::kCached ? 1 : 2;
     static constexpr int kHalves = kHeadDim / 64, kHalvesV = kHeadDimV / 64; // pieces of 64 columns of a row, k*Half bytes apart
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
     static constexpr int kLoaderRegisters = kMathWarpgroups == 2 ? 40 : 32, kMathRegisters = kMathWarpgroups == 2 ? 232 : 160;
@@ -77,19 +77,10 @@ struct Problem {
     float scale_log2;
 };
 
-// The sequence of tile n; in a packed batch the last one whose first tile, rows before / tokens + b, is at most n. Searched by the lanes of
-// a warp, a sequence each.
+// The sequence of tile n. By a whole warp.
 __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned n) {
-    const auto batch = static_cast<unsigned>(args.problem.batch);
-    if (!args.problem.packed) return n % batch;
-    unsigned low = 0, high = batch + 1;
-    while (high - low > 1) {
-        const unsigned step = (high - low + 31) / 32, b = low + threadIdx.x % 32 * step;
-        const bool begun = b < high && rows_before(args, b) < (static_cast<int64_t>(n) - b + 1) * p.tokens;
-        low += (31 - __clz(__ballot_sync(0xffffffffu, begun) | 1)) * step;
-        high = min(high, low + step);
-    }
-    return low;
+    if (!args.problem.packed) return n % static_cast<unsigned>(args.problem.batch);
+    return packed_sequence_of_tile(args, p.tokens, n);
 }
 
 // find_work for tiles of whole tokens. False if the tile has none.

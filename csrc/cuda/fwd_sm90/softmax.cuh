@@ -6,6 +6,7 @@
 
 #include "cuda/fwd_sm90/rows.cuh"
 #include "cuda/tile/mma.cuh"
+#include "cuda/tile/pivot.cuh"
 #include "cuda/tile/sink.cuh"
 
 namespace sa::fwd_sm90 {
@@ -65,9 +66,6 @@ template <class C> __device__ __forceinline__ void mask_tile(float (&s)[C::kTile
 // A row's pivot is its maximum in the first key tile that it sees. Later tiles are not searched for maxima, which would take a tenth of the
 // time. The pivot moves only if a thread's sum of the row's weights in a tile exceeds kLarge, which P can still represent, and the maximum
 // exceeds the pivot by more than kLazy in log2 units. Only the row's own data decide.
-constexpr float kLazy = 8.0f;
-template <class Element> constexpr float kLarge = 0x1p24f;
-template <> constexpr float kLarge<Fp16> = 0x1p14f;
 
 // Whether the thread's i-th row has seen no key before tile t, or nothing but -inf.
 template <class C> __device__ __forceinline__ bool begins(int i, const Softmax &softmax, const WarpgroupRows<C> &own, int t) {

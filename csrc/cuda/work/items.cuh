@@ -45,7 +45,7 @@ __device__ __forceinline__ int64_t rows_before(const sinkattn_fwd_args &args, in
 
 // A forward finds its keys in its tensors k and v. work/keys.cuh has those of a cache.
 struct TensorKeys {
-    static constexpr bool kCached = false;
+    static constexpr bool kCached = false, kByThreads = false;
 
     __device__ __forceinline__ sa_sequence sequence(const sinkattn_fwd_args &args, int64_t b) const { return sa_sequence_at(&args, b); }
 };
@@ -55,6 +55,23 @@ __device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args 
     if (b < args.problem.batch) return keys.sequence(args, b);
     const int64_t begin = rows_before(args, b);
     return {0, begin, args.problem.q_len - begin, 0, 0};
+}
+
+// The first tile of sequence b in a packed batch with tiles of `tokens` whole tokens, each sequence's its own.
+__device__ __forceinline__ unsigned packed_first_tile(const sinkattn_fwd_args &args, int tokens, unsigned b) {
+    return static_cast<unsigned>(rows_before(args, b)) / static_cast<unsigned>(tokens) + b;
+}
+
+// The last sequence of a packed batch whose first tile is at most n. Searched by the lanes of a warp, a sequence each.
+__device__ __forceinline__ unsigned packed_sequence_of_tile(const sinkattn_fwd_args &args, int tokens, unsigned n) {
+    unsigned low = 0, high = static_cast<unsigned>(args.problem.batch) + 1;
+    while (high - low > 1) {
+        const unsigned step = (high - low + 31) / 32, b = low + threadIdx.x % 32 * step;
+        const bool begun = b < high && rows_before(args, b) < (static_cast<int64_t>(n) - b + 1) * tokens;
+        low += (31 - __clz(__ballot_sync(0xffffffffu, begun) | 1)) * step;
+        high = min(high, low + step);
+    }
+    return low;
 }
 
 static inline int64_t num_row_tiles(const sinkattn_problem &problem, int64_t tile_rows) {

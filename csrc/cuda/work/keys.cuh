@@ -16,7 +16,7 @@ struct CacheRow {
 
 // The cache under packed rows. Of a sequence in it, k_begin is its number: the cache has no first key.
 struct CacheKeys {
-    static constexpr bool kCached = true;
+    static constexpr bool kCached = true, kByThreads = false;
     const int32_t *lengths, *block_table; // NULL: the capacity each; contiguous
     int64_t block_table_stride;
     int32_t page_size, num_pages; // a contiguous cache has one page a sequence
@@ -60,6 +60,37 @@ struct CacheKeys {
     // Of a key in an existing page; head 0.
     __device__ __forceinline__ int64_t offset(const sinkattn_tensor &tensor, int32_t page, int32_t key) const {
         return page * tensor.batch_stride + static_cast<int64_t>(slot(key)) * tensor.row_stride;
+    }
+};
+
+// The same, of small pages, whose keys threads copy.
+struct ThreadKeys : CacheKeys {
+    static constexpr bool kByThreads = true;
+
+    // Keys or values: rows of `columns` elements; from a page, a row, a head to the next one, in units of 8 elements.
+    struct Pool {
+        const void *data;
+        uint32_t page, row, head;
+        int32_t columns;
+
+        Pool(const sinkattn_tensor &tensor, int64_t width)
+            : data(tensor.data), page(static_cast<uint32_t>(tensor.batch_stride / 8)), row(static_cast<uint32_t>(tensor.row_stride / 8)),
+              head(static_cast<uint32_t>(tensor.head_stride / 8)), columns(static_cast<int32_t>(width)) {}
+    };
+
+    Pool k, v;
+
+    ThreadKeys(const CacheKeys &keys, const sinkattn_fwd_args &args)
+        : CacheKeys(keys), k(args.k, args.problem.head_dim), v(args.v, sa_head_dim_v(&args.problem)) {}
+
+    // Whether a key's place in its head, in those units, is below 2^32 - 1.
+    static bool serves(const CacheKeys &keys, const sinkattn_fwd_args &args) {
+        constexpr int64_t kMost = INT64_C(1) << 34; // elements, 2^31 units: from the first page to the last, and within a page
+        if (!keys.block_table || keys.num_pages < 1) return false;
+        for (const sinkattn_tensor *tensor : {&args.k, &args.v})
+            if (tensor->batch_stride > kMost / keys.num_pages || tensor->row_stride > kMost / keys.page_size || tensor->head_stride > kMost)
+                return false;
+        return true;
     }
 };
 
