@@ -6,7 +6,7 @@
 //     rows    lse and g - delta of every row, the items of the keys kernel, dq of rows without keys
 //     keys    an item is 128 keys of a kv head, and the row tiles of a chain (core/chains.h) that see some of them:
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
-//         2 warpgroups  S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dQ = dS^T K,  dK += dS Q       64 keys each
+//         2 warpgroups  S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dK += dS Q,  dQ = dS^T K       64 keys each
 //         adders        dQ of tiles, or of halves of them, added in fp32 to the sum of the key blocks before
 //     sink    ds_aux of a head: the sum of its row tiles' and key blocks' terms
 //
@@ -35,8 +35,10 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kRows = kRows_, kKeys = kKeys_;
     static constexpr bool kIsWide = false;
-    static constexpr int kColumns = kRows;                            // rows that a math warpgroup's S has, as columns
-    static constexpr int kHalves = kHeadDim / 64, kHalvesV = kHalves; // a row is stored in kHalves pieces of 64 columns, k*Half bytes apart
+    static constexpr int kColumns = kRows; // rows that a math warpgroup's S has, as columns
+    // A row is stored in kHalves pieces of 64 columns, k*Half bytes apart. Without kIsWhole the last has 32 that exist.
+    static constexpr int kHalves = (kHeadDim + 63) / 64, kHalvesV = kHalves;
+    static constexpr bool kIsWhole = kHeadDim % 64 == 0;
     static constexpr int kRowHalf = kRows * kRowBytes, kKeyHalf = kKeys * kRowBytes;
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     // With kIsLate the warpgroups compute dQ a tile late, half a tile apart, and each hands over its part. It does not pay at head_dim 128.
@@ -163,7 +165,8 @@ template <class C, TermsOf kTerms> struct Math {
             if (C::kIsLate) smem.ds_empty[of].arrive();
             auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + (C::kIsLate ? 0 : math_warpgroup * 1024) + pinned(threadIdx.x % 128);
 #pragma unroll
-            for (int i = 0; i < 8; i++) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+            for (int i = 0; i < 8; i++)
+                if (i < 4 || C::kIsWhole || math_warpgroup == 0) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
         }
         async_fence();
         __syncwarp();
@@ -178,7 +181,7 @@ template <class C, TermsOf kTerms> struct Math {
         begin_scores(s);
         begin_dp(dp);
         for (int t = item.round_end - 1;; t--) {
-            // t descends: S(t), dP(t) running; dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
+            // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
             if (t >= item.tiles.full_begin && t < item.tiles.full_end)
                 find_operands<false>(s, dp, weights, ds, t);
@@ -219,7 +222,7 @@ template <class C, TermsOf kTerms> struct Math {
         begin_dp(dp);
         const int begin = item.round_begin;
         for (int t = item.round_end - 1;; t--) {
-            // t descends: S(t), dP(t) running; dV, dK hold the tiles above t; dQ(t + 2) handed to its adder.
+            // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 2) handed to its adder, dS(t + 1) in shared memory.
             Operands weights, ds;
             find_operands_late(s, dp, weights, ds, t >= item.tiles.full_begin && t < item.tiles.full_end, t);
             const uint32_t stage = warp_uniform(ring.stage()); // of the row tile, and of its dS
@@ -289,11 +292,8 @@ template <class C, TermsOf kTerms> struct Math {
                 next_round<C>(item);
             }
             if (smem.hides && item.has_tiles()) add_hidden<C>(dv, smem, args, p, item, math_warpgroup, 0, args.fwd.problem.head_dim);
-            float poison[2]; // of the thread's keys: read before the keys' stage is released
-            for (int r = 0; r < 2; r++) {
-                const int own = 64 * math_warpgroup + warpgroup_row(r);
-                poison[r] = item.has_tiles() && smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
-            }
+            float poison[2];
+            find_poison<C>(poison, smem, item, math_warpgroup); // before the keys' stage is released
             __syncwarp();
             smem.kv_empty[0].arrive();
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
@@ -366,6 +366,10 @@ sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, c
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_d64(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
     return launch_dtype<64, sa_bwd_cuda_sm90_d64_tile_q, sa_bwd_cuda_sm90_d64_tile_k>(args, plan, context);
+}
+
+extern "C" sinkattn_status sa_bwd_cuda_sm90_d96(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return launch_dtype<96, sa_bwd_cuda_sm90_d96_tile_q, sa_bwd_cuda_sm90_d96_tile_k>(args, plan, context);
 }
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_d128(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {

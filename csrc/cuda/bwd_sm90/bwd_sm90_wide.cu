@@ -136,7 +136,7 @@ template <class C, TermsOf kTerms> struct WideMath {
         begin_scores(s);
         begin_dp(dp);
         for (int t = item.round_end - 1;; t--) {
-            // t descends: S(t), dP(t) running; dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
+            // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
             if (t >= item.tiles.full_begin && t < item.tiles.full_end)
                 find_operands<false>(s, dp, weights, ds, t);
@@ -200,11 +200,8 @@ template <class C, TermsOf kTerms> struct WideMath {
                 const int64_t columns = sa_head_dim_v(&args.fwd.problem) - first_column;
                 add_hidden<C>(sums.dv, smem, args, p, item, math_warpgroup, first_column, columns);
             }
-            float poison[2]; // of the thread's keys: read before the keys' stage is released
-            for (int r = 0; r < 2; r++) {
-                const int own = warpgroup_row(r);
-                poison[r] = item.has_tiles() && smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
-            }
+            float poison[2];
+            find_poison<C>(poison, smem, item, math_warpgroup); // before the keys' stage is released
             __syncwarp();
             smem.kv_empty[0].arrive();
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;

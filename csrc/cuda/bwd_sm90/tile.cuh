@@ -208,6 +208,7 @@ __device__ __forceinline__ void finish_tile(float (&dq)[kSize], const float *sum
     if (!is_alone) {
 #pragma unroll
         for (int i = 0; i < kSize / 4; i++) {
+            if (C::kHeadDim % 64 != 0 && first_column + 8 * i >= C::kHeadDim) continue;
             const float4 before = reinterpret_cast<const float4 *>(sum)[(first_float4s + i) * 128 + threadIdx.x % 128];
             dq[4 * i] += before.x;
             dq[4 * i + 1] += before.y;
@@ -282,7 +283,7 @@ __device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers 
     const int64_t carry = is_shared ? item.carry : p.num_carries + blockIdx.x;
     auto *at = reinterpret_cast<float4 *>(buffers.carries + carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
     const auto add = [&](auto &d) {
-        constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize < 32 ? kSize / 4 : 8; // loads in flight
+        constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize % 32 == 0 ? 8 : 4; // loads in flight
 #pragma unroll
         for (int first = 0; first < kSize; first += 4 * kBatch, at += kBatch * C::kMathThreads) {
             if (part > 0) {
@@ -309,6 +310,15 @@ __device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers 
     if (!is_shared) return;
     bar_sync<C::kMathThreads>(kMathBarrier);
     if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
+}
+
+// What is added to the factors of dK and dV of the thread's two keys: NaN, if K was not finite and some row sees the key.
+template <class C>
+__device__ __forceinline__ void find_poison(float (&poison)[2], const Smem<C> &smem, const Item &item, int math_warpgroup) {
+    for (int r = 0; r < 2; r++) {
+        const int own = first_key<C>(math_warpgroup) + warpgroup_row(r);
+        poison[r] = item.has_tiles() && smem.poisoned[own] && smem.seen_by[own].begin < smem.seen_by[own].end ? NAN : 0.0f;
+    }
 }
 
 template <class C>

@@ -291,7 +291,7 @@ __device__ __forceinline__ void store_deltas(float *to, const uint4 (&out)[kBatc
 // rows are neighbours in memory.
 template <class C>
 __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
-    constexpr int kLanes = C::kHeadDimV / 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep, kBatch = 4; // loads at a time
+    constexpr int kLanes = C::kHalvesV * 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep, kBatch = 4; // loads at a time
     __shared__ float deltas[C::kRows], terms[C::kRows];
     const auto heads = static_cast<int>(args.fwd.problem.num_kv_heads), n = static_cast<int>(blockIdx.x), nth_tile = n / heads,
                kv_head = n - nth_tile * heads;
