@@ -4,28 +4,25 @@
 #pragma once
 
 #include "cuda/decode/finish.cuh"
+#include "cuda/tile/pivot.cuh"
 
 namespace sa::decode {
 
-constexpr float kLazy = 8.0f; // as in fwd_sm90/softmax.cuh
-template <class Element> constexpr float kLarge = 0x1p24f;
-template <> constexpr float kLarge<Fp16> = 0x1p14f;
-
-template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig {
+template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileSizes<kHeadDim_> {
     using Element = Element_;
+    using TileSizes<kHeadDim_>::kHeadDim, TileSizes<kHeadDim_>::kHeadBytes, TileSizes<kHeadDim_>::kPartialRow;
     using Arguments = Extras;
     static constexpr bool kExtras = true, kClusters = false;
-    static constexpr int kHeadDim = kHeadDim_, kWarps = kWarps_, kThreads = 32 * kWarps, kHeads = 1, kEights = 1, kMostRows = 8;
+    static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kHeads = 1, kEights = 1, kMostRows = 8;
     static constexpr int kTeams = kWarps, kTeamThreads = 32, kTeamWarps = 1; // a team: a warp that loads and scores 16 keys
     static constexpr int kPivotTiles = kHeadDim == 64 ? 8 : 5, kPivotKeys = kPivotTiles * kTileK; // of a key tile of the forward
     static_assert(kPivotKeys == (kHeadDim == 64 ? sa_fwd_cuda_sm90_d64_tile_k : sa_fwd_cuda_sm90_d128_tile_k), "the forward's tiles");
     static constexpr int kWalkKeys = kTileK;                                         // of a tile of stream.tiles
     static constexpr int kColumns = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps; // of a warp that has any
-    static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
-    static constexpr int kHeadBytes = 2 * kTileBytes, kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;
+    static constexpr int kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;
     static constexpr int kMostStages = kHeadDim == 64 ? 5 : 3, kBlocks = kWarps == 8 ? 1 : kHeadDim == 64 ? 4 : 2; // kBlocks: of an SM
     static constexpr bool kQueriesInRegisters = true;
-    static constexpr int kQueryBytes = 0, kPartialRow = kHeadDim + 8;
+    static constexpr int kQueryBytes = 0;
     static constexpr int kMine = (kPivotTiles + kWarps - 1) / kWarps; // tiles of 16 keys that a warp has of a key tile of the forward
     struct Rows {
         uint32_t q[kHeadDim / 16][2];
@@ -78,7 +75,7 @@ template <class C> struct Chain {
     // s[2 i + x] = K Q^T: key fragment_row(i) of a tile, row fragment_column() + x. masked: -inf where the row does not see the key.
     __device__ __forceinline__ void scores(float (&s)[4], uint32_t tile, int32_t first_key, bool masked) const {
         for (float &x : s) x = 0.0f;
-        const uint32_t k = tile + lane_rows<C>().v;
+        const uint32_t k = tile + lane_rows<C>().q;
 #pragma unroll
         for (int step = 0; step < C::kHeadDim / 16; step++) {
             uint32_t keys[4];

@@ -18,16 +18,16 @@
 
 namespace sa::decode {
 
-template <class Element_, int kHeadDim_> struct ClusterConfig {
+template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadDim_> {
     using Element = Element_;
+    using TileSizes<kHeadDim_>::kHeadDim, TileSizes<kHeadDim_>::kTileBytes;
     using Arguments = Extras;
     static constexpr bool kExtras = true, kClusters = true; // kClusters: no counter
-    static constexpr int kHeadDim = kHeadDim_, kCluster = kHeadDim / 16, kMostRows = 8;
+    static constexpr int kCluster = kHeadDim / 16, kMostRows = 8;
     static constexpr int kSteps = kHeadDim == 64 ? 8 : 5, kWalkKeys = kSteps * kTileK; // of a key tile of the forward
     static_assert(kWalkKeys == ChainConfig<Element, kHeadDim, 8>::kPivotKeys, "the forward's tiles");
     static constexpr int kScorers = kSteps, kLoaders = 2, kAdder = kScorers, kChain = kScorers + 1, kFirstLoader = kScorers + 2; // warps
     static constexpr int kWarps = kFirstLoader + kLoaders, kThreads = 32 * kWarps;
-    static constexpr int kRowBytes = 2 * kHeadDim, kChunks = kHeadDim / 8, kKeyBytes = kTileK * kRowBytes, kPartialRow = kHeadDim + 8;
     static constexpr int kValueRow = 32, kValueBytes = kWalkKeys * kValueRow; // of the block's columns
     static constexpr int kRounds = 3, kWeightStages = kRounds * kCluster;     // a round: a tile of each block
     static constexpr int kKeyStages = kHeadDim == 64 ? 3 : 2, kValueStages = kHeadDim == 64 ? 8 : 12;
@@ -38,7 +38,7 @@ template <class Element_, int kHeadDim_> struct ClusterConfig {
         float totals[32];    // lane l: sum of class l / 8 of row 2 (l % 4) + l / 4 % 2
     };
     struct Smem {
-        alignas(128) unsigned char keys[kScorers][kKeyStages][kKeyBytes];
+        alignas(128) unsigned char keys[kScorers][kKeyStages][kTileBytes];
         unsigned char values[kValueStages][kValueBytes];
         WeightStage sent[kWeightStages];
         float4 weights[kSteps][32];

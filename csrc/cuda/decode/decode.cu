@@ -9,13 +9,18 @@
 //
 // A stream is 16 rows, (token, head) pairs of one kv head of a sequence, or of two with 8 rows each, against the tiles of 16 keys that
 // they see. Every block finds its part from cache_seqlens by a prefix sum, so nothing is planned on the host and a captured graph follows
-// the lengths. On 9.0 it does so before the preceding kernel ends, and checks again afterwards. Teams, of one warp up to head_dim 128,
+// the lengths. On 9.0 it does so before the preceding kernel ends, and checks again afterwards. Teams, of one warp up to 128 columns of V,
 // take every kTeams-th tile, each with its own softmax and its own cp.async stages: the loop has no block barrier. Partials merge in the
 // order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
 //
-// Shared memory: Q from head_dim 256 on, then the stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 KiB a block. An
-// SM holds 16 warps at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit. Registers: Q, O and S of a warp,
-// 16 + 32 + 8 at head_dim 64.
+// Shared memory: Q where a team has several warps, then the stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 KiB a
+// block, 40 at (192, 128). An SM holds 16 warps at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit.
+// Registers: Q, O and S of a warp, 16 + 32 + 8 at head_dim 64.
+//
+// Values may be narrower than keys in the instances with kNarrow: columns past head_dim and head_dim_v are zeros in shared memory, and
+// neither read nor written in global memory.
+
+#include <cmath>
 
 #include "cuda/decode/finish.cuh"
 #include "cuda/decode/keys.cuh"
@@ -32,27 +37,26 @@ namespace {
 // The M side of a tile's products: 16 rows; or keys, and columns of O, of one kv head with at most 8 rows, or of two with 8 each.
 enum class Tile { kRows, kKeys, kKeysOfTwoHeads };
 
-template <class Element_, int kHeadDim_, int kWarps, bool kExtras_, Tile kTile, bool kClusters_ = false> struct Config {
+template <class Element_, class Sizes, int kWarps, bool kExtras_, Tile kTile, bool kClusters_ = false> struct Config : Sizes {
     using Element = Element_;
+    using Sizes::kHeadDim, Sizes::kHeadDimV, Sizes::kRowThreads, Sizes::kRowBytes, Sizes::kHeadBytes, Sizes::kPartialRow;
     static constexpr bool kExtras = kExtras_, kClusters = kClusters_; // kClusters: a stream has kCluster parts, the blocks of a cluster
     static constexpr bool kKeysInM = kTile != Tile::kRows;
     static constexpr int kHeads = kTile == Tile::kKeysOfTwoHeads ? 2 : 1; // kv heads of a stream
     static constexpr int kEights = kTile == Tile::kKeys ? 1 : 2;          // a stream has at most 8 kEights rows
     using Arguments = std::conditional_t<kExtras, Extras, Params>;
-    static constexpr int kHeadDim = kHeadDim_, kStep = 512 / kHeadDim; // kStep: tiles that make 32 KiB, K and V together
+    static constexpr int kStep = 512 / kHeadDimV; // tiles that make 32 KiB or 40, K and V together
     static constexpr int kThreads = 32 * kWarps, kTeams = (kStep < 4 ? kStep : 4) * kWarps / 4, kTeamThreads = kThreads / kTeams;
     static constexpr int kTeamWarps = kTeamThreads / 32;                        // each computes all scores and its own columns of O
     static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // of an SM
     using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, decode::Smem<kThreads>>;
     using Rows = std::conditional_t<kKeysInM, RowsInN<Config>, decode::Rows<Config>>;
-    static constexpr int kColumns = kHeadDim / kTeamWarps;
-    static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
-    static constexpr int kChunks = kHeadDim / 8, kRowBytes = 2 * kHeadDim, kTileBytes = kTileK * kRowBytes;
-    static constexpr int kHeadBytes = 2 * kTileBytes, kTeamBytes = kHeads * kHeadBytes; // in a stage: K and V of a head; of a team
+    static constexpr int kColumns = kHeadDimV / kTeamWarps;
+    static constexpr bool kQueriesInRegisters = kTeamWarps == 1;
+    static constexpr int kTeamBytes = kHeads * kHeadBytes; // in a stage
     static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kTileQ * kRowBytes, kStageBytes = kTeams * kTeamBytes;
-    static constexpr int kPartialRow = kHeadDim + 8; // floats: O, pivot, sum, a counter, and room that spreads rows over the banks
-    static_assert(kTileQ * kPartialRow * 4 <= 2 * 2 * kTileBytes, "a team's partial fits its two stages");
-    static_assert(kTeamThreads % kChunks == 0, "threads share the work evenly");
+    static_assert(kTileQ * kPartialRow * 4 <= 2 * kHeadBytes, "a team's partial fits its two stages");
+    static_assert(kTeamThreads % kRowThreads == 0, "threads share the work evenly");
 };
 
 enum NamedBarrier : int { kTeamBarrier = 1 }; // one a team, from this one on; 0 is __syncthreads
@@ -88,7 +92,7 @@ __device__ __forceinline__ Findings attend(typename C::Rows &rows, unsigned char
     int keys = C::kQueryBytes + team * team_bytes<C>(params), stage = 0;
     const uint32_t q = shared_address(shared);
     const LaneRows lane = lane_rows<C>();
-    const uint32_t lane_k = C::kKeysInM ? lane.v : lane.k,
+    const uint32_t lane_k = C::kKeysInM ? lane.q : lane.k,
                    lane_v = C::kKeysInM ? lane.k : lane.v; // with the keys in M, K is the left side
     const Row *seen = smem.rows[threadIdx.x / 32];
     Loader<C> loader(params, part, first);
@@ -126,7 +130,7 @@ __device__ __forceinline__ Findings attend(typename C::Rows &rows, unsigned char
         cp_async_wait_upto(stages - 1); // of the groups in flight, one for each of the next `stages` tiles, tile n's is complete then
         team_sync<C>(team);             // tile n has landed
         float s[C::kEights][4];
-        qk_product(s, rows, q + lane.v, q + keys + lane_k, params.scale_log2);
+        qk_product(s, rows, q + lane.q, q + keys + lane_k, params.scale_log2);
         const bool masked = !loader.is_full(n);
         if (__builtin_expect(masked, false)) mask_tile(s, rows, seen, sa_key_tile_at(&tiles, n));
         softmax_step(s, rows, fabsf(params.scale_log2), num_rows);
@@ -270,13 +274,22 @@ template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *block
             C::kQueryBytes + 2 * C::kStageBytes + static_cast<int>(sizeof(typename C::Smem)));
 }
 
+// The parts of a stream past which merging costs more than splitting gains: P* of the plan's reason, rounded up to a multiple of 16.
+template <class C> int64_t most_parts(const sinkattn_problem &problem) {
+    const int64_t rows = sa_min(kTileQ, problem.q_len * (problem.num_q_heads / problem.num_kv_heads));
+    const auto tile_partials = static_cast<double>(C::kHeadBytes) / static_cast<double>(rows * C::kPartialRow * 4);
+    const double parts = std::sqrt(static_cast<double>(sa_ceil_div(problem.k_len, kTileK)) * tile_partials);
+    return sa_max(1, sa_ceil_div(static_cast<int64_t>(std::ceil(parts)), 16)) * 16;
+}
+
 // Returns the blocks of the grid, where an SM holds `blocks`, and sets what follows from their number.
 template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &problem, const sinkattn_plan &plan, int32_t blocks) {
     params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
     const uint32_t num_heads = static_cast<uint32_t>(problem.num_kv_heads) / C::kHeads;
     const uint32_t num_streams = static_cast<uint32_t>(problem.batch * params.row_tiles) * num_heads;
-    const uint32_t workers = static_cast<uint32_t>(plan.workers), room = static_cast<uint32_t>(blocks) * workers;
-    const uint32_t most = C::kClusters ? kCluster * num_streams : C::kThreads > 128 ? workers : room;
+    const int64_t parts = num_streams * most_parts<C>(problem);
+    const auto workers = static_cast<uint32_t>(sa_min(plan.workers, parts)), room = static_cast<uint32_t>(blocks * plan.workers);
+    const uint32_t most = C::kClusters ? kCluster * num_streams : C::kThreads > 128 ? workers : static_cast<uint32_t>(sa_min(room, parts));
     const uint32_t least = (most < workers ? most : workers) / C::kHeads, begin = C::kTeams > 1 ? 7 * C::kTeams : 4; // measured
     params.cut = sa_cut_of(num_streams, num_heads, C::kStep, begin, least, most);
     const uint32_t grid = sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
@@ -333,12 +346,12 @@ template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_ar
 // Warps of a block at head_dim 64: 8 where one block an SM suffices, for one sequence or streams of one part each, so that fewer partials
 // are merged; 1 for streams of one part that outnumber the blocks of 4 warps that run at once. num_splits always takes 4: there a row's
 // bits do not depend on the batch.
-template <class Element, int kHeadDim, bool kExtras, Tile kTile>
+template <class Element, class Sizes, bool kExtras, Tile kTile>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    if constexpr (kHeadDim == 64) {
+    if constexpr (Sizes::kHeadDim == 64) {
         const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem);
-        using Clusters = Config<Element, kHeadDim, 8, kExtras, kTile, true>;
+        using Clusters = Config<Element, Sizes, 8, kExtras, kTile, true>;
         bool fit = false;
         if (sa_is_balanced(&problem, &plan) && problem.batch == 1 && streams == problem.num_kv_heads && problem.k_len <= kMostClusterKeys &&
                 plan.workers / (kCluster * streams) == 2) {
@@ -346,45 +359,43 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
         }
         if (fit) return launch<Clusters>(args, plan, context);
         if constexpr (kTile == Tile::kKeys) {
-            using Pairs = Config<Element, kHeadDim, 4, kExtras, Tile::kKeysOfTwoHeads>;
+            using Pairs = Config<Element, Sizes, 4, kExtras, Tile::kKeysOfTwoHeads>;
             SA_TRY(pairs_fit<Pairs>(&fit, args, plan));
             if (fit) return launch<Pairs>(args, plan, context);
         }
         if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
-            return launch<Config<Element, kHeadDim, 8, kExtras, kTile>>(args, plan, context);
+            return launch<Config<Element, Sizes, 8, kExtras, kTile>>(args, plan, context);
         if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)
-            return launch<Config<Element, kHeadDim, 1, kExtras, kTile>>(args, plan, context);
+            return launch<Config<Element, Sizes, 1, kExtras, kTile>>(args, plan, context);
     }
-    return launch<Config<Element, kHeadDim, 4, kExtras, kTile>>(args, plan, context);
+    return launch<Config<Element, Sizes, 4, kExtras, kTile>>(args, plan, context);
 }
 
 // Keys are in M where one token has at most 8 rows of a kv head; not with num_splits, where a row's bits do not depend on the number of
 // rows.
-template <class Element, int kHeadDim, bool kExtras>
+template <class Element, class Sizes, bool kExtras>
 sinkattn_status launch_tile(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    if constexpr (kHeadDim == 64)
+    if constexpr (Sizes::kHeadDim == 64)
         if (problem.num_splits == 0 && problem.q_len == 1 && problem.num_q_heads <= 8 * problem.num_kv_heads)
-            return launch_width<Element, kHeadDim, kExtras, Tile::kKeys>(args, plan, context);
-    return launch_width<Element, kHeadDim, kExtras, Tile::kRows>(args, plan, context);
+            return launch_width<Element, Sizes, kExtras, Tile::kKeys>(args, plan, context);
+    return launch_width<Element, Sizes, kExtras, Tile::kRows>(args, plan, context);
 }
 
-template <int kHeadDim> sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+template <class Sizes> sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
     const bool extras = args.host.num_pages || args.nvfp4.values;
     if (args.fwd.problem.dtype == SINKATTN_BF16)
-        return extras ? launch_tile<Bf16, kHeadDim, true>(args, *plan, *context)
-                      : launch_tile<Bf16, kHeadDim, false>(args, *plan, *context);
-    return extras ? launch_tile<Fp16, kHeadDim, true>(args, *plan, *context) : launch_tile<Fp16, kHeadDim, false>(args, *plan, *context);
+        return extras ? launch_tile<Bf16, Sizes, true>(args, *plan, *context) : launch_tile<Bf16, Sizes, false>(args, *plan, *context);
+    return extras ? launch_tile<Fp16, Sizes, true>(args, *plan, *context) : launch_tile<Fp16, Sizes, false>(args, *plan, *context);
 }
 
 } // namespace
 
-#define SA_DECODE(head_dim) \
-    extern "C" sinkattn_status sa_decode_cuda_sm80_d##head_dim( \
-            const void *args, const sinkattn_plan *plan, const sinkattn_context *context) { \
-        return launch_dtype<head_dim>(args, plan, context); \
+#define SA_DECODE(name, ...) \
+    extern "C" sinkattn_status sa_decode_cuda_sm80_##name(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) { \
+        return launch_dtype<TileSizes<__VA_ARGS__>>(args, plan, context); \
     }
-SA_DECODE(64) SA_DECODE(128) SA_DECODE(256) SA_DECODE(512)
+SA_DECODE(d64, 64) SA_DECODE(d128, 128) SA_DECODE(d192_v128, 192, 128) SA_DECODE(d256, 256) SA_DECODE(d512, 512)
 
 } // namespace sa::decode

@@ -48,6 +48,11 @@ __device__ __forceinline__ float s_aux_of(const Params &params, const Requested 
                                                  : widen<Fp16>(half);
 }
 
+// Columns of V, and of out.
+template <class C> __device__ __forceinline__ int32_t value_columns(const Params &params) {
+    return C::kNarrow ? params.head_dim_v : params.head_dim;
+}
+
 // Adds the sink to a row and writes four columns of out; column 0 also writes the LSE.
 template <class C>
 __device__ __forceinline__ void write_out(
@@ -61,7 +66,7 @@ __device__ __forceinline__ void write_out(
         params.lse[stat] = end.lse();
         if (params.lse_raw) params.lse_raw[stat] = raw_lse(quad.pivot, quad.sum);
     }
-    if (column >= params.head_dim) return;
+    if (column >= value_columns<C>(params)) return;
     uint16_t *to = params.out + part.batch * params.out_batch + wide(at.token) * params.out_row + wide(at.head) * params.out_head + column;
     const uint2 halves = {pack_halves<typename C::Element>(quad.o[0] * factor, quad.o[1] * factor),
             pack_halves<typename C::Element>(quad.o[2] * factor, quad.o[3] * factor)};
@@ -70,19 +75,20 @@ __device__ __forceinline__ void write_out(
         const int64_t out_row = (wide(part.batch) * params.band.q_len + at.token) * params.num_heads * params.group + at.head;
         if (params.nvfp4_values)
             write_nvfp4<typename C::Element>(
-                    params.nvfp4_values, params.nvfp4_scales, params.global_scale, params.head_dim, out_row, column, halves);
+                    params.nvfp4_values, params.nvfp4_scales, params.global_scale, value_columns<C>(params), out_row, column, halves);
     }
 }
 
 // Calls visit(row, column) for each of the thread's quads.
 template <class C, class Visit> __device__ __forceinline__ void for_each_quad(int num_rows, const Visit &visit) {
 #pragma unroll 1
-    for (int x = threadIdx.x; x < num_rows * (C::kHeadDim / 4); x += C::kThreads) visit(x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
+    for (int x = threadIdx.x; x < num_rows * (C::kHeadDimV / 4); x += C::kThreads)
+        visit(x / (C::kHeadDimV / 4), x % (C::kHeadDimV / 4) * 4);
 }
 
 // Writes a row of a partial that adds nothing.
 template <class C> __device__ __forceinline__ void make_neutral(float *row) {
-    for (int x = threadIdx.x; x < C::kHeadDim + 2; x += C::kThreads) row[x] = x == C::kHeadDim ? -INFINITY : 0.0f;
+    for (int x = threadIdx.x; x < C::kHeadDimV + 2; x += C::kThreads) row[x] = x == C::kHeadDimV ? -INFINITY : 0.0f;
 }
 
 // Merges a stream's parts into the result, where smem.is_last. neutral: make_neutral's.
@@ -109,7 +115,7 @@ __device__ __forceinline__ void merge_cluster(
     cluster_wait();
     if (thread >> bits || x >= num_quads) return;
     const Quad quad = add_up_exchanged<C>(smem.o + thread, smem.stats + thread, part.num_parts, 1 << bits);
-    write_out<C>(quad, smem, params, x / (C::kHeadDim / 4), x % (C::kHeadDim / 4) * 4);
+    write_out<C>(quad, smem, params, x / (C::kHeadDimV / 4), x % (C::kHeadDimV / 4) * 4);
 }
 
 // Merges the teams and writes the result, or the part's partial. False, before anything is written, if a thread's speculation was stale.
@@ -125,7 +131,7 @@ __device__ __forceinline__ bool finish(
     if (__syncthreads_or(findings.stale)) return false; // after this barrier all partials are in shared memory
     if (findings.bad_page) atomicOr(params.error_word, kBadBlockTable);
     const bool counts = num_parts > 1 && !params.two_pass && !C::kClusters;
-    const uint32_t num_quads = num_rows * (C::kHeadDim / 4);
+    const uint32_t num_quads = num_rows * (C::kHeadDimV / 4);
     const int bits = exchange_bits(num_quads, num_parts); // used in clusters only
     if (threadIdx.x == 0 && counts) open_counter(counter_of<C>(part, params), smem.counted, params.tag);
     for_each_quad<C>(num_rows, [&](int row, int column) {
@@ -138,7 +144,7 @@ __device__ __forceinline__ bool finish(
             return;
         }
         if constexpr (C::kClusters) {
-            const uint32_t x = row * (C::kHeadDim / 4) + column / 4, to = x >> bits, at = (part.index << bits) + x - (to << bits);
+            const uint32_t x = row * (C::kHeadDimV / 4) + column / 4, to = x >> bits, at = (part.index << bits) + x - (to << bits);
             *of_block(&smem.o[at], to) = {quad.o[0], quad.o[1], quad.o[2], quad.o[3]};
             *of_block(&smem.stats[at], to) = {quad.pivot, quad.sum};
         } else {

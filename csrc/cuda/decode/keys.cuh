@@ -13,7 +13,7 @@ namespace sa::decode {
 // pivot[n][x], in log2 units, and sum[n][x], over this lane's keys, belong to that row.
 template <class C> struct RowsInN {
     uint32_t q[C::kHeadDim / 16][C::kEights][2];
-    float o[C::kHeadDim / 16][C::kEights][4] = {};
+    float o[C::kHeadDimV / 16][C::kEights][4] = {};
     float pivot[C::kEights][2], sum[C::kEights][2] = {};
 
     __device__ __forceinline__ RowsInN() {
@@ -69,7 +69,7 @@ template <class C> __device__ __forceinline__ void softmax_step(float (&s)[C::kE
         }
         if (!__any_sync(0xffffffffu, (alpha[0] != 1.0f) | (alpha[1] != 1.0f))) continue;
 #pragma unroll
-        for (int j = 0; j < C::kHeadDim / 16; j++)
+        for (int j = 0; j < C::kHeadDimV / 16; j++)
 #pragma unroll
             for (int x = 0; x < 4; x++) rows.o[j][n][x] *= alpha[x % 2];
     }
@@ -84,7 +84,7 @@ template <class C> __device__ __forceinline__ void pv_product(RowsInN<C> &rows, 
         if constexpr (kSplitsP<C>) rest[x / 2][x & 1] = transposed(pair.rest);
     }
 #pragma unroll
-    for (int j = 0; j < C::kHeadDim / 16; j++)
+    for (int j = 0; j < C::kHeadDimV / 16; j++)
 #pragma unroll
         for (int n = 0; n < C::kEights; n++) {
             uint32_t values[4];
@@ -105,10 +105,10 @@ template <class C> __device__ __forceinline__ void leave_partial(float *partial,
             if (row >= num_rows) continue;
             float *to = partial + row * C::kPartialRow;
 #pragma unroll
-            for (int j = 0; j < C::kHeadDim / 16; j++)
+            for (int j = 0; j < C::kHeadDimV / 16; j++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) to[16 * j + fragment_row(i)] = rows.o[j][n][2 * i + x];
-            if (threadIdx.x % 32 < 4) *reinterpret_cast<float2 *>(to + C::kHeadDim) = {rows.pivot[n][x], sum};
+            if (threadIdx.x % 32 < 4) *reinterpret_cast<float2 *>(to + C::kHeadDimV) = {rows.pivot[n][x], sum};
         }
 }
 

@@ -14,16 +14,16 @@ __device__ __forceinline__ int64_t wide(int32_t x) { return x; }
 // prefetches the page of the l-th of the next 32; otherwise it holds the page of key l % 16 of the next tile. So only the first copy waits
 // for the block table. A contiguous cache has one page a sequence.
 template <class C> struct Loader {
-    static constexpr int kRowStep = C::kTeamThreads / C::kChunks, kAhead = 2;
+    static constexpr int kRowStep = C::kTeamThreads / C::kRowThreads, kAhead = 2;
     const typename C::Arguments &params;
     const sa_key_tiles tiles;
     const int32_t *pages;  // the sequence's row of the block table; NULL for a contiguous cache
-    const uint16_t *k, *v; // the thread's row and chunk of the kv head in page 0
+    const uint16_t *k, *v; // the thread's row and first chunk of the kv head in page 0; its others lie kRowThreads apart
     int64_t k_at, v_at;    // offsets of the lane's tile from k and v, in host memory too; -1 if it has no page
     int32_t batch, last, page;
     int32_t full, num_full; // every row sees every key of the stream's tiles [full, full + num_full)
     int row, chunk, holder; // holder: the lane that holds the next tile
-    bool real;              // the chunk lies within head_dim
+    bool real;              // the chunk lies within head_dim; always with kNarrow, where copy() looks
     bool bad_page = false;
 
     // & and | for a predicate without a branch.
@@ -70,13 +70,21 @@ template <class C> struct Loader {
         }
     }
 
-    // Copies the thread's chunk of a key's K and V; writes zeros and reads nothing unless `seen`.
-    __device__ __forceinline__ void copy(uint32_t to, const uint16_t *k_from, const uint16_t *v_from, bool seen) const {
-#pragma unroll
-        for (int h = 0; h < C::kHeads; h++) cp_async_16_once(to + h * C::kHeadBytes, k_from + h * (params.k_head / 2), seen);
+    // Copies the thread's chunks of a key's K and V; writes zeros and reads nothing unless `seen`. to: of K's first one, in row tile_row.
+    __device__ __forceinline__ void copy(uint32_t to, int tile_row, const uint16_t *k_from, const uint16_t *v_from, bool seen) const {
+        const uint32_t to_v = to + C::kTileBytes - tile_row * (C::kRowBytes - C::kRowBytesV);
 #pragma unroll
         for (int h = 0; h < C::kHeads; h++)
-            cp_async_16_once(to + h * C::kHeadBytes + C::kTileBytes, v_from + h * (params.v_head / 2), seen);
+#pragma unroll
+            for (int c = 0; c < C::kChunks; c += C::kRowThreads)
+                cp_async_16_once(to + h * C::kHeadBytes + c * 16, k_from + h * (params.k_head / 2) + c * 8,
+                        C::kNarrow ? seen && (chunk + c) * 8 < params.head_dim : seen);
+#pragma unroll
+        for (int h = 0; h < C::kHeads; h++)
+#pragma unroll
+            for (int c = 0; c < C::kChunksV; c += C::kRowThreads)
+                cp_async_16_once(to_v + h * C::kHeadBytes + c * 16, v_from + h * (params.v_head / 2) + c * 8,
+                        C::kNarrow ? seen && (chunk + c) * 8 < params.head_dim_v : seen);
     }
 
     // Copies tile n. kBegins: one of the first tiles, for which all but the copies is done before the wait for the preceding kernel. A key
@@ -96,7 +104,7 @@ template <class C> struct Loader {
             if constexpr (kBegins) speculation.wait();
 #pragma unroll
             for (int i = 0; i < kTileK; i += kRowStep) {
-                copy(rows_on<C::kRowBytes>(to, i), k_from, v_from, seen >> i & 1);
+                copy(rows_on<C::kRowBytes>(to, i), row + i, k_from, v_from, seen >> i & 1);
                 k_from += wide(params.k_row) * kRowStep;
                 v_from += wide(params.v_row) * kRowStep;
             }
@@ -120,8 +128,8 @@ template <class C> struct Loader {
             const bool seen = is_seen(key + i);
             check_page(its_page, seen);
             locate(its_page, key + i);
-            copy(swizzled(to, C::kRowBytes, row + i, chunk), k + k_at - wide(row) * params.k_row, v + v_at - wide(row) * params.v_row,
-                    seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
+            copy(swizzled(to, C::kRowBytes, row + i, chunk), row + i, k + k_at - wide(row) * params.k_row,
+                    v + v_at - wide(row) * params.v_row, seen && real && (C::kExtras ? k_at != -1 : k_at >= 0));
         }
         page = find_page(n + C::kTeams);
     }
@@ -138,7 +146,7 @@ template <class C> struct Loader {
             if (i % C::kTeamWarps == warp && k_offset >= 0 && is_full(n + i * C::kTeams))
                 for (int h = 0; h < C::kHeads; h++)
                     prefetch_l2(from + (of_k ? k_offset + h * (params.k_head / 2) : v_offset + h * (params.v_head / 2)),
-                            params.head_dim * static_cast<uint32_t>(sizeof(uint16_t)));
+                            (C::kNarrow && !of_k ? params.head_dim_v : params.head_dim) * static_cast<uint32_t>(sizeof(uint16_t)));
         }
     }
 
@@ -157,12 +165,12 @@ template <class C> struct Loader {
     __device__ __forceinline__ Loader(const typename C::Arguments &params_, const Part &part, int32_t n)
         : params(params_), tiles(part.stream.tiles), batch(part.batch) {
         const int thread = threadIdx.x % C::kTeamThreads;
-        row = thread / C::kChunks;
-        chunk = thread % C::kChunks;
+        row = thread / C::kRowThreads;
+        chunk = thread % C::kRowThreads;
         const sa_range range = sa_full_key_tiles(&tiles);
         full = range.begin;
         num_full = max(0, range.end - range.begin);
-        real = chunk * 8 < params.head_dim;
+        real = C::kNarrow || chunk * 8 < params.head_dim;
         last = min(part.last, sa_key_tile_count(&tiles));
         pages = params.block_table ? params.block_table + batch * params.block_table_stride : nullptr;
         page = find_page(n);

@@ -30,7 +30,7 @@ template <class C, int kAtOnce> struct Partials {
         for (int n = 0; n < kAtOnce; n++, row += stride) {
             const float *its_row = n < count ? row : neutral;
             o[n] = *reinterpret_cast<const float4 *>(its_row + column);
-            stats[n] = *reinterpret_cast<const float2 *>(its_row + C::kHeadDim);
+            stats[n] = *reinterpret_cast<const float2 *>(its_row + C::kHeadDimV);
         }
     }
 
@@ -54,10 +54,18 @@ template <class C, int kAtOnce> struct Partials {
     }
 };
 
-// Merges count partials of a row, `stride` floats apart, in order.
+// Merges count partials of a row, `stride` floats apart, in order. Past head_dim 64 a thread has registers for 16 at once.
 template <class C> __device__ __forceinline__ Quad add_up(const float *row, int count, int64_t stride, int column, const float *neutral) {
     constexpr int kAtOnce = 8;
     Quad quad;
+    if constexpr (C::kHeadDim > 64) {
+#pragma unroll 1
+        for (; count > kAtOnce; count -= 2 * kAtOnce, row += 2 * kAtOnce * stride) {
+            Partials<C, 2 * kAtOnce> partials;
+            partials.load(row, count, stride, column, neutral);
+            partials.add_to(quad);
+        }
+    }
 #pragma unroll 1
     for (; count > 0; count -= kAtOnce, row += kAtOnce * stride) {
         Partials<C, kAtOnce> partials;
@@ -103,21 +111,21 @@ template <class C> __device__ __forceinline__ void leave_partial(float *partial,
 #pragma unroll
         for (int n = 0; n < C::kColumns / 8; n++)
             *reinterpret_cast<float2 *>(to + first_column + n * 8 + fragment_column()) = {rows.o[n][2 * i], rows.o[n][2 * i + 1]};
-        if (lane % 4 == 0 && first_column == 0) *reinterpret_cast<float2 *>(to + C::kHeadDim) = {rows.pivot[i], sum};
+        if (lane % 4 == 0 && first_column == 0) *reinterpret_cast<float2 *>(to + C::kHeadDimV) = {rows.pivot[i], sum};
     }
 }
 
 // Writes a quad to the workspace.
 template <class C> __device__ __forceinline__ void store_quad(float *row, int column, const Quad &quad) {
     *reinterpret_cast<float4 *>(row + column) = {quad.o[0], quad.o[1], quad.o[2], quad.o[3]};
-    if (column == 0) *reinterpret_cast<float2 *>(row + C::kHeadDim) = {quad.pivot, quad.sum};
+    if (column == 0) *reinterpret_cast<float2 *>(row + C::kHeadDimV) = {quad.pivot, quad.sum};
 }
 
 // A stream's parts are counted as they arrive.
 
 // The counter lies behind the first row of part 0.
 template <class C> __device__ __forceinline__ unsigned long long *counter_of(const Part &part, const Params &params) {
-    return reinterpret_cast<unsigned long long *>(slot_of(part, params, 0) + C::kHeadDim + 2);
+    return reinterpret_cast<unsigned long long *>(slot_of(part, params, 0) + C::kHeadDimV + 2);
 }
 
 // True for the last of num_parts, which then sees what the others wrote before they arrived.

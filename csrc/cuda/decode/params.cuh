@@ -23,6 +23,7 @@ inline void set_tensors(Params &params, const sinkattn_decode_args &args, int he
     params.by_row_tiles = divisor_of(params.row_tiles);
     params.k_head *= heads;
     params.v_head *= heads;
+    params.head_dim_v = static_cast<int32_t>(sa_head_dim_v(&problem));
     params.whole_tiles = !args.block_table || problem.page_size % kTileK == 0;
 }
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One tile of a decode: 16 rows against 16 keys, by one warp, on mma.sync. Q, K and V lie in shared memory in swizzled rows of
-// C::kRowBytes; a warp computes C::kColumns columns of O.
+// One tile of a decode: 16 rows against 16 keys, by one warp, on mma.sync. Q and K lie in shared memory in swizzled rows of C::kRowBytes, V
+// in rows of C::kRowBytesV; a warp computes C::kColumns columns of O.
 #pragma once
 
+#include <numeric>
 #include <type_traits>
 
 #include "cuda/decode/work.cuh"
@@ -13,14 +14,26 @@
 
 namespace sa::decode {
 
-// Offsets that a lane passes to ldmatrix, of chunk 0 or 1 of a row: as right side of a product (K), and as left side or transposed (Q, V).
+// A tile of 16 keys, K and then V, of at most so many columns. Without kNarrow, V has as many as K.
+template <int kHeadDim_, int kHeadDimV_ = kHeadDim_> struct TileSizes {
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kChunks = kHeadDim / 8, kChunksV = kHeadDimV / 8;
+    static constexpr int kRowBytes = 2 * kHeadDim, kRowBytesV = 2 * kHeadDimV, kTileBytes = kTileK * kRowBytes; // kTileBytes: of K
+    static constexpr int kHeadBytes = kTileBytes + kTileK * kRowBytesV;
+    static constexpr int kRowThreads = std::gcd(kChunks, kChunksV); // that copy a row of each
+    static constexpr int kPartialRow = kHeadDimV + 8; // floats: O, pivot, sum, a counter, and room that spreads rows over the banks
+    static constexpr bool kNarrow = kHeadDim > 128;
+    static_assert(kNarrow || kHeadDimV == kHeadDim);
+};
+
+// Offsets that a lane passes to ldmatrix, of chunk 0 or 1 of a row: as right side of a product (K), as left side (Q), or transposed (V).
 struct LaneRows {
-    uint32_t k, v;
+    uint32_t k, q, v;
 };
 
 template <class C> __device__ __forceinline__ LaneRows lane_rows() {
     const int lane = threadIdx.x % 32;
-    return {swizzled(0, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), swizzled(0, C::kRowBytes, lane & 15, lane >> 4)};
+    return {swizzled(0, C::kRowBytes, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1), swizzled(0, C::kRowBytes, lane & 15, lane >> 4),
+            swizzled(0, C::kRowBytesV, lane & 15, lane >> 4)};
 }
 
 // The state of a warp's stream. o[n][2 i + x]: row fragment_row(i), column 8 n + fragment_column() + x of the warp's; pivot[i] in log2
@@ -150,7 +163,7 @@ template <class C>
 __device__ __forceinline__ void hide_nonfinite(unsigned char *values, Rows<C> &rows, const Row *seen, int32_t tile, int first_chunk) {
     constexpr int kMine = C::kColumns / 8;
     const int lane = threadIdx.x % 32;
-    const auto chunk_at = [&](int key, int n) { return values + key * C::kRowBytes + (((first_chunk + n) ^ (key & 7)) << 4); };
+    const auto chunk_at = [&](int key, int n) { return values + key * C::kRowBytesV + (((first_chunk + n) ^ (key & 7)) << 4); };
     bool bad = false;
     for (int x = lane; x < kTileK * kMine; x += 32) {
         const uint4 halves = *reinterpret_cast<const uint4 *>(chunk_at(x / kMine, x % kMine));

@@ -56,6 +56,7 @@ struct Params {
     unsigned *error_word;
     bool two_pass; // reduce_kernel merges the parts
     bool fills;    // the grid takes more than half of the SMs' room: blocks of the next launch find none beside it
+    int32_t head_dim_v;
 };
 
 // Rare features, compiled into instances of their own.
