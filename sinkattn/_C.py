@@ -60,7 +60,7 @@ class _VariantInfo(ctypes.Structure):
 class _Plan(ctypes.Structure):
     _fields_ = (
         *(("variant", c_int32), ("workers", c_int32), ("num_splits", c_int64), ("num_items", c_int64)),
-        *(("workspace_bytes", c_int64), ("reason", c_char * 512)),
+        *(("workspace_bytes", c_int64), ("reason", c_char * 640)),
     )
 
 

@@ -106,13 +106,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, keys: Keys | None, *, invariant: boo
     """out, as q, of q [batch, q_len, num_q_heads, head_dim] over a cache k, v [batch, kv_len, num_kv_heads, head_dim].
 
     Sequences whose columns are given have pages of one key, which are the cache itself. v, and with it out, may be
-    narrower; CUDA's flash_decode takes it as wide as k, so there the cache's values are copied with zeros behind them.
-    With invariant that would be the order of sums of wide values: the rows go to the forward over a cache instead.
+    narrower; invariant, CUDA's flash_decode takes it as wide as k, so there the rows go to the forward over a cache.
     """
-    head_dim_v = v.shape[-1]
-    narrow = v.is_cuda and head_dim_v < k.shape[-1]
-    if narrow and not invariant:
-        v = pad(v.transpose(1, 2), (0, k.shape[-1] - head_dim_v)).transpose(1, 2)  # laid out as the cache's keys
     lengths, table = None, None
     if keys is not None:
         lengths = keys.cache_seqlens
@@ -124,11 +119,11 @@ def decode(q: Tensor, k: Tensor, v: Tensor, keys: Keys | None, *, invariant: boo
                 first = pitch * torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None]
                 keys.tables[pitch] = torch.where(keys.columns < 0, 0, keys.columns + first)
             k, v, table = _pages_of_one(k), _pages_of_one(v), keys.tables[pitch]
-    if narrow and invariant:
+    if invariant and v.is_cuda and v.shape[-1] < k.shape[-1]:
         return _prefill_behind(q, k, v, lengths, table, **options)
     options["invariant"] = invariant
     out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, causal=True, **options)
-    return cast(Tensor, out)[..., :head_dim_v]
+    return cast(Tensor, out)
 
 
 def _prefill_behind(

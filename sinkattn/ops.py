@@ -12,9 +12,9 @@ whatever window_size says of the right side, as in flash-attention: callers pass
 transformers' sliding_window=128, which counts the row as well, is window_size=(127, 0).
 
 bf16, fp16, fp32 or fp64, on CUDA bf16 or fp16: one dtype for q, k, v and caches, on one device. Any strides; rows of
-head_dim that are not contiguous and 16-byte aligned are copied. head_dim is a multiple of 8 up to 256, or up to 512
-where keys are read from a cache. v's, and with it out's, may be a smaller multiple of 8 than that of q and k, but for
-flash_attn_with_kvcache on CUDA.
+head_dim that are not contiguous and 16-byte aligned are copied. head_dim is a multiple of 8 up to 256, or up to 576
+where keys are read from a cache; v's and all on CUDA are at most 512. v's, and with it out's, may be a smaller multiple
+of 8 than that of q and k, but with invariant=True on CUDA.
 
 Arguments that every function takes:
     softmax_scale    factor of q . k; None is head_dim ** -0.5.
@@ -286,8 +286,9 @@ def flash_attn_varlen_func(
     prefill and decode rows at once: k and v are pages [num_pages, page_size, num_kv_heads, head_dim] with block_table
     int32 [batch, max_pages], or [batch, capacity, num_kv_heads, head_dim] without. Sequence b has seqused_k[b] (int32
     [batch]) keys, its rows stand at their end, and have the bits of flash_attn_func on that sequence. On the CPU
-    head_dim may be up to 512; beyond 256, which flash_attn_func does not take, the bits are those of
-    flash_attn_with_kvcache with invariant=True. Tensors that ask for a gradient raise NotImplementedError.
+    head_dim may be up to 576, and v a slice of k's columns, as of one latent; beyond 256, which flash_attn_func does
+    not take, the bits are those of flash_attn_with_kvcache with invariant=True. Tensors that ask for a gradient raise
+    NotImplementedError.
     """
     _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     cached = seqused_k is not None or block_table is not None
@@ -404,12 +405,14 @@ def flash_attn_with_kvcache(
     num_splits than 0 do not depend on the batch there either.
     k_cache_host, v_cache_host are more pages of a paged cache, in pinned memory, which a GPU reads where they lie:
     block_table names them from num_pages on, and new keys never go there. A captured graph reads them again: keep them.
-    head_dim may be up to 512. return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside
-    the cache raise ValueError on the CPU: before anything is written where new keys lack a slot, while other errors
-    may come when they are in their slots already, behind the keys in use. On CUDA, where no length is read on the host,
-    lengths are clamped, keys of such pages are read as 0 and new ones without a slot not written, and check_errors()
-    raises. Caches that overlap each other, or new keys that lie within one, raise ValueError; new keys that ask for
-    gradients, NotImplementedError.
+    head_dim may be up to 576, v_cache's up to 512. One latent for all heads is k_cache [.., 1, 576] with its view
+    k_cache[..., :512] as v_cache, and a new one is k with v=None. CUDA refuses both more than 512 columns and v=None.
+    return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside the cache raise ValueError on
+    the CPU: before anything is written where new keys lack a slot, while other errors may come when they are in their
+    slots already, behind the keys in use. On CUDA, where no length is read on the host, lengths are clamped, keys of
+    such pages are read as 0 and new ones without a slot not written, and check_errors() raises. Caches that overlap
+    each other, but as above, or new keys that lie within one, raise ValueError; new keys that ask for gradients,
+    NotImplementedError.
     """
     _refuse(
         rotary_cos=rotary_cos,
@@ -433,12 +436,12 @@ def flash_attn_with_kvcache(
         cache_seqlens = _lengths(cache_seqlens, q)
     if cache_batch_idx is not None:
         block_table = rows_of_cache(cache_batch_idx, block_table, q)
-    if k is not None and v is not None:
+    if k is not None:
         if cache_seqlens is None:
             raise ValueError("sinkattn: k and v are given without cache_seqlens, which says where they go")
         cache_seqlens = call(_append, k_cache, v_cache, k, v, cache_seqlens, block_table)
-    elif k is not None or v is not None:
-        raise ValueError(f"sinkattn: {'k' if v is None else 'v'} is given without the other; k and v go together")
+    elif v is not None:
+        raise ValueError("sinkattn: v is given without k; they go together")
     host = {}  # keywords cost time, and few calls have these
     if k_cache_host is not None or v_cache_host is not None:
         host = {"k_cache_host": k_cache_host, "v_cache_host": v_cache_host}

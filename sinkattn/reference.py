@@ -246,7 +246,8 @@ def flash_attn_with_kvcache(
 
     The cache is [batch, capacity, num_kv_heads, head_dim], or, with block_table [batch, max_pages], pages
     [num_pages, page_size, num_kv_heads, head_dim], and then those of k_cache_host, v_cache_host. New keys k, v
-    [batch, new, num_kv_heads, head_dim] are first written into k_cache, v_cache, in place, behind the old ones. Raises
+    [batch, new, num_kv_heads, head_dim] are first written into k_cache, v_cache, in place, behind the old ones; v is
+    None where v_cache is a slice of k_cache's columns. Raises
     ValueError for lengths beyond the capacity and for missing pages.
     """
     left, right = _window(window_size, causal)
@@ -261,10 +262,13 @@ def flash_attn_with_kvcache(
         raise ValueError(f"cache_seqlens is {lens.tolist()}; it must be at least 0")
     num_pages = k_cache.shape[0] + (0 if k_cache_host is None else k_cache_host.shape[0])
     page, slot, used = _cached(page_size, num_pages, lens + new, block_table)
-    if k is not None and v is not None:
+    if k is not None:
+        if v is None and v_cache.untyped_storage().data_ptr() != k_cache.untyped_storage().data_ptr():
+            raise ValueError("v is None; then v_cache must be a slice of k_cache's columns")
         fresh = used & (torch.arange(capacity, device=q.device) >= lens[:, None])
         k_cache[page[fresh], slot[fresh]] = k.flatten(0, 1)
-        v_cache[page[fresh], slot[fresh]] = v.flatten(0, 1)
+        if v is not None:
+            v_cache[page[fresh], slot[fresh]] = v.flatten(0, 1)
     if k_cache_host is not None and v_cache_host is not None:
         k_cache, v_cache = (
             torch.cat([x, y.to(x.device)]) for x, y in ((k_cache, k_cache_host), (v_cache, v_cache_host))

@@ -10,8 +10,8 @@
  * and the mask alone, so a sequence has the same bits in every batch. Where items are few, a chain is a round; where they are many, it is
  * all rounds, and the item itself adds them.
  *
- * Under a window, a chain is all rows of a kv head, and its slots follow its rows. Key blocks with positional sink tokens are seen by all
- * rows, so they alone have rounds there, an item each, earlier rows first:
+ * Under a window, in a sequence longer than two spans, a chain is all rows of a kv head, and its slots follow its rows. Key blocks with
+ * positional sink tokens are seen by all rows, so they alone have rounds there, an item each, earlier rows first:
  *
  *     round 0, round 1 | block 1 | round 2 | block 2 | block 3 | round 3 | ...
  *
@@ -64,7 +64,7 @@ typedef struct sa_chains {
     int32_t blocks;              /* key blocks of a head */
     int32_t blind, tiles;        /* row tiles before the first row that sees a key; all row tiles of a head */
     int32_t rounds, round_tiles; /* the last round may be shorter */
-    bool is_local;               /* room's, and not so short that sink tokens add little work: a chain's slots follow its rows */
+    bool is_local;               /* room's, and longer than two spans: a chain's slots follow its rows */
     bool is_long;                /* rounds because of slots: heads one after another */
     bool split;                  /* a chain is a round, not all of them */
     int32_t heads;               /* of all copies */
@@ -94,7 +94,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.blind = first < band->q_len ? sa_tile_of(first, tokens) : c.tiles;
     const int32_t seeing = c.tiles - c.blind;
     const int64_t all_blocks = (int64_t)c.blocks * room->num_heads;
-    c.is_local = room->is_local && (!band->num_sink || seeing > sa_min(INT64_C(2) * room->span, room->most_tiles));
+    c.is_local = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles);
     c.is_long = !room->is_local && c.tiles > room->most_tiles;
     c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
     c.lead = 0;

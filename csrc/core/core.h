@@ -23,6 +23,9 @@ const char *sa_op_name(sinkattn_op op);
 
 #define SA_MAX_LEN (INT64_C(1) << 36) /* of one sequence: tiles of its keys are numbered in int32 */
 
+/* Columns of a decode's keys and values: as many as one latent of 576 has, whose first 512 are its values. */
+enum { SA_MAX_HEAD_DIM = 576, SA_MAX_HEAD_DIM_V = 512 };
+
 /* validate.c: null, dtype, shape, stride, alignment, overlap, range, in this order. */
 sinkattn_status sa_validate_problem(const sinkattn_problem *problem);
 sinkattn_status sa_validate_mask(const sinkattn_mask *mask);
@@ -66,6 +69,8 @@ const char *sa_refusal_one_width(const sinkattn_problem *problem, const sinkattn
 const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_tokens_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_wide_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_wide_window_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_local_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
@@ -74,6 +79,8 @@ const char *sa_refusal_whole_rows_one_width(const sinkattn_problem *problem, con
 const char *sa_refusal_whole_rows_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_not_invariant_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_not_invariant_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);

@@ -74,6 +74,21 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
 }
 
+/* A window whose tile_q rows, whole tokens, see at most tile_k keys from a multiple of 16 on. */
+const char *sa_refusal_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const int64_t group = p->num_q_heads / p->num_kv_heads, tokens = info->tile_q / group;
+    if (p->mask.num_sink_tokens) return "there are positional sink tokens";
+    if (8 * tokens * group < 7 * info->tile_q) return "tokens with all heads of a kv head leave an eighth of its tile_q idle";
+    if (!has_elements(p)) return "there are no rows or no keys";
+    if (p->softmax_scale < 0.0) return "softmax_scale is negative";
+    return sa_window_keys(&p->mask) <= info->tile_k - 15 - (tokens - 1) ? NULL : "left + right + tokens a tile + 15 > its tile_k";
+}
+
+/* The same with values of at most 128 columns. */
+const char *sa_refusal_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_wide_window(p, info);
+}
+
 /* A causal window of which a key tile's rows see that tile and the two before it, beside few sink tokens. */
 const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (has_narrow_values(p)) return narrow_values;
@@ -110,9 +125,16 @@ const char *sa_refusal_invariant(const sinkattn_problem *p, const sinkattn_varia
 
 const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
-    if (has_narrow_values(p)) return narrow_values;
     if (p->packed) return packed_rows;
     return p->invariant ? "its parts depend on the batch" : NULL;
+}
+
+const char *sa_refusal_not_invariant_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return has_narrow_values(p) ? narrow_values : sa_refusal_not_invariant(p, info);
+}
+
+const char *sa_refusal_not_invariant_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_not_invariant(p, info);
 }
 
 /* A decode that must have the bits of the forward with the same arch and head_dim, whose tile of rows decides what it serves. */
@@ -217,6 +239,11 @@ static arch_name name_arch(sinkattn_backend backend, int32_t arch) {
 }
 
 static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *device) {
+    if (device->backend == SINKATTN_CUDA && p->head_dim > 512)
+        return sa_status(SINKATTN_UNSUPPORTED,
+                "head_dim is %" PRId64 "; on CUDA it must be at most 512, or the decode run on a CPU, or in plain torch by "
+                "sinkattn.reference",
+                p->head_dim);
     if (device->backend == SINKATTN_CUDA && has_packed_rows(p) && p->head_dim > 256)
         return sa_status(SINKATTN_UNSUPPORTED,
                 "packed rows over a cache have head_dim %" PRId64 "; on CUDA it must be at most 256, or sequences of one q_len be "

@@ -129,7 +129,7 @@ static sinkattn_status check_heads(const sinkattn_problem *p) {
     if (p->num_q_heads % p->num_kv_heads != 0)
         return sa_status(SINKATTN_INVALID, "num_q_heads is %" PRId64 "; it must be a multiple of num_kv_heads, %" PRId64, p->num_q_heads,
                 p->num_kv_heads);
-    const int64_t max_head_dim = p->op == SINKATTN_DECODE ? 512 : 256;
+    const int64_t max_head_dim = p->op == SINKATTN_DECODE ? SA_MAX_HEAD_DIM : 256;
     if (p->head_dim < 8 || p->head_dim > max_head_dim || p->head_dim % 8 != 0)
         return sa_status(
                 SINKATTN_INVALID, "head_dim is %" PRId64 "; it must be a multiple of 8 from 8 to %" PRId64, p->head_dim, max_head_dim);
@@ -137,6 +137,9 @@ static sinkattn_status check_heads(const sinkattn_problem *p) {
         return sa_status(SINKATTN_INVALID,
                 "head_dim_v is %" PRId32 "; it must be a multiple of 8 from 8 to head_dim, %" PRId64 ", or 0 for head_dim itself",
                 p->head_dim_v, p->head_dim);
+    if (sa_head_dim_v(p) > SA_MAX_HEAD_DIM_V)
+        return sa_status(SINKATTN_INVALID, "head_dim_v is %" PRId64 "; it must be at most %d, whatever head_dim is", sa_head_dim_v(p),
+                SA_MAX_HEAD_DIM_V);
     return sa_ok();
 }
 
@@ -412,9 +415,11 @@ sinkattn_status sa_validate_append(const sinkattn_append_args *args) {
     sa_checked all = {.problem = p};
     const int64_t batch = p->packed ? 1 : p->batch, head_dim_v = sa_head_dim_v(p);
     add_rows_of_k(&all, "k_cache", &cache->fwd.k, p->head_dim, true);
-    add_rows_of_k(&all, "v_cache", &cache->fwd.v, head_dim_v, true);
     all.tensors[all.num_tensors++] = (sa_checked_tensor){"k", &args->k, batch, p->q_len, p->num_kv_heads, p->head_dim, false};
-    all.tensors[all.num_tensors++] = (sa_checked_tensor){"v", &args->v, batch, p->q_len, p->num_kv_heads, head_dim_v, false};
+    if (args->v.data || cache->fwd.v.data) {
+        add_rows_of_k(&all, "v_cache", &cache->fwd.v, head_dim_v, true);
+        all.tensors[all.num_tensors++] = (sa_checked_tensor){"v", &args->v, batch, p->q_len, p->num_kv_heads, head_dim_v, false};
+    }
     SA_TRY(check_tensors_null(&all));
     SA_TRY(check_append_null(args));
     if (cache->host.num_pages != 0)

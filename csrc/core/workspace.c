@@ -109,8 +109,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
         room->num_slots = (int32_t)sa_min(slot_tiles, sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
     const int64_t sinks = room->is_local ? sink_blocks : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND,
                   most_short = sa_min(p->batch, longest / least_tiles);
-    const bool may_have_rounds =
-            p->packed ? (!room->is_local || sinks) && longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1;
+    const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1;
     to.items = blocks * (has_long ? sa_ceil_div(longest, round_tiles) : 1) + sinks * (to.tiles / heads / SA_SINK_ROUND);
     if (!p->packed)
         to.items = p->batch * sa_num_chain_items(&dense) / heads;

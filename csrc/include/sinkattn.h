@@ -67,7 +67,7 @@ typedef struct sinkattn_problem {
     sinkattn_dtype s_aux_dtype; /* of s_aux and its gradient; SINKATTN_NO_DTYPE: no sink */
     bool packed;                /* sequences lie end to end, bounded by cu_seqlens; decode: their rows do, keys lie in the cache */
     int64_t batch;              /* sequences */
-    int64_t num_q_heads, num_kv_heads, head_dim;
+    int64_t num_q_heads, num_kv_heads, head_dim; /* head_dim: of q and k; a multiple of 8 up to 256, of a decode up to 576 */
     int64_t q_len, k_len;         /* rows of q and k a sequence; packed: rows of the whole tensor; decode: k_len is the cache's capacity */
     int64_t page_size, num_pages; /* decode from a paged cache; page_size 0: the cache is contiguous */
     double softmax_scale;         /* 0: head_dim ** -0.5 */
@@ -75,7 +75,7 @@ typedef struct sinkattn_problem {
     int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice; -N: N, merged by a kernel of their own;
                            packed: 0 or 1 */
     bool invariant;     /* decode: the bits of the prefill row, whatever the batch */
-    int32_t head_dim_v; /* columns of v, out and their gradients, at most head_dim; 0: head_dim */
+    int32_t head_dim_v; /* columns of v, out and their gradients, at most head_dim and 512; 0: head_dim */
 } sinkattn_problem;
 
 typedef enum sinkattn_backend { SINKATTN_CPU = 0, SINKATTN_CUDA = 1 } sinkattn_backend;
@@ -128,7 +128,7 @@ typedef struct sinkattn_plan {
     int64_t num_splits;      /* decode: parts a sequence, where the reason says "up to": as its length asks for; 1 elsewhere */
     int64_t num_items;       /* work items of the first pass: (sequence, kv head, tile or part) */
     int64_t workspace_bytes; /* what the run needs in sinkattn_context.workspace */
-    char reason[512];        /* why this variant and these splits, and why no better variant */
+    char reason[640];        /* why this variant and these splits, and why no better variant */
 } sinkattn_plan;
 
 /* Pure: depends on its arguments only, so it is testable for devices that are not there. */
@@ -174,7 +174,9 @@ typedef struct sinkattn_tier {
     int64_t num_pages;    /* 0: there is no second tier */
 } sinkattn_tier;
 
-/* The rows of a sequence stand at the end of its keys in use. Packed, each sequence may have any number of rows, chunks of a prefill beside
+/* Values may be columns of the keys, as of one latent: then fwd.v points into fwd.k and has its strides.
+ *
+ * The rows of a sequence stand at the end of its keys in use. Packed, each sequence may have any number of rows, chunks of a prefill beside
  * single ones, with the bits of a forward of that sequence; on CUDA without a second tier. */
 typedef struct sinkattn_decode_args {
     sinkattn_fwd_args fwd;        /* k, v are the cache: [batch, k_len, ..] or, with block_table, [num_pages, page_size, ..] */
@@ -189,7 +191,8 @@ typedef struct sinkattn_decode_args {
 typedef struct sinkattn_append_args {
     sinkattn_decode_args cache; /* fwd.k and fwd.v are written, q_len rows a sequence, behind the cache_seqlens (not NULL) keys in use; of
                                    fwd the problem and these two are looked at */
-    sinkattn_tensor k, v;       /* [batch, q_len, num_kv_heads, head_dim], v with head_dim_v, read */
+    sinkattn_tensor k, v;       /* [batch, q_len, num_kv_heads, head_dim], v with head_dim_v, read; v and cache.fwd.v zero: keys alone,
+                                   for values that are columns of them */
     int32_t *cache_seqlens;     /* [batch] keys in use afterwards, written; not where they are read from */
     const int64_t
             *slot_mapping; /* packed: [q_len], row i of k and v goes to row slot % page_size of page slot / page_size; negative: nowhere.

@@ -100,26 +100,39 @@ bool are_interleaved(const at::Tensor &k_cache, const at::Tensor &v_cache) {
     return are_apart(std::move(rows), std::max(first_row, second_row));
 }
 
-void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
+// Values that are columns of the keys, as of one latent, are written with them.
+bool are_columns(const at::Tensor &v_cache, const at::Tensor &k_cache) {
+    if (v_cache.numel() == 0) return true;
+    const auto gap = static_cast<int64_t>(extent(v_cache).first - extent(k_cache).first);
+    const int64_t room = (k_cache.size(-1) - v_cache.size(-1)) * k_cache.element_size();
+    return v_cache.stride(-1) == 1 && k_cache.stride(-1) == 1 && gap >= 0 && gap <= room &&
+           axes_of(v_cache.select(-1, 0)) == axes_of(k_cache.select(-1, 0));
+}
+
+void check_overlap(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const Maybe &v) {
     for (const auto &[cache, name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")})
         TORCH_CHECK_VALUE(cache->numel() == 0 || are_apart(axes_of(*cache), cache->element_size()), "sinkattn: ", name, " has strides ",
                 cache->strides(), "; it is written, so its rows must not overlap");
-    TORCH_CHECK_VALUE(!may_overlap(k_cache, v_cache) || are_interleaved(k_cache, v_cache),
-            "sinkattn: k_cache and v_cache overlap; both are written, so each needs memory of its own");
-    for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(&v, "v")})
+    TORCH_CHECK_VALUE(v || are_columns(v_cache, k_cache),
+            "sinkattn: v is None, and v_cache is not a slice of k_cache's columns; give the new values, or k_cache[..., :n] as v_cache");
+    TORCH_CHECK_VALUE(!v || !may_overlap(k_cache, v_cache) || are_interleaved(k_cache, v_cache),
+            "sinkattn: k_cache and v_cache overlap; both are written, so each needs memory of its own, or v_cache is a slice of k_cache's "
+            "columns and v None");
+    for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(v ? &*v : &k, "v")})
         for (const auto &[cache, cache_name] : {std::pair(&k_cache, "k_cache"), std::pair(&v_cache, "v_cache")})
             TORCH_CHECK_VALUE(!may_overlap(*rows, *cache), "sinkattn: ", name, " lies within ", cache_name,
                     ", which is written while it is read; give a clone of it");
 }
 
-void check_rows(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
+void check_rows(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const Maybe &v) {
     dtype_of(k_cache, "k_cache");
     check_like(v_cache, "v_cache", k_cache, k_cache.scalar_type(), "k_cache");
     sinkattn_problem widths{};
     check_widths(k_cache, "k_cache", v_cache, "v_cache", &widths);
-    check_widths(k, "k", v, "v", &widths);
+    if (v) check_widths(k, "k", *v, "v", &widths);
     for (const auto &[tensor, name, cache, cache_name] :
-            {std::tuple(&k, "k", &k_cache, "k_cache"), std::tuple(&v, "v", &v_cache, "v_cache")}) {
+            {std::tuple(&k, "k", &k_cache, "k_cache"), std::tuple(v ? &*v : nullptr, "v", &v_cache, "v_cache")}) {
+        if (!tensor) continue;
         check_like(*tensor, name, k_cache, k_cache.scalar_type(), "k_cache");
         TORCH_CHECK_VALUE(tensor->size(-1) == cache->size(-1), "sinkattn: ", name, " has head_dim ", tensor->size(-1), ", ", cache_name,
                 " has ", cache->size(-1));
@@ -131,19 +144,21 @@ void check_rows(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::
 }
 
 // Runs on the cache; one whose rows C does not take is copied there and back.
-void run_on(sinkattn_append_args &args, at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
-    const at::Tensor read_k = readable(k), read_v = readable(v);
-    at::Tensor written_k = readable(k_cache), written_v = readable(v_cache);
+void run_on(sinkattn_append_args &args, at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const Maybe &v) {
+    const at::Tensor read_k = readable(k), read_v = v ? readable(*v) : at::Tensor();
+    at::Tensor written_k = readable(k_cache), written_v = v ? readable(v_cache) : at::Tensor();
     args.cache.fwd.k = written_rows_of(written_k);
-    args.cache.fwd.v = written_rows_of(written_v);
     args.k = rows_of(read_k);
-    args.v = rows_of(read_v);
+    if (v) {
+        args.cache.fwd.v = written_rows_of(written_v);
+        args.v = rows_of(read_v);
+    }
     run(args, k_cache);
     if (!written_k.is_same(k_cache)) k_cache.copy_(written_k);
-    if (!written_v.is_same(v_cache)) v_cache.copy_(written_v);
+    if (v && !written_v.is_same(v_cache)) v_cache.copy_(written_v);
 }
 
-at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const Maybe &v, const at::Tensor &cache_seqlens,
         const Maybe &block_table) {
     check_append_ranks(k_cache, v_cache, k, v);
     check_rows(k_cache, v_cache, k, v);
@@ -165,7 +180,7 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
 }
 
 // Engines pad k and v, and have a slot for each row that counts.
-void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping) {
+void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const Maybe &v, const at::Tensor &slot_mapping) {
     check_slot_ranks(k_cache, v_cache, k, v, slot_mapping);
     check_rows(k_cache, v_cache, k, v);
     TORCH_CHECK_VALUE(slot_mapping.scalar_type() == at::kLong || slot_mapping.scalar_type() == at::kInt, "sinkattn: slot_mapping is ",
@@ -174,7 +189,8 @@ void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
             " rows; there must be a row for each slot");
     if (k_cache.numel() == 0 && slot_mapping.size(0) == 0) return;
     const at::Tensor slots = slot_mapping.to(at::kLong).contiguous();
-    const at::Tensor rows_k = k.narrow(0, 0, slots.size(0)), rows_v = v.narrow(0, 0, slots.size(0));
+    const at::Tensor rows_k = k.narrow(0, 0, slots.size(0));
+    const Maybe rows_v = v ? Maybe(v->narrow(0, 0, slots.size(0))) : Maybe();
     sinkattn_append_args args{};
     args.cache.fwd.problem = problem_of(k_cache, v_cache, rows_k, {});
     args.slot_mapping = slots.const_data_ptr<int64_t>();

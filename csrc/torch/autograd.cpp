@@ -229,14 +229,14 @@ void flash_decode_out(const at::Tensor &q, const at::Tensor &k_cache, const at::
     for (const at::Tensor *written : {&out, &lse, &scratch}) torch::autograd::impl::bump_version(*written);
 }
 
-void check_appends(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
+void check_appends(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const Maybe &v) {
     TORCH_CHECK_NOT_IMPLEMENTED(!wants_grad(k_cache, v_cache, k, v),
             "sinkattn: keys and values in a cache have no gradients; append under torch.no_grad(), or what is detached");
     check_writable(k_cache, "k_cache");
     check_writable(v_cache, "v_cache");
 }
 
-at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const Maybe &v, const at::Tensor &cache_seqlens,
         const Maybe &block_table) {
     check_appends(k_cache, v_cache, k, v);
     static const auto op = find<decltype(append_kv)>("sinkattn::append_kv");
@@ -249,7 +249,7 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     return after;
 }
 
-void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping) {
+void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const Maybe &v, const at::Tensor &slot_mapping) {
     check_appends(k_cache, v_cache, k, v);
     static const auto op = find<decltype(append_kv_slots)>("sinkattn::append_kv_slots");
     {

@@ -83,18 +83,18 @@ void check_varlen_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tens
     check_rank(v, "v", q, false);
 }
 
-void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v) {
+void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const Maybe &v) {
     check_rank(k_cache, "k_cache", k_cache, false, "k_cache");
     check_rank(v_cache, "v_cache", k_cache, false, "k_cache");
     check_rank(k, "k", k_cache, false, "k_cache");
-    check_rank(v, "v", k_cache, false, "k_cache");
+    if (v) check_rank(*v, "v", k_cache, false, "k_cache");
 }
 
 void check_slot_ranks(
-        const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping) {
+        const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const Maybe &v, const at::Tensor &slot_mapping) {
     check_rank(k_cache, "k_cache", k_cache, false, "k_cache");
     check_rank(v_cache, "v_cache", k_cache, false, "k_cache");
-    for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(&v, "v")}) {
+    for (const auto &[rows, name] : {std::pair(&k, "k"), std::pair(v ? &*v : &k, "v")}) {
         TORCH_CHECK_VALUE(rows->dim() == 3, "sinkattn: ", name, " has ", rows->dim(),
                 " dimensions, it must be [total, num_kv_heads, head_dim], a row for each slot");
         check_device(*rows, name, k_cache, "k_cache");

@@ -29,11 +29,11 @@ void check_cache_ranks(const at::Tensor &q, const at::Tensor &k_cache, const at:
 // Rows of q packed, the cache not.
 void check_varlen_ranks(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v);
 
-void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v);
+void check_append_ranks(const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const Maybe &v);
 
 // New rows [total, num_kv_heads, head_dim], each for a slot.
 void check_slot_ranks(
-        const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping);
+        const at::Tensor &k_cache, const at::Tensor &v_cache, const at::Tensor &k, const Maybe &v, const at::Tensor &slot_mapping);
 
 void check_device(const at::Tensor &tensor, const char *name, const at::Tensor &q, const char *q_name = "q");
 void check_like(const at::Tensor &tensor, const char *name, const at::Tensor &q, at::ScalarType dtype, const char *q_name = "q");

@@ -135,7 +135,7 @@ Tensors3 flash_decode_varlen_raw(const at::Tensor &q, const at::Tensor &k, const
     return {std::move(out), std::move(lse), empty_lse(q)};
 }
 
-at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &cache_seqlens,
+at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const Maybe &v, const at::Tensor &cache_seqlens,
         const Maybe &block_table) {
     check_append_ranks(k_cache, v_cache, k, v);
     check_device(cache_seqlens, "cache_seqlens", k_cache, "k_cache");
@@ -143,7 +143,7 @@ at::Tensor append_kv(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor 
     return empty_contiguous(cache_seqlens);
 }
 
-void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const at::Tensor &v, const at::Tensor &slot_mapping) {
+void append_kv_slots(at::Tensor &k_cache, at::Tensor &v_cache, const at::Tensor &k, const Maybe &v, const at::Tensor &slot_mapping) {
     check_slot_ranks(k_cache, v_cache, k, v, slot_mapping);
 }
 

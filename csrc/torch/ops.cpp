@@ -135,12 +135,12 @@ std::vector<int64_t> lse_shape(const sinkattn_problem &problem) {
 
 template <class Args> using Run = sinkattn_status (*)(const Args *, const sinkattn_plan *, const sinkattn_context *);
 
-// A second thread costs more than it brings where there is next to nothing to do. A decode's splits depend on the threads, so that its
-// plan must be the one that sinkattn.plan gives.
-int threads_for(const sinkattn_problem &p) {
+// A second thread costs more than it brings where there is next to nothing to do. The plan is the one that sinkattn.plan gives all the
+// same.
+bool is_small(const sinkattn_problem &p) {
     const double products = static_cast<double>(p.batch) * static_cast<double>(p.q_len) * static_cast<double>(p.k_len) *
                             static_cast<double>(p.num_q_heads) * static_cast<double>(p.head_dim);
-    return p.op != SINKATTN_DECODE && products < 65536.0 ? 1 : at::get_num_threads();
+    return products < 65536.0;
 }
 
 // Facts of a device do not change; asking the driver takes longer than planning.
@@ -161,7 +161,7 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
     const c10::DeviceGuard guard(q.device());
     sinkattn_device device{};
     if (q.is_cpu())
-        raise_on(sinkattn_query_cpu(threads_for(problem), &device));
+        raise_on(sinkattn_query_cpu(at::get_num_threads(), &device));
     else
         device = cuda_device(q.get_device());
     sinkattn_plan plan{};
@@ -182,10 +182,10 @@ void launch(Run<Args> run, const Args &args, const sinkattn_problem &problem, co
         context.workspace = workspace.mutable_data_ptr();
         context.workspace_bytes = workspace.numel();
     }
-    if (q.is_cpu())
-        context.executor.run = run_on_torch_threads;
-    else
+    if (!q.is_cpu())
         context.stream = stream_of(q);
+    else if (!is_small(problem))
+        context.executor.run = run_on_torch_threads;
     raise_on(run(&args, &plan, &context));
     if (!q.is_cpu()) check_if_asked(q);
 }

@@ -40,9 +40,9 @@ TORCH_LIBRARY(sinkattn, m) {
           "Tensor? block_table=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, float? softmax_scale=None, "
           "SymInt window_size_left=-1, SymInt window_size_right=-1, SymInt num_sink_tokens=0) "
           "-> (Tensor out, Tensor lse, Tensor lse_raw)");
-    m.def("append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? block_table=None) "
+    m.def("append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor? v, Tensor cache_seqlens, Tensor? block_table=None) "
           "-> Tensor cache_seqlens_after");
-    m.def("append_kv_slots(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slot_mapping) -> ()");
+    m.def("append_kv_slots(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor? v, Tensor slot_mapping) -> ()");
     m.def("merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
     m.def("apply_sink(Tensor out, Tensor lse, Tensor s_aux) -> (Tensor out, Tensor lse)");
 }

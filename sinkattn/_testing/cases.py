@@ -57,6 +57,7 @@ class Case:
     dtype: str = "fp32"
     seed: int = 0
     head_dim_v: int = 0  # columns of v and out; 0: head_dim
+    latent: bool = False  # of a cache: v is a view of the first columns of k
 
     @property
     def decode(self) -> bool:
@@ -96,6 +97,7 @@ class Case:
         say(c.poison, "poison")
         say(c.num_splits, f"splits{c.num_splits}")
         say(c.invariant, "invariant")
+        say(c.latent, "latent")
         words.append(c.dtype)
         say(c.seed, f"seed{c.seed}")
         return "-".join(words)
@@ -141,6 +143,7 @@ _WORDS: list[tuple[str, str, Any]] = [
     (r"(poison)", "poison", bool),
     (r"splits(\d+)", "num_splits", int),
     (r"(invariant)", "invariant", bool),
+    (r"(latent)", "latent", bool),
     (r"(bf16|fp16|fp32|fp64)", "dtype", str),
     (r"seed(\d+)", "seed", int),
 ]
@@ -152,7 +155,7 @@ def random_case(seed: str, work: int = 2_000_000) -> Case:
     pick = rng.choice
     layout = pick(("dense", "dense", "dense", "varlen", "varlen", "varlen", "cache", "paged"))
     decode = layout in ("cache", "paged")
-    head_dim = pick((*HEAD_DIMS, 64, 64, 128, 512 if decode else 128))
+    head_dim = pick((*HEAD_DIMS, 64, 64, 128, pick((512, 576)) if decode else 128))
     ratio, kv_heads = pick(RATIOS), pick((1, 1, 2, 3))
     batch = pick((1, 1, 2, 3, 4, 7))
     top = pick((3, 17, 40, 70, 140, 300))
@@ -182,6 +185,8 @@ def random_case(seed: str, work: int = 2_000_000) -> Case:
     dtype = pick(("bf16", "bf16", "bf16", "fp16", "fp32", "fp32", "fp64"))
     invariant = decode and rng.random() < 0.3
     strides = pick(("plain",) * 5 + ("transposed", "sliced", "offset", "lastdim", "expanded"))
+    narrow = head_dim > 8 and (head_dim > 512 or rng.random() < 0.2)
+    head_dim_v = 8 * rng.randrange(1, 1 + min(head_dim - 8, 512) // 8) if narrow else 0
     return Case(
         head_dim=head_dim,
         left=window - 1,
@@ -208,5 +213,6 @@ def random_case(seed: str, work: int = 2_000_000) -> Case:
         invariant=invariant,
         dtype=dtype,
         seed=rng.randrange(1, 2**31),
-        head_dim_v=8 * rng.randrange(1, head_dim // 8) if head_dim > 8 and rng.random() < 0.2 else 0,
+        head_dim_v=head_dim_v,
+        latent=decode and rng.random() < (0.7 if narrow else 0.1),
     )

@@ -80,6 +80,8 @@ def make_inputs(case: Case) -> Inputs:
     q = draw(batch, longest_q, heads, case.head_dim).to(dtype)
     k, v = draw(2, batch, longest_k, case.kv_heads, case.head_dim).to(dtype).unbind()
     dout = draw(batch, longest_q, heads, case.head_dim).to(dtype)
+    if case.latent:
+        v = k.clone()
     if case.head_dim_v:
         v, dout = v[..., : case.head_dim_v], dout[..., : case.head_dim_v]
     dlse = draw(batch, heads, longest_q).to(torch.float64 if case.dtype == "fp64" else torch.float32)
@@ -145,8 +147,10 @@ def make_inputs(case: Case) -> Inputs:
         dout = restride(dout, "transposed")
     q = restride(q, "plain" if case.strides == "expanded" else case.strides).requires_grad_()
     k, v = (restride(x, "plain" if table is not None and case.strides == "expanded" else case.strides) for x in (k, v))
+    if case.latent:
+        v = k[..., : v.shape[-1]]
     return Inputs(
-        q, k.requires_grad_(), v.requires_grad_(), s_aux, dout, out_grad, cu_q, cu_k, cache_seqlens, table,
+        q, k.requires_grad_(), v.detach().requires_grad_(), s_aux, dout, out_grad, cu_q, cu_k, cache_seqlens, table,
         padded, seen, q_valid, k_valid,
     )  # fmt: skip
 
