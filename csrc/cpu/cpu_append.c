@@ -36,7 +36,7 @@ static void copy_to_slots(const sinkattn_append_args *args) {
         for (int64_t head = 0; head < problem->num_kv_heads; head++) {
             const int64_t to_k = sa_slot_offset(problem, &cache->k, slot, head), to_v = sa_slot_offset(problem, &cache->v, slot, head);
             copy_head(problem, problem->head_dim, &cache->k, to_k, &args->k, sa_offset(&args->k, 0, i, head));
-            copy_head(problem, head_dim_v, &cache->v, to_v, &args->v, sa_offset(&args->v, 0, i, head));
+            if (args->v.data) copy_head(problem, head_dim_v, &cache->v, to_v, &args->v, sa_offset(&args->v, 0, i, head));
         }
     }
 }
@@ -53,7 +53,7 @@ sinkattn_status sa_append_cpu(const sinkattn_append_args *args) {
         const sa_range slots = sa_new_slots(args, b);
         for (int64_t slot = slots.begin; slot < slots.end; slot++) {
             copy_row(args, problem->head_dim, &args->k, &args->cache.fwd.k, b, slot - slots.begin, slot);
-            copy_row(args, sa_head_dim_v(problem), &args->v, &args->cache.fwd.v, b, slot - slots.begin, slot);
+            if (args->v.data) copy_row(args, sa_head_dim_v(problem), &args->v, &args->cache.fwd.v, b, slot - slots.begin, slot);
         }
         args->cache_seqlens[b] = (int32_t)slots.end;
     }

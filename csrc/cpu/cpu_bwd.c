@@ -2,12 +2,14 @@
  *
  * The tiled backward: every score is computed once, no atomics, nothing of size q_len x k_len.
  *
- * Pass 1, an item is a segment of the rows of one (sequence, kv head). For each row tile and key tile
+ * Pass 1, an item is a segment of the rows of one (sequence, kv head). It takes some neighbouring row tiles at a time and lets the key
+ * tiles pass, each made ready once and met by every row tile:
  *     S^T = K . Q^T     dP^T = V . dO^T     P, dS = gradient step
  *     dV += P^T . dO    dK += dS^T . Q      dQ^T += K^T . dS^T
- * dQ is complete when the row tile is; dK and dV of the keys that the segment sees are summed in a slot of the workspace, in fp32.
- * Pass 2 adds the slots of each key, segment by segment, and rounds once, so the group's heads are summed before rounding.
- * Segments depend on a sequence's lengths and mask alone: how many workers there are leaves no trace in the bits.
+ * So every key adds its row tiles in ascending order, and every row tile its key tiles. dQ is complete when the row tile is; dK and dV of
+ * the keys that the segment sees are summed in a slot of the workspace, in fp32. Pass 2 adds the slots of each key, segment by segment, and
+ * rounds once, so the group's heads are summed before rounding. Segments depend on a sequence's lengths and mask alone: how many workers
+ * there are leaves no trace in the bits.
  *
  * ds_aux = -sum_i p_sink_i (sum_j P_ij dP_ij - g_i): the inner sum comes from the gradient step in fp32, one term a row is kept,
  * and pass 3 adds a head's terms in row order.
@@ -15,6 +17,7 @@
 #include "cpu/cpu_tile.h"
 
 enum { MAX_SEGMENTS = 4, MIN_SEGMENT = 1024 }; /* segments of a sequence; tokens of one */
+enum { ROW_TILES = 4 };                        /* that meet a key tile while it is ready */
 
 typedef struct bwd_slot {
     sa_range tokens;
@@ -23,15 +26,23 @@ typedef struct bwd_slot {
     int64_t first_row; /* of kv head 0; the other heads' slots follow */
 } bwd_slot;
 
-typedef struct bwd_worker {
+/* A row tile on its way through its keys. */
+typedef struct bwd_rows {
+    sa_row_tile tile;
     sa_tile_mask mask;
-    sa_operand q, dout, out; /* rows of a row tile */
-    sa_operand k, k_pairs, v;
+    sa_operand q, dout;
     sa_cell *q_lanes, *dout_lanes; /* [head_dim / pack][lanes], [head_dim_v / pack][lanes] */
-    float *scores, *dp;            /* [tile_k][lanes] */
+    float *dq;                     /* [head_dim][lanes] */
+    float *lse, *bias, *sink_sum;
+} bwd_rows;
+
+typedef struct bwd_worker {
+    bwd_rows rows[ROW_TILES];
+    sa_operand out; /* rows of a row tile */
+    sa_operand k, k_columns, v;
+    float *scores, *dp; /* [tile_k][lanes] */
     sa_cell *p_rows, *ds_rows, *ds_keys;
-    float *dq; /* [head_dim][lanes] */
-    float *lse, *bias, *delta, *sink_sum, *factor;
+    float *delta, *factor;
     void **dq_rows;
 } bwd_worker;
 
@@ -59,6 +70,22 @@ static int64_t max_slot_rows(const sinkattn_problem *problem, int64_t tile_k) {
     return sequences * problem->num_kv_heads * sa_min(most, windowed);
 }
 
+static bwd_rows take_rows(sa_scratch *scratch, const sinkattn_problem *problem, int64_t tile_q) {
+    const int64_t cell = (int64_t)sizeof(sa_cell), head_dim = problem->head_dim, head_dim_v = sa_head_dim_v(problem);
+    bwd_rows rows;
+    memset(&rows, 0, sizeof rows);
+    rows.mask = sa_take_mask(scratch, tile_q);
+    rows.q = sa_take_operand(scratch, problem->dtype, head_dim, tile_q);
+    rows.dout = sa_take_operand(scratch, problem->dtype, head_dim_v, tile_q);
+    rows.q_lanes = sa_take(scratch, head_dim * tile_q * cell);
+    rows.dout_lanes = sa_take(scratch, head_dim_v * tile_q * cell);
+    rows.dq = sa_take(scratch, head_dim * tile_q * cell);
+    rows.lse = sa_take(scratch, tile_q * cell);
+    rows.bias = sa_take(scratch, tile_q * cell);
+    rows.sink_sum = sa_take(scratch, tile_q * cell);
+    return rows;
+}
+
 static bwd_job take_job(
         sa_scratch *scratch, const sa_cpu_ops *ops, int64_t pack, const sinkattn_problem *problem, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
@@ -69,25 +96,17 @@ static bwd_job take_job(
     job.workers = sa_take(scratch, plan->workers * (int64_t)sizeof *job.workers);
     for (int32_t w = 0; w < plan->workers; w++) {
         bwd_worker worker;
-        worker.mask = sa_take_mask(scratch, tile_q);
-        worker.q = sa_take_operand(scratch, dtype, head_dim, tile_q);
-        worker.dout = sa_take_operand(scratch, dtype, head_dim_v, tile_q);
+        for (int i = 0; i < ROW_TILES; i++) worker.rows[i] = take_rows(scratch, problem, tile_q);
         worker.out = sa_take_operand(scratch, dtype, head_dim_v, tile_q);
         worker.k = sa_take_operand(scratch, dtype, head_dim, info->tile_k);
-        worker.k_pairs = sa_take_operand(scratch, dtype, head_dim, info->tile_k);
+        worker.k_columns = sa_take_operand(scratch, dtype, head_dim, info->tile_k);
         worker.v = sa_take_operand(scratch, dtype, head_dim_v, info->tile_k);
-        worker.q_lanes = sa_take(scratch, head_dim * tile_q * cell);
-        worker.dout_lanes = sa_take(scratch, head_dim_v * tile_q * cell);
         worker.scores = sa_take(scratch, tile * cell);
         worker.dp = sa_take(scratch, tile * cell);
         worker.p_rows = pack == 1 ? (sa_cell *)worker.scores : sa_take(scratch, tile * cell);
         worker.ds_rows = pack == 1 ? (sa_cell *)worker.dp : sa_take(scratch, tile * cell);
         worker.ds_keys = pack == 1 ? (sa_cell *)worker.dp : sa_take(scratch, tile * cell);
-        worker.dq = sa_take(scratch, head_dim * tile_q * cell);
-        worker.lse = sa_take(scratch, tile_q * cell);
-        worker.bias = sa_take(scratch, tile_q * cell);
         worker.delta = sa_take(scratch, tile_q * cell);
-        worker.sink_sum = sa_take(scratch, tile_q * cell);
         worker.factor = sa_take(scratch, tile_q * cell);
         worker.dq_rows = sa_take(scratch, tile_q * (int64_t)sizeof *worker.dq_rows);
         if (job.workers) job.workers[w] = worker;
@@ -145,92 +164,99 @@ static int64_t slot_row(const bwd_slot *slot, int64_t kv_head, int64_t key) {
     return first + slot->sink_end + key - slot->band.begin;
 }
 
-static const sa_cell *load_rows(const bwd_job *job, sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor,
-        const sa_row_tile *rows, sa_cell *lanes) {
-    const sinkattn_problem *problem = &stream->args->problem;
-    sa_operand_queries(operand, stream, tensor, rows);
-    job->ops->rows_to_lanes(operand->rows, rows->n, problem->dtype, operand->head_dim, lanes, rows->lanes);
-    return lanes;
+static void load_lanes(const bwd_job *job, sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor,
+        const sa_row_tile *tile, sa_cell *lanes) {
+    sa_operand_queries(operand, stream, tensor, tile);
+    job->ops->rows_to_lanes(operand->rows, tile->n, stream->args->problem.dtype, operand->head_dim, lanes, tile->lanes);
 }
 
 /* [lanes / pack][head_dim in whole lanes], neighbours along the rows, rows past n zero: the right side of dK and dV. */
-static void load_pairs(const bwd_job *job, sa_operand *operand, sinkattn_dtype dtype, const sa_row_tile *rows) {
+static void load_pairs(const bwd_job *job, sa_operand *operand, sinkattn_dtype dtype, const sa_row_tile *tile) {
     const sa_cpu_ops *ops = job->ops;
     const int64_t padded = sa_padded(operand->head_dim);
-    sa_operand_clean(operand, ops, dtype, rows->n, true);
-    ops->rows_to_pairs(operand->clean, rows->n, dtype, operand->head_dim, operand->cells, padded);
-    const int64_t done = sa_ceil_div(rows->n, ops->pack), all = rows->lanes / ops->pack;
+    sa_operand_clean(operand, ops, dtype, tile->n, true);
+    ops->rows_to_pairs(operand->clean, tile->n, dtype, operand->head_dim, operand->cells, padded);
+    const int64_t done = sa_ceil_div(tile->n, ops->pack), all = tile->lanes / ops->pack;
     memset(operand->cells + done * padded, 0, (size_t)((all - done) * padded) * sizeof *operand->cells);
 }
 
-static void load_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows) {
+static void load_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, bwd_rows *rows) {
     const sinkattn_bwd_args *args = job->args;
     const sinkattn_problem *problem = &args->fwd.problem;
-    sa_mask_rows(&worker->mask, stream, rows);
-    load_rows(job, &worker->q, stream, &args->fwd.q, rows, worker->q_lanes);
-    load_rows(job, &worker->dout, stream, &args->dout, rows, worker->dout_lanes);
-    const sa_cell *out_lanes = load_rows(job, &worker->out, stream, &args->fwd.out, rows, (sa_cell *)worker->dq);
-    job->ops->lane_dot(worker->dout_lanes, out_lanes, worker->out.head_dim / job->ops->pack, rows->lanes, worker->delta);
-    load_pairs(job, &worker->q, problem->dtype, rows);
-    load_pairs(job, &worker->dout, problem->dtype, rows);
+    const sa_row_tile *tile = &rows->tile;
+    sa_mask_rows(&rows->mask, stream, tile);
+    load_lanes(job, &rows->q, stream, &args->fwd.q, tile, rows->q_lanes);
+    load_lanes(job, &rows->dout, stream, &args->dout, tile, rows->dout_lanes);
+    sa_cell *out_lanes = (sa_cell *)rows->dq;
+    load_lanes(job, &worker->out, stream, &args->fwd.out, tile, out_lanes);
+    job->ops->lane_dot(rows->dout_lanes, out_lanes, worker->out.head_dim / job->ops->pack, tile->lanes, worker->delta);
+    load_pairs(job, &rows->q, problem->dtype, tile);
+    load_pairs(job, &rows->dout, problem->dtype, tile);
     const float *lse = args->fwd.lse, *dlse = args->dlse;
-    sa_row row = sa_row_at(stream, rows->begin);
-    for (int64_t lane = 0; lane < rows->lanes; lane++, row = sa_row_after(stream, row)) {
-        const int64_t at = lane < rows->n ? sa_stat_index(stream, row) : -1;
-        worker->lse[lane] = at < 0 ? INFINITY : lse[at];
-        worker->bias[lane] = at < 0 ? 0.0f : (dlse ? dlse[at] : 0.0f) - worker->delta[lane];
-        worker->sink_sum[lane] = 0.0f;
+    sa_row row = sa_row_at(stream, tile->begin);
+    for (int64_t lane = 0; lane < tile->lanes; lane++, row = sa_row_after(stream, row)) {
+        const int64_t at = lane < tile->n ? sa_stat_index(stream, row) : -1;
+        rows->lse[lane] = at < 0 ? INFINITY : lse[at];
+        rows->bias[lane] = at < 0 ? 0.0f : (dlse ? dlse[at] : 0.0f) - worker->delta[lane];
+        rows->sink_sum[lane] = 0.0f;
     }
-    memset(worker->dq, 0, (size_t)(problem->head_dim * rows->lanes) * sizeof *worker->dq);
+    memset(rows->dq, 0, (size_t)(problem->head_dim * tile->lanes) * sizeof *rows->dq);
 }
 
 /* gradient[key][dim] += weight[key][row] * element[row][dim] for the elements hidden in `operand`, in the keys that the row sees. */
-static void add_hidden_rows(const bwd_job *job, const sa_operand *operand, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
+static void add_hidden_rows(const bwd_job *job, const sa_operand *operand, const sa_stream *stream, const sa_row_tile *tile, sa_range keys,
         const sa_cell *weights, float *gradient) {
     const sinkattn_problem *problem = &stream->args->problem;
     const bool halves = job->ops->pack == 2;
     const int64_t padded = sa_padded(operand->head_dim);
-    for (int64_t r = 0; r < rows->n; r++) {
+    for (int64_t r = 0; r < tile->n; r++) {
         if (operand->clean[r] == operand->rows[r]) continue;
         for (int64_t x = 0; x < operand->head_dim; x++) {
             const float element = (float)sa_load(operand->rows[r], problem->dtype, x);
             if (isfinite(element)) continue;
             for (int64_t key = 0; key < keys.end - keys.begin; key++) {
-                if (!sa_visible(&stream->band, (rows->begin + r) / stream->group, keys.begin + key)) continue;
-                const double weight = sa_load(weights, halves ? SINKATTN_BF16 : SINKATTN_FP32, key * rows->lanes + r);
+                if (!sa_visible(&stream->band, (tile->begin + r) / stream->group, keys.begin + key)) continue;
+                const double weight = sa_load(weights, halves ? SINKATTN_BF16 : SINKATTN_FP32, key * tile->lanes + r);
                 gradient[key * padded + x] += (float)weight * element;
             }
         }
     }
 }
 
-/* S^T and dP^T, [keys][lanes]. */
-static void score_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, sa_range keys) {
+/* K, V and K^T of some keys. `masked`: some row does not see some key. */
+static void load_keys(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, sa_range keys, bool masked) {
     const sa_cpu_ops *ops = job->ops;
     const sinkattn_fwd_args *args = &job->args->fwd;
-    const int64_t n = keys.end - keys.begin, lanes = rows->lanes;
+    const sinkattn_dtype dtype = args->problem.dtype;
+    const int64_t n = keys.end - keys.begin;
     sa_operand_keys(&worker->k, stream, &args->k, keys);
-    sa_operand_cells(&worker->k, ops, args->problem.dtype, n, args->k.row_stride);
+    sa_operand_cells(&worker->k, ops, dtype, n, args->k.row_stride);
     sa_operand_keys(&worker->v, stream, &args->v, keys);
-    sa_operand_cells(&worker->v, ops, args->problem.dtype, n, args->v.row_stride);
-    sa_product product = {.m = n, .lanes = lanes, .k = worker->k.head_dim / ops->pack, .a_col = 1, .b_row = lanes, .c_row = lanes};
-    product.a = worker->k.read;
-    product.a_row = worker->k.read_row;
-    product.b = worker->q_lanes;
-    product.c = worker->scores;
-    ops->product(&product);
-    product.k = worker->v.head_dim / ops->pack;
-    product.a = worker->v.read;
-    product.a_row = worker->v.read_row;
-    product.b = worker->dout_lanes;
-    product.c = worker->dp;
-    ops->product(&product);
+    sa_operand_cells(&worker->v, ops, dtype, n, args->v.row_stride);
+    sa_operand_keys(&worker->k_columns, stream, &args->k, keys);
+    sa_operand_clean(&worker->k_columns, ops, dtype, n, masked);
+    sa_operand_columns(&worker->k_columns, ops, dtype, n, args->k.row_stride);
+}
+
+/* S^T or dP^T, [keys][lanes], of n keys from row `first` of the operand. */
+static void score_tile(const bwd_job *job, const sa_operand *keys, int64_t first, int64_t n, const sa_cell *b, int64_t lanes, float *c) {
+    const sa_product product = {.m = n,
+            .lanes = lanes,
+            .k = keys->head_dim / job->ops->pack,
+            .a = keys->read + first * keys->read_row,
+            .a_row = keys->read_row,
+            .a_col = 1,
+            .b = b,
+            .b_row = lanes,
+            .c = c,
+            .c_row = lanes};
+    job->ops->product(&product);
 }
 
 /* gradient += weights^T . operand's rows. */
-static void add_product(const bwd_job *job, const sa_operand *operand, const sa_stream *stream, const sa_row_tile *rows, sa_range keys,
+static void add_product(const bwd_job *job, const sa_operand *operand, const sa_stream *stream, const sa_row_tile *tile, sa_range keys,
         const sa_cell *weights, float *gradient) {
-    const int64_t cells = rows->lanes / job->ops->pack, padded = sa_padded(operand->head_dim);
+    const int64_t cells = tile->lanes / job->ops->pack, padded = sa_padded(operand->head_dim);
     const sa_product product = {.m = keys.end - keys.begin,
             .lanes = padded,
             .k = cells,
@@ -243,77 +269,99 @@ static void add_product(const bwd_job *job, const sa_operand *operand, const sa_
             .c_row = padded,
             .join = SA_ADD};
     job->ops->product(&product);
-    if (operand->hidden) add_hidden_rows(job, operand, stream, rows, keys, weights, gradient);
+    if (operand->hidden) add_hidden_rows(job, operand, stream, tile, keys, weights, gradient);
 }
 
 /* dV += P^T . dO, dK += dS^T . Q, into the slot's rows of the keys. */
 static void add_key_gradients(
-        const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot, sa_range keys) {
+        const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const bwd_rows *rows, const bwd_slot *slot, sa_range keys) {
     const int64_t row = slot_row(slot, stream->kv_head, keys.begin);
-    add_product(job, &worker->dout, stream, rows, keys, worker->p_rows, job->dv + row * job->padded_v);
-    add_product(job, &worker->q, stream, rows, keys, worker->ds_rows, job->dk + row * job->padded_k);
+    add_product(job, &rows->dout, stream, &rows->tile, keys, worker->p_rows, job->dv + row * job->padded_v);
+    add_product(job, &rows->q, stream, &rows->tile, keys, worker->ds_rows, job->dk + row * job->padded_k);
 }
 
-/* dQ^T += K^T . dS^T. `masked`: some row does not see some key. */
+/* dQ^T += K^T . dS^T, K's keys from row `first` of the operand. */
 static void add_query_gradients(
-        const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, sa_range keys, bool masked) {
+        const bwd_job *job, const bwd_worker *worker, const sa_stream *stream, const bwd_rows *rows, sa_range keys, int64_t first) {
     const sa_cpu_ops *ops = job->ops;
-    const sinkattn_fwd_args *args = &job->args->fwd;
-    const int64_t n = keys.end - keys.begin;
-    sa_operand_keys(&worker->k_pairs, stream, &args->k, keys);
-    sa_operand_clean(&worker->k_pairs, ops, args->problem.dtype, n, masked);
-    sa_operand_columns(&worker->k_pairs, ops, args->problem.dtype, n, args->k.row_stride);
-    const sa_product product = {.m = args->problem.head_dim,
-            .lanes = rows->lanes,
-            .k = sa_ceil_div(n, ops->pack),
-            .a = worker->k_pairs.read,
-            .a_row = worker->k_pairs.read_row,
-            .a_col = worker->k_pairs.read_col,
+    const sa_operand *k = &worker->k_columns;
+    const sa_product product = {.m = k->head_dim,
+            .lanes = rows->tile.lanes,
+            .k = sa_ceil_div(keys.end - keys.begin, ops->pack),
+            .a = k->read + first / ops->pack * k->read_col,
+            .a_row = k->read_row,
+            .a_col = k->read_col,
             .b = worker->ds_keys,
-            .b_row = rows->lanes,
-            .c = worker->dq,
-            .c_row = rows->lanes,
+            .b_row = rows->tile.lanes,
+            .c = rows->dq,
+            .c_row = rows->tile.lanes,
             .join = SA_ADD};
     ops->product(&product);
-    if (worker->k_pairs.hidden) sa_add_hidden(&worker->k_pairs, 0, ops, stream, rows, keys, worker->ds_keys, 1, worker->dq);
+    if (k->hidden) sa_add_hidden(k, first, ops, stream, &rows->tile, keys, worker->ds_keys, 1, rows->dq);
 }
 
-static void key_tile(
-        const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows, const bwd_slot *slot, sa_range keys) {
-    const sa_lane_mask seen = sa_mask_keys(&worker->mask, stream, rows, keys, true);
-    score_tile(job, worker, stream, rows, keys);
+/* One row tile and the keys of a key tile that it sees, from row `first` of the operands. */
+static void key_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const bwd_rows *rows, const bwd_slot *slot,
+        sa_range keys, int64_t first) {
+    const sa_row_tile *tile = &rows->tile;
+    score_tile(job, &worker->k, first, keys.end - keys.begin, rows->q_lanes, tile->lanes, worker->scores);
+    score_tile(job, &worker->v, first, keys.end - keys.begin, rows->dout_lanes, tile->lanes, worker->dp);
     const sa_gradient_tile gradient = {.scores = worker->scores,
             .dp = worker->dp,
-            .row_stride = rows->lanes,
-            .lanes = rows->lanes,
+            .row_stride = tile->lanes,
+            .lanes = tile->lanes,
             .keys = keys.end - keys.begin,
-            .mask = seen,
+            .mask = sa_mask_keys(&rows->mask, stream, tile, keys, true),
             .scale = (float)sa_softmax_scale(&job->args->fwd.problem),
-            .lse = worker->lse,
-            .bias = worker->bias,
-            .sink_sum = job->terms ? worker->sink_sum : NULL,
+            .lse = rows->lse,
+            .bias = rows->bias,
+            .sink_sum = job->terms ? rows->sink_sum : NULL,
             .p_rows = worker->p_rows,
             .ds_rows = worker->ds_rows,
             .ds_keys = worker->ds_keys};
     job->ops->gradient(&gradient);
     add_key_gradients(job, worker, stream, rows, slot, keys);
-    add_query_gradients(job, worker, stream, rows, keys, !sa_all_visible(&stream->band, rows->tokens, keys));
+    add_query_gradients(job, worker, stream, rows, keys, first);
 }
 
-static void store_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const sa_row_tile *rows) {
+static void store_row_tile(const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const bwd_rows *rows) {
     const sinkattn_bwd_args *args = job->args;
     const sinkattn_problem *problem = &args->fwd.problem;
+    const sa_row_tile *tile = &rows->tile;
     const float *dlse = args->dlse;
-    sa_row row = sa_row_at(stream, rows->begin);
-    for (int64_t lane = 0; lane < rows->n; lane++, row = sa_row_after(stream, row)) {
+    sa_row row = sa_row_at(stream, tile->begin);
+    for (int64_t lane = 0; lane < tile->n; lane++, row = sa_row_after(stream, row)) {
         const int64_t at = sa_stat_index(stream, row);
         worker->factor[lane] = (float)sa_softmax_scale(problem);
         worker->dq_rows[lane] = sa_query_row(stream, &args->dq, row);
         if (!job->terms) continue;
-        const double p_sink = sa_exp_minus(sa_s_aux(&args->fwd, row.head), worker->lse[lane]);
-        job->terms[at] = (float)p_sink * ((dlse ? dlse[at] : 0.0f) - worker->sink_sum[lane]);
+        const double p_sink = sa_exp_minus(sa_s_aux(&args->fwd, row.head), rows->lse[lane]);
+        job->terms[at] = (float)p_sink * ((dlse ? dlse[at] : 0.0f) - rows->sink_sum[lane]);
     }
-    job->ops->lanes_to_rows(worker->dq, rows->lanes, worker->factor, worker->dq_rows, rows->n, problem->dtype, problem->head_dim);
+    job->ops->lanes_to_rows(rows->dq, tile->lanes, worker->factor, worker->dq_rows, tile->n, problem->dtype, problem->head_dim);
+}
+
+/* Rows [begin, end) of a stream, at most ROW_TILES tiles of them, and all keys that they see. */
+static void attend_row_tiles(
+        const bwd_job *job, bwd_worker *worker, const sa_stream *stream, const bwd_slot *slot, int64_t begin, int64_t end) {
+    const sa_row_tile all = sa_row_tile_of(stream, begin, end, job->ops, job->tile_k);
+    const int64_t count = sa_ceil_div(end - begin, job->tile_q);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t first = begin + i * job->tile_q;
+        worker->rows[i].tile = sa_row_tile_of(stream, first, sa_min(first + job->tile_q, end), job->ops, job->tile_k);
+        load_row_tile(job, worker, stream, &worker->rows[i]);
+    }
+    SA_FOR_EACH_TILE(t, &all) {
+        const sa_range keys = sa_tile_keys(&all, t);
+        load_keys(job, worker, stream, keys, !sa_all_visible(&stream->band, all.tokens, keys));
+        for (int64_t i = 0; i < count; i++) {
+            const bwd_rows *rows = &worker->rows[i];
+            if (!sa_has_tile(&rows->tile, t)) continue;
+            const sa_range seen = sa_tile_keys(&rows->tile, t);
+            key_tile(job, worker, stream, rows, slot, seen, seen.begin - keys.begin);
+        }
+    }
+    for (int64_t i = 0; i < count; i++) store_row_tile(job, worker, stream, &worker->rows[i]);
 }
 
 static void segment_item(void *arg, int64_t item, int32_t w) {
@@ -324,16 +372,12 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
     const bwd_slot *slot = &job->slots[slot_index];
     const sa_stream stream = sa_stream_of(&job->args->fwd, NULL, slot_index / MAX_SEGMENTS, item % problem->num_kv_heads);
     const int64_t first = slot->first_row + stream.kv_head * slot_rows(slot);
+    const int64_t end = slot->tokens.end * stream.group, step = ROW_TILES * job->tile_q;
     memset(job->dk + first * job->padded_k, 0, (size_t)(slot_rows(slot) * job->padded_k) * sizeof *job->dk);
     memset(job->dv + first * job->padded_v, 0, (size_t)(slot_rows(slot) * job->padded_v) * sizeof *job->dv);
-    const int64_t end = slot->tokens.end * stream.group;
     sa_enter(job->ops);
-    for (int64_t r = slot->tokens.begin * stream.group; r < end; r += job->tile_q) {
-        const sa_row_tile rows = sa_row_tile_of(&stream, r, sa_min(r + job->tile_q, end), job->ops, job->tile_k);
-        load_row_tile(job, worker, &stream, &rows);
-        SA_FOR_EACH_TILE(t, &rows) key_tile(job, worker, &stream, &rows, slot, sa_tile_keys(&rows, t));
-        store_row_tile(job, worker, &stream, &rows);
-    }
+    for (int64_t r = slot->tokens.begin * stream.group; r < end; r += step)
+        attend_row_tiles(job, worker, &stream, slot, r, sa_min(r + step, end));
     sa_leave(job->ops);
 }
 
@@ -341,16 +385,18 @@ static void segment_item(void *arg, int64_t item, int32_t w) {
 static void store_key(const bwd_job *job, const sa_stream *stream, const bwd_slot *slots, int64_t key, const float *slot_sums,
         const sinkattn_tensor *tensor, int64_t head_dim, float factor) {
     const sinkattn_problem *problem = &job->args->fwd.problem;
-    float sum[256];
-    memset(sum, 0, sizeof sum);
+    static const float none[256];
+    float sum[256] = {0};
+    const float *total = none;
     for (int64_t s = 0; s < MAX_SEGMENTS; s++) {
         const int64_t row = slot_row(&slots[s], stream->kv_head, key);
         if (row < 0) continue;
         const float *part = slot_sums + row * sa_padded(head_dim);
-        for (int64_t x = 0; x < head_dim; x++) sum[x] += part[x];
+        for (int64_t x = 0; total != none && x < head_dim; x++) sum[x] = total[x] + part[x];
+        total = total == none ? part : sum;
     }
     char *gradient = sa_element(tensor, problem->dtype, sa_key_offset(stream, tensor, key));
-    job->ops->store_row(sum, factor, gradient, problem->dtype, head_dim);
+    job->ops->store_row(total, factor, gradient, problem->dtype, head_dim);
 }
 
 static void keys_item(void *arg, int64_t item, int32_t worker) {

@@ -11,8 +11,6 @@
  */
 #include "cpu/cpu_tile.h"
 
-enum { MAX_HEAD_DIM = 512 };
-
 /* One head of one sequence. */
 typedef struct head {
     const sinkattn_fwd_args *args;
@@ -76,7 +74,7 @@ static double score(const head *h, const double *q, int64_t j) {
 static double weight(double s, double pivot) { return s == -(double)INFINITY ? 0.0 : exp(s - pivot); }
 
 static void forward_row(const head *h, int64_t i) {
-    double q[MAX_HEAD_DIM], out[MAX_HEAD_DIM] = {0};
+    double q[SA_MAX_HEAD_DIM], out[SA_MAX_HEAD_DIM] = {0};
     load_row(h, &h->args->q, q_offset(h, &h->args->q, i), q, h->head_dim);
 
     /* 1: the pivot */
@@ -117,7 +115,7 @@ static void forward_item(void *arg, int64_t item, int32_t worker) {
 
 /* What a row of the backward knows before it meets a key. */
 typedef struct gradient_row {
-    double q[MAX_HEAD_DIM], dout[MAX_HEAD_DIM];
+    double q[SA_MAX_HEAD_DIM], dout[SA_MAX_HEAD_DIM];
     double lse, bias; /* bias: g - delta */
     double g;
 } gradient_row;
@@ -146,7 +144,7 @@ static void backward_rows_item(void *arg, int64_t item, int32_t worker) {
         for (int64_t i = 0; i < h.sequence.q_len; i++) {
             gradient_row row;
             load_gradient_row(&h, bwd, i, &row);
-            double dq[MAX_HEAD_DIM] = {0}, sum_p_dp = 0.0;
+            double dq[SA_MAX_HEAD_DIM] = {0}, sum_p_dp = 0.0;
             for (int64_t j = 0; j < h.sequence.k_len; j++) {
                 if (!sa_visible(&h.band, i, j)) continue;
                 double dp;
@@ -169,7 +167,7 @@ static void backward_keys_item(void *arg, int64_t item, int32_t worker) {
     const int64_t b = item / p->num_kv_heads, kv_head = item % p->num_kv_heads, group = p->num_q_heads / p->num_kv_heads;
     const head first = head_at(&bwd->fwd, NULL, b, kv_head * group);
     for (int64_t j = 0; j < first.sequence.k_len; j++) {
-        double dk[MAX_HEAD_DIM] = {0}, dv[MAX_HEAD_DIM] = {0};
+        double dk[SA_MAX_HEAD_DIM] = {0}, dv[SA_MAX_HEAD_DIM] = {0};
         for (int64_t q_head = kv_head * group; q_head < (kv_head + 1) * group; q_head++) {
             const head h = head_at(&bwd->fwd, NULL, b, q_head);
             for (int64_t i = 0; i < h.sequence.q_len; i++) {

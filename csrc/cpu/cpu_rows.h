@@ -8,8 +8,10 @@
  *     SA_PRODUCT      optional: a product of its own; with SA_ENTER, SA_LEAVE, SA_ROWS_TO_COLUMNS, SA_KEY_STEP, which see in sa_cpu_ops
  * and includes this. The compiler maps the vectors to the machine, so the same text serves all of them.
  */
-#if SA_VL == 16
+#if SA_VL >= 8
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "cpu/cpu.h"
@@ -112,23 +114,29 @@ SA_INLINE sa_vh sa_round_bf16(sa_vf x) {
     return __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), sa_vh);
 }
 
+/* The instructions round to nearest even and keep subnormals, whatever the CPU's modes. */
+#if SA_VL == 16
+SA_INLINE sa_vf sa_widen_fp16(sa_vh half) { return (sa_vf)_mm512_cvtph_ps((__m256i)half); }
+SA_INLINE sa_vh sa_narrow_fp16(sa_vf x) { return (sa_vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+#elif SA_VL == 8
+SA_INLINE sa_vf sa_widen_fp16(sa_vh half) { return (sa_vf)_mm256_cvtph_ps((__m128i)half); }
+SA_INLINE sa_vh sa_narrow_fp16(sa_vf x) { return (sa_vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
+#elif defined(__aarch64__)
+SA_INLINE sa_vf sa_widen_fp16(sa_vh half) { return (sa_vf)vcvt_f32_f16((float16x4_t)half); }
+SA_INLINE sa_vh sa_narrow_fp16(sa_vf x) { return (sa_vh)vcvt_f16_f32((float32x4_t)x); }
+#else
 SA_INLINE sa_vf sa_widen_fp16(sa_vh half) {
-    const sa_vu x = __builtin_convertvector(half, sa_vu), sign = (x & 0x8000u) << 16, magnitude = x & 0x7fffu;
-    const sa_vf small = __builtin_convertvector((sa_vi)magnitude, sa_vf) * 0x1p-24f; /* right also where the CPU flushes subnormals */
-    const sa_vu is_small = (sa_vu)(magnitude < 0x400u), special = (sa_vu)(magnitude >= 0x7c00u);
-    const sa_vu finite = ((sa_vu)small & is_small) | (((magnitude << 13) + (112u << 23)) & ~is_small);
-    return (sa_vf)(sign | ((finite & ~special) | ((0x7f800000u | (magnitude << 13)) & special)));
+    sa_vf x;
+    for (int i = 0; i < SA_VL; i++) x[i] = sa_fp16_to_float(half[i]);
+    return x;
 }
 
 SA_INLINE sa_vh sa_narrow_fp16(sa_vf x) {
-    const sa_vu sign = ((sa_vu)x >> 16) & 0x8000u, bits = (sa_vu)x & 0x7fffffffu;
-    const sa_vu normal = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
-    const sa_vu small = (sa_vu)((sa_vf)bits + 0.5f) - 0x3f000000u;
-    const sa_vu is_small = (sa_vu)(bits < 0x38800000u), is_large = (sa_vu)(bits >= 0x477ff000u), is_nan = (sa_vu)(bits > 0x7f800000u);
-    sa_vu half = (small & is_small) | (normal & ~is_small);
-    half = (0x7c00u & is_large) | (half & ~is_large);
-    return __builtin_convertvector(sign | half | (0x200u & is_nan), sa_vh);
+    sa_vh half;
+    for (int i = 0; i < SA_VL; i++) half[i] = sa_float_to_fp16(x[i]);
+    return half;
 }
+#endif
 
 SA_INLINE sa_vf sa_load_values(const void *row, sinkattn_dtype dtype, int64_t x) {
     if (dtype == SINKATTN_FP32) return sa_load_vf((const float *)row + x);

@@ -6,11 +6,13 @@
 
 /* A row's cells [0, head_dim / SA_PACK), in vectors; head_dim is a multiple of 8, so the last vector may be part of one. */
 SA_INLINE void sa_row_cells(const void *row, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells) {
+    int64_t x = 0;
 #if SA_PACK == 2
     (void)dtype;
-    memcpy(cells, row, (size_t)head_dim * 2);
+    const sa_cell *from = row;
+    for (; x + SA_VL <= head_dim / 2; x += SA_VL) *(sa_vu *)(cells + x) = sa_load_vu(from + x);
+    for (; x < head_dim / 2; x += 4) memcpy(cells + x, from + x, 4 * sizeof *cells);
 #else
-    int64_t x = 0;
     for (; x + SA_VL <= head_dim; x += SA_VL) sa_store_vf((float *)cells + x, sa_load_values(row, dtype, x));
     for (; x < head_dim; x++) {
         const float value = (float)sa_load(row, dtype, x);
@@ -87,7 +89,7 @@ static void sa_rows_to_lanes_run(
         const void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim, sa_cell *cells, int64_t lanes) {
     const int64_t num_cells = head_dim / SA_PACK; /* a multiple of 4 */
     const bool native = SA_PACK == 2 || dtype == SINKATTN_FP32;
-    sa_cell values[SA_TURN][512];
+    sa_cell values[SA_TURN][SA_MAX_HEAD_DIM];
     for (int64_t lane = 0; lane < lanes; lane += SA_TURN) {
         const sa_cell *from[SA_TURN];
         for (int64_t i = 0; i < SA_TURN; i++) {
@@ -168,7 +170,7 @@ static bool sa_worth_streaming(void *const *rows, int64_t n, sinkattn_dtype dtyp
 
 static void sa_lanes_to_rows_run(
         const float *values, int64_t lanes, const float *factor, void *const *rows, int64_t n, sinkattn_dtype dtype, int64_t head_dim) {
-    enum { ROW = 512 + SA_TURN }; /* head_dim need not be a multiple of SA_TURN */
+    enum { ROW = SA_MAX_HEAD_DIM_V + SA_TURN }; /* head_dim need not be a multiple of SA_TURN */
     float block[SA_TURN][ROW];
     const int64_t line = 64 / sa_dtype_bytes(dtype);
     const bool stream = sa_worth_streaming(rows, n, dtype, head_dim);

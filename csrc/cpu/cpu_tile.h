@@ -221,12 +221,17 @@ static inline sa_operand sa_take_operand(sa_scratch *scratch, sinkattn_dtype dty
     return operand;
 }
 
-/* An unmapped page among a tile's keys is one that no row sees, or one that was taken away after the run had made sure of it. */
+/* Keys of a page lie at one distance. An unmapped page among a tile's keys is one that no row sees, or one that was taken away after the
+ * run had made sure of it. */
 static inline void sa_operand_keys(sa_operand *operand, const sa_stream *stream, const sinkattn_tensor *tensor, sa_range keys) {
-    static const uint64_t zeros[256]; /* head_dim 512 in fp32 */
-    for (int64_t j = keys.begin; j < keys.end; j++) {
-        const int64_t offset = sa_key_offset(stream, tensor, j);
-        operand->rows[j - keys.begin] = offset == -1 ? (const char *)zeros : sa_element(tensor, stream->args->problem.dtype, offset);
+    static const uint64_t zeros[SA_MAX_HEAD_DIM / 2]; /* in fp32 */
+    const sinkattn_problem *problem = &stream->args->problem;
+    const int64_t row_bytes = tensor->row_stride * sa_dtype_bytes(problem->dtype);
+    const int64_t page_size = stream->cache && stream->cache->block_table ? problem->page_size : keys.end;
+    for (int64_t j = keys.begin; j < keys.end;) {
+        const int64_t offset = sa_key_offset(stream, tensor, j), end = sa_min(keys.end, (j / page_size + 1) * page_size);
+        const char *row = offset == -1 ? (const char *)zeros : sa_element(tensor, problem->dtype, offset);
+        for (; j < end; j++, row += offset == -1 ? 0 : row_bytes) operand->rows[j - keys.begin] = row;
     }
 }
 
