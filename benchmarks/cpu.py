@@ -32,12 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def readme(text: str, results: Path = harness.RESULTS) -> str:
     """README's text with the tables that the kept results give."""
-    shown = [case for case in cases.CPU if case.length >= 2048]
     tables = []
     for path in sorted(results.glob(f"*/{SUITE}.json")):
         machine, rows = harness.load(path, harness.Row)
         where = f"{machine['cpu']}, {machine['threads']} threads"
-        tables.append(report.markdown(where, rows, shown, COLUMNS, "GFLOP/s"))
+        tables.append(report.markdown(where, rows, cases.CPU, COLUMNS, "GFLOP/s"))
     return report.placed(text, SUITE, tables)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode on a CUDA device against its targets: gpt-oss's heads, bf16, with a sink; FlashInfer where it is installed.
+"""Decode on a CUDA device against its targets: bf16, with a sink, gpt-oss's heads and MiMo-V2-Flash's; FlashInfer where
+it is installed.
 
 Warm: the time of a node in a captured graph of 50, which is what a generating model sees of the device. Cold: one call
 after a write that leaves nothing of the cache in the L2. Every result is held against fp64 before it is timed.
@@ -42,11 +43,20 @@ class DecodeCase:
     window: int
     target_us: float | None = None
     goal_us: float | None = None
+    num_kv_heads: int = NUM_KV_HEADS
+    widths: tuple[int, int] = (HEAD_DIM, HEAD_DIM)  # of keys, of values
 
     @property
     def cache_bytes(self) -> int:
         """K and V of the keys that are seen."""
-        return self.batch * min(self.length, self.window or self.length) * NUM_KV_HEADS * HEAD_DIM * 2 * 2
+        seen = self.batch * min(self.length, self.window or self.length)
+        return seen * self.num_kv_heads * sum(self.widths) * 2
+
+
+def _of_mimo(name: str, batch: int, length: int) -> tuple[DecodeCase, ...]:
+    return tuple(
+        DecodeCase(f"{name}-192-{heads}", batch, length, 0, num_kv_heads=heads, widths=(192, 128)) for heads in (4, 8)
+    )
 
 
 CASES = (
@@ -61,6 +71,11 @@ CASES = (
     DecodeCase("b1-w128", 1, 8192, 128, 5.0, 2.8),
     DecodeCase("b64-w128", 64, 8192, 128, 10, 5.5),
     DecodeCase("b256-w128", 256, 8192, 128, 30, 20),
+    *_of_mimo("b1-8k", 1, 8192),
+    *_of_mimo("b8-8k", 8, 8192),
+    *_of_mimo("b32-8k", 32, 8192),
+    *_of_mimo("b1-131k", 1, 131072),
+    DecodeCase("b64-w128-192-8", 64, 8192, 128, widths=(192, 128)),
 )
 
 
@@ -101,8 +116,8 @@ class Cache:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
 
-        q = normal(case.batch, 1, NUM_Q_HEADS, HEAD_DIM)
-        k, v = (normal(pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        q = normal(case.batch, 1, NUM_Q_HEADS, case.widths[0])
+        k, v = (normal(pages, PAGE_SIZE, case.num_kv_heads, width) for width in case.widths)
         order = torch.randperm(pages, device="cuda", generator=generator).int()
         s_aux = 1.5 * torch.randn(NUM_Q_HEADS, device="cuda", generator=generator)
         lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
@@ -115,9 +130,9 @@ Call = Callable[[], Tensor]
 def _plan(case: DecodeCase, num_splits: int) -> dict[str, object]:
     return sinkattn.plan(
         "decode", _C.query_cuda(torch.cuda.current_device()), dtype="bf16", batch=case.batch, num_q_heads=NUM_Q_HEADS,
-        num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, q_len=1, k_len=case.length, s_aux_dtype="fp32",
-        page_size=PAGE_SIZE, num_pages=case.batch * case.length // PAGE_SIZE, window_size_left=case.window - 1,
-        window_size_right=0, num_splits=num_splits,
+        num_kv_heads=case.num_kv_heads, head_dim=case.widths[0], head_dim_v=case.widths[1], q_len=1, k_len=case.length,
+        s_aux_dtype="fp32", page_size=PAGE_SIZE, num_pages=case.batch * case.length // PAGE_SIZE,
+        window_size_left=case.window - 1, window_size_right=0, num_splits=num_splits,
     )  # fmt: skip
 
 
@@ -126,7 +141,8 @@ def prepare(case: DecodeCase, cache: Cache, num_splits: int = 0) -> Call:
     workspace_bytes = _plan(case, num_splits)["workspace_bytes"]
     assert isinstance(workspace_bytes, int)
     scratch = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
-    out, lse = torch.empty_like(cache.q), torch.empty(case.batch, NUM_Q_HEADS, 1, device="cuda")
+    out = cache.q.new_empty(*cache.q.shape[:3], case.widths[1])
+    lse = torch.empty(case.batch, NUM_Q_HEADS, 1, device="cuda")
     options = (cache.cache_seqlens, cache.block_table, None, case.window - 1, 0, num_splits, False)
 
     def call() -> Tensor:
@@ -143,6 +159,8 @@ def _xqa(case: DecodeCase, cache: Cache) -> Call:
         raise Absent("not installed: flashinfer") from error
     workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
     out = torch.empty_like(cache.q)
+    if case.widths != (HEAD_DIM, HEAD_DIM):
+        raise Absent("it has values as wide as keys")
     sinks = [cache.s_aux.view(NUM_KV_HEADS, -1)]
 
     def call() -> Tensor:
@@ -164,11 +182,11 @@ PEERS: dict[str, Callable[[DecodeCase, Cache], Call]] = {
 
 def cosine_to_fp64(case: DecodeCase, cache: Cache, out: Tensor) -> float:
     """Of the first sequence and kv head and of the last, the worse."""
-    seen, group = min(case.length, case.window or case.length), NUM_Q_HEADS // NUM_KV_HEADS
+    seen, group = min(case.length, case.window or case.length), NUM_Q_HEADS // case.num_kv_heads
     worst = 1.0
-    for b, head in {(0, 0), (case.batch - 1, NUM_KV_HEADS - 1)}:
+    for b, head in {(0, 0), (case.batch - 1, case.num_kv_heads - 1)}:
         heads, table = slice(group * head, group * (head + 1)), cache.block_table[b].long()
-        k, v = (x[table, :, head].reshape(1, -1, 1, HEAD_DIM)[:, -seen:].double() for x in (cache.k, cache.v))
+        k, v = (x[table, :, head].reshape(1, -1, 1, x.shape[-1])[:, -seen:].double() for x in (cache.k, cache.v))
         q, s_aux = cache.q[b : b + 1, :, heads].double(), cache.s_aux[heads].double()
         want = reference.flash_attn_func(q, k, v, causal=True, s_aux=s_aux)
         assert isinstance(want, Tensor)

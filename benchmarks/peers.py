@@ -153,8 +153,12 @@ def _block_mask(visible: Visible, length: int, device: str) -> BlockMask:
     return BlockMask.from_kv_blocks(*listed(partly), *listed(whole), BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible)
 
 
-def flex_with_sink(case: Case) -> Attention:
+def _flex_with_sink(case: Case, direction: str) -> Attention:
     """The sink by rescaling: exp(lse) / (exp(lse) + exp(s)) of what attention without it gives."""
+    if case.id not in TARGETS or case.length % FLEX_BLOCK:
+        raise Absent("not run: it compiles for seconds a shape, so only where there is a target")
+    torch._dynamo.reset()
+    functorch_config.donated_buffer = False  # a backward is timed again and again on one forward
     mask = _block_mask(_positions(case), case.length, case.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
@@ -165,27 +169,15 @@ def flex_with_sink(case: Case) -> Attention:
     return torch.compile(attention, dynamic=False)
 
 
-def _flex_with_sink(case: Case, direction: str) -> Attention:
-    if case.id not in TARGETS or case.length % FLEX_BLOCK:
-        raise Absent("not run: it compiles for seconds a shape, so only where there is a target")
-    torch._dynamo.reset()
-    functorch_config.donated_buffer = False  # a backward is timed again and again on one forward
-    return flex_with_sink(case)
-
-
 EAGER_BACKWARD_LENGTH = 2048
 EAGER_GPU_LENGTH = 4096
 
 
 def _eager(case: Case, direction: str) -> Attention:
+    """The formula as models write it: scores, one more column for the sink, softmax, that column dropped."""
     longest = EAGER_GPU_LENGTH if case.device != "cpu" else EAGER_BACKWARD_LENGTH if direction == "backward" else None
     if longest and case.length > longest:
         raise Absent(f"not run: its N x N tensors, above N = {longest}")
-    return standard(case)
-
-
-def standard(case: Case, with_sink: bool = True) -> Attention:
-    """The formula as models write it: scores, one more column for the sink, softmax, that column dropped."""
     visible = _visible(case)
     hidden = torch.zeros(visible.shape, device=case.device).masked_fill(~visible, -torch.inf)
     group = case.num_q_heads // case.num_kv_heads
@@ -193,8 +185,6 @@ def standard(case: Case, with_sink: bool = True) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
         keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = q @ keys.mT * case.head_dim**-0.5 + hidden.to(q.dtype)
-        if not with_sink:
-            return scores.softmax(-1) @ values
         sinks = s_aux.to(q.dtype)[:, None, None].expand(case.batch, -1, case.length, 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ values
 

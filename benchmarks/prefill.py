@@ -53,16 +53,21 @@ def chosen(names: list[str] | None, quick: bool) -> list[cases.Case]:
 
 
 def readme(text: str, results: Path = harness.RESULTS) -> str:
-    """README's text with the tables and plots that the kept results give."""
+    """README's text with the tables and the picture that the kept results give."""
     shown = []
     for path in sorted(results.glob(f"*/{SUITE}.json")):
         machine, rows = harness.load(path, gpu.Row)
         where = f"{machine['gpu']}, CUDA {machine['cuda']}"
         shown.append(report.markdown(where, rows, cases.PREFILL_QUICK, COLUMNS, "TFLOP/s", cases.TARGETS))
         shown.append(report.host_table(rows))
-        for plot in sorted((harness.ROOT / "docs").glob(f"{SUITE}-*-{path.parent.name}.svg")):
-            shown.append(f"![TFLOP/s and time against length](docs/{plot.name})")
+        for plot in sorted((harness.ROOT / "docs").glob(f"{SUITE}-{path.parent.name}.svg")):
+            shown.append(f"![TFLOP/s against length](docs/{plot.name})")
     return report.placed(text, SUITE, shown)
+
+
+def is_shown(row: gpu.Row) -> bool:
+    """In README's table or picture."""
+    return row.case in cases.TARGETS or (row.ms is not None and row.impl in report.LINES)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -90,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
                 rows += gpu.measure(suite, case, both, who, gpu.host_times, commit)
             torch.cuda.empty_cache()
             if path:  # after each: a run may be cut short
-                harness.save(path, rows, gpu.machine())
+                harness.save(path, [*filter(is_shown if path == kept else None, rows)], gpu.machine())
     report.show(report.table(rows, "TFLOP/s", cases.TARGETS))
     if path:
         print(f"wrote {path}")

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots, drawn from rows. A ratio is a peer's time over sinkattn's with its sink: above 1 is faster."""
+"""Tables, drawn from rows. A ratio is a peer's time over sinkattn's with its sink: above 1 is faster."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from . import studies
-from .cases import SWEEP_LENGTHS, SWEEPS, Case
+from .cases import Case
 from .harness import ROOT
 
 README = ROOT / "README.md"
 OURS = "sinkattn"
 DIRECTIONS = ("forward", "backward")
-# Who is in the plots of growing length, and as what.
+# Who is in the picture of growing length, and as what.
 LINES = {
     "sinkattn": "sinkattn, with sink",
     "fa2": "FA2, no sink",
@@ -156,32 +154,3 @@ def host_table(rows: Sequence[Row]) -> str:
         ms = [found[impl].ms if impl in found else None for impl in peers]
         lines.append(f"| {words} | " + " | ".join("-" if x is None else f"{1e3 * x:.0f}" for x in ms) + " |")
     return "\n".join(["Host time of a call of 16 tokens, us:", "", *lines])
-
-
-def swept(rows: Iterable[Row], direction: str) -> dict[tuple[str, str], Row]:
-    """The timed rows of growing length, by case and peer."""
-    ids = {name.format(n) for _, name, *_ in SWEEPS for n in SWEEP_LENGTHS}
-    kept = (row for row in rows if row.direction == direction and row.case in ids and row.impl in LINES)
-    return {(row.case, row.impl): row for row in kept if row.ms is not None}
-
-
-def plot_sweeps(path: Path, rows: Sequence[Row], direction: str) -> None:
-    """TFLOP/s above, time below, against length; a column for each mask and head_dim."""
-    found = swept(rows, direction)
-    lines = {impl: words for impl, words in LINES.items() if impl in {impl for _, impl in found}}
-    with studies.picture(path, 2, len(SWEEPS), (13, 7)) as (figure, axes):
-        for column, (title, name, *_) in enumerate(SWEEPS):
-            for panel, value, label in zip(axes[:, column], ("tflops", "ms"), ("TFLOP/s", "ms"), strict=True):
-                for impl, words in lines.items():
-                    timed = [(n, found[name.format(n), impl]) for n in SWEEP_LENGTHS if (name.format(n), impl) in found]
-                    x, y = [n for n, _ in timed], [getattr(row, value) for _, row in timed]
-                    panel.plot(x, y, marker="o", label=words, linewidth=2.5 if impl == OURS else 1.2)
-                drawn = any(len(line.get_xdata()) for line in panel.lines)
-                panel.set(xscale="log", yscale="log" if drawn and value == "ms" else "linear", ylabel=label)
-                panel.set_xticks(SWEEP_LENGTHS, [f"{n // 1024}k" if n >= 1024 else str(n) for n in SWEEP_LENGTHS])
-                panel.minorticks_off()
-                panel.grid(alpha=0.3)
-            axes[0][column].set(title=title, ylim=(0, None))
-            axes[1][column].set_xlabel("tokens")
-        axes[0][0].legend()
-        figure.suptitle(f"{direction}, bf16, cold L2: 64 query heads of 64 or 32 of 128, 8 kv heads")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import geometric_mean
 
 import torch
@@ -148,26 +147,6 @@ def markdown(machine: dict[str, object], rows: Sequence[gpu.Row]) -> list[str]:
     return shown
 
 
-def plot(path: Path, machine: dict[str, object], rows: Sequence[gpu.Row]) -> None:
-    """A column for each direction, a line for each shape, the worst on top, and on it a point for each mode of FA4."""
-    found = by_shape(rows)
-    most = max(len(worst_first(found, direction)) for direction in COLUMNS)
-    with studies.picture(path, 1, len(COLUMNS), (14, 2 + 0.17 * most)) as (figure, axes):
-        for panel, (direction, columns) in zip(axes[0], COLUMNS.items(), strict=True):
-            shapes = worst_first(found, direction)
-            for column, heading in enumerate(columns.values()):
-                points = {s: ratios(found[s, direction], direction)[column] for s in shapes}
-                timed = [(x, i) for i, x in enumerate(points.values()) if x is not None]
-                panel.plot([x for x, _ in timed], [i for _, i in timed], marker="o", linestyle="none", label=heading)
-            panel.axvline(1, color="black", linewidth=0.8)
-            panel.set_yticks(range(len(shapes)), shapes, fontsize=7)
-            panel.invert_yaxis()
-            panel.set(title=direction, xlabel="above 1, sinkattn is faster", xlim=(0, None))
-            panel.grid(alpha=0.3, axis="x")
-            panel.legend(loc="lower right")
-        figure.suptitle(f"FA4's time over sinkattn's, with a learned sink, cold L2, {machine.get('gpu')}")
-
-
 def line(case: cases.Case, direction: str, rows: Sequence[gpu.Row]) -> str:
     """What a log says of a shape as soon as it is measured."""
     found = {row.impl: row for row in rows}
@@ -192,7 +171,8 @@ def chosen(names: Sequence[str] | None) -> list[cases.Case]:
 
 def measure(case: cases.Case, direction: str, commit: str) -> list[gpu.Row]:
     clock = partial(gpu.take_turns, seconds=SECONDS, least=ROUNDS)
-    rows = gpu.measure(SUITE, case, direction, peers.SHAPES, clock, commit, graph=True)
+    who = [peer for peer in peers.SHAPES if direction == "backward" or peer != peers.FA4_DETERMINISTIC]
+    rows = gpu.measure(SUITE, case, direction, who, clock, commit, graph=True)
     torch.cuda.empty_cache()
     return rows
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of vLLM's engine that tools/record_vllm_steps.py recorded: sequences, pages and slots, without the tensors.
+"""Recorded steps of vLLM's engine: sequences, pages and slots, without the tensors.
 
 A replay makes queries and keys of any sizes for them, on any device, and calls sinkattn.vllm as the engine would.
 """

@@ -30,7 +30,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than a tiny model runs
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-import matplotlib.pyplot as plt
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -144,18 +143,6 @@ def show(history: dict[str, list[dict[str, float]]], rewards: list[float], title
     Console(width=120).print(table)
 
 
-def plot(history: dict[str, list[dict[str, float]]], rewards: list[float], path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    for name, found in history.items():
-        left.plot([x["mean"] for x in found], marker="o", label=name)
-    left.set(xlabel="weight sync", ylabel="rollout_probs_diff, mean", title="sampler against trainer")
-    left.set_yscale("symlog", linthresh=1e-7)
-    left.legend()
-    right.plot(rewards, marker="o", color="C2")
-    right.set(xlabel="weight sync", ylabel=f"share of bytes below {REWARDED}", title="reward")
-    figure.savefig(path, dpi=120)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="granite")
@@ -212,7 +199,6 @@ def main(arguments: list[str] | None = None) -> None:
         rewards.append(reward.mean().item())
 
     show(history, rewards, f"rollout_probs_diff, {args.model} in {args.dtype} on a CPU")
-    plot(history, rewards, args.output / "on_policy.png")
     for name, found in history.items():
         mean = {key: sum(x[key] for x in found) / len(found) for key in found[0]} | {
             "max": max(x["max"] for x in found)

@@ -11,7 +11,7 @@ SFTTrainer (FSDP2, remove-padding, dynamic micro-batches), in processes of its o
 
 and a loop without verl is the reference: eager in fp32, one sequence at a time. Those on one rank then also take GRPO
 steps with verl's TrainingWorker, ppo_loss and advantage, on rollouts by transformers' generate. Written to --output:
-results.json, train_verl.png and verl's log of each run.
+results.json and verl's log of each run.
 """
 
 import argparse
@@ -26,10 +26,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 from finetune_gpt_oss import load_text, make_model
 from rich.console import Console
@@ -379,34 +375,6 @@ def report(results: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    figure, (curves, errors, sinks) = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
-    styles = dict(zip(results, ("-", "--", "-.", ":", "-"), strict=False))
-    colors = dict(zip(results, ("tab:blue", "tab:cyan", "tab:red", "tab:orange", "black"), strict=False))
-    want = torch.tensor(results[REFERENCE]["losses"])
-    for name, run in results.items():
-        curves.plot(run["losses"], styles[name], color=colors[name], label=name)
-        if name != REFERENCE:
-            error = (torch.tensor(run["losses"]) - want).abs().clamp(min=1e-8)
-            errors.plot(error, styles[name], color=colors[name], label=name)
-    curves.set(xlabel="step", ylabel="training loss, nats a byte", title="verl's SFTTrainer")
-    curves.legend()
-    errors.set(xlabel="step", yscale="log", title="difference to the reference's loss (1e-8: none)")
-    errors.legend()
-    for name in ("sinkattn", REFERENCE):
-        path_of = torch.tensor(results[name]["sinks"])  # [steps + 1, layers, heads]
-        moved = (path_of - path_of[0]).flatten(1)
-        shown = moved[-1].abs().argsort(descending=True)[:8].sort().values
-        if name == "sinkattn":
-            heads = shown
-        lines = sinks.plot(moved[:, heads], "-" if name == "sinkattn" else "k:", linewidth=1.2)
-        lines[0].set_label(name)
-    sinks.set(xlabel="step", title="how far sinks moved, the 8 that moved most")
-    sinks.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
@@ -433,9 +401,8 @@ def main(arguments: list[str] | None = None) -> None:
     results[REFERENCE] = reference(args)
     compare(results)
     (args.output / "results.json").write_text(json.dumps(results) + "\n")
-    plot(results, args.output / "train_verl.png")
     report(results, Console(width=140))
-    print(f"Written to {args.output}: results.json, train_verl.png, the logs")
+    print(f"Written to {args.output}: results.json, the logs")
 
 
 if __name__ == "__main__":
