@@ -15,7 +15,13 @@ append_op = torch.ops.sinkattn.append_kv
 
 
 def make_cache(
-    lens: list[int], page_size: int = 0, capacity: int = 0, kv_heads: int = 8, head_dim: int = 64, q_len: int = 1
+    lens: list[int],
+    page_size: int = 0,
+    capacity: int = 0,
+    kv_heads: int = 8,
+    head_dim: int = 64,
+    q_len: int = 1,
+    head_dim_v: int = 0,
 ) -> dict[str, Tensor | None]:
     """gpt-oss's heads; slots past a sequence's end, and pages that no sequence has, hold NaN."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -34,7 +40,8 @@ def make_cache(
         pages = cache.new_full((2, count + 3, page_size, kv_heads, head_dim), torch.nan)
         pages[:, order[:count]] = cache.view(2, count, page_size, kv_heads, head_dim)
         table, cache = order[:count].int().view(batch, -1), pages
-    return {"q": q, "k": cache[0], "v": cache[1], "s_aux": s_aux, "cache_seqlens": seqlens, "block_table": table}
+    v = cache[1, ..., :head_dim_v].contiguous() if head_dim_v else cache[1]
+    return {"q": q, "k": cache[0], "v": v, "s_aux": s_aux, "cache_seqlens": seqlens, "block_table": table}
 
 
 def arguments(
@@ -47,18 +54,24 @@ def buffers(
     t: dict[str, Tensor | None], left: int = -1, num_sink_tokens: int = 0, num_splits: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and scratch of flash_decode_out."""
-    q, k, table = t["q"], t["k"], t["block_table"]
+    q, k, v, table = t["q"], t["k"], t["v"], t["block_table"]
     assert q is not None
     assert k is not None
+    assert v is not None
     sizes = {"page_size": k.shape[1], "num_pages": k.shape[0]} if table is not None else {}
     plan = sinkattn.plan(
         "decode", _C.query_cuda(0), dtype="bf16", batch=q.shape[0], num_q_heads=q.shape[2], num_kv_heads=k.shape[2],
-        head_dim=q.shape[3], q_len=q.shape[1], k_len=k.shape[1] * (1 if table is None else table.shape[1]),
+        head_dim=q.shape[3], head_dim_v=v.shape[3], q_len=q.shape[1],
+        k_len=k.shape[1] * (1 if table is None else table.shape[1]),
         s_aux_dtype="fp32", window_size_left=left, window_size_right=0, num_sink_tokens=num_sink_tokens,
         num_splits=num_splits, **sizes,
     )  # fmt: skip
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device="cuda")
-    return torch.empty_like(q), lse, torch.empty(plan["workspace_bytes"], dtype=torch.uint8, device="cuda")
+    return (
+        q.new_empty(*q.shape[:3], v.shape[3]),
+        lse,
+        torch.empty(plan["workspace_bytes"], dtype=torch.uint8, device="cuda"),
+    )
 
 
 def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:

@@ -36,6 +36,8 @@ def on_device(case: Case, t: Inputs) -> Inputs:
         restride(x.detach().cuda(), case.strides if i or case.strides != "expanded" else "plain").requires_grad_()
         for i, x in enumerate((t.q, t.k, t.v))
     )
+    if case.latent:
+        v = k.detach()[..., : v.shape[-1]].requires_grad_()
     dout = t.dout.cuda()
     if case.dout == "sum":
         dout = dout.new_ones(()).expand_as(dout)
@@ -72,6 +74,7 @@ def gpu_case(seed: str) -> Case:
         shared=False,
         num_splits=0,
         invariant=False,
+        latent=False,
     )
 
 

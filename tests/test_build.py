@@ -162,6 +162,22 @@ def test_a_plan_says_why_no_better_row_serves() -> None:
         assert re.search(f"; not {name}{why}(;|$)", own["reason"]), own["reason"]
 
 
+def test_the_reason_has_the_closed_forms() -> None:
+    sizes = SIZES | {"num_q_heads": 64, "num_kv_heads": 8, "k_len": 65536, "window_size_right": 0}
+    for batch in (1, 3, 16, 17, 64):
+        reason = sinkattn.plan("decode", H200, **sizes | {"batch": batch})["reason"]
+        assert f"B* = 17, P = {132 // (8 * batch)}, P* = " in reason
+    for batch, k_len, num_q_heads, told in (
+        (1, 8192, 64, "sqrt(512 / 0.56)) = 16"),  # P, where a partial of eight rows is 0.56 of a tile of 16 keys
+        (1, 1024, 64, "sqrt(64 / 0.56)) = 10"),
+        (1, 1024, 8, "sqrt(64 / 0.07)) = 16"),
+        (17, 8192, 64, "sqrt(512 / 0.56)) = 1"),
+    ):
+        sizes |= {"batch": batch, "k_len": k_len, "num_q_heads": num_q_heads}
+        reason = sinkattn.plan("decode", H200, **sizes)["reason"]
+        assert f", P* = min(P, {told}" in reason, reason
+
+
 def test_planner_refusals() -> None:
     with pytest.raises(ValueError, match="op is 'forward'; known are fwd, bwd, decode"):
         sinkattn.plan("forward", **SIZES)
@@ -323,7 +339,7 @@ def test_nvcc_makes_the_same_bytes_in_any_folder(tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "another" / "deeper"):
         shutil.copytree(ROOT / "csrc", folder / "csrc")
         shutil.copy(ROOT / "Makefile", folder)
-        made = run("make", "-C", folder, "build/native/csrc/cuda/append.cu.o")
+        made = run("make", "-C", folder, "build/native/csrc/cuda/append.cu.o", NVCC="nvcc")
         assert made.returncode == 0, made.stderr
         objects.append((folder / "build" / "native" / "csrc" / "cuda" / "append.cu.o").read_bytes())
     assert objects[0] == objects[1]
@@ -474,3 +490,8 @@ def test_planted_bugs_have_their_place() -> None:
     """tools/mutation_check.py replaces text of the sources; that takes minutes, so here only whether it could."""
     assert len(MUTATIONS) >= 30
     assert [m.name for m in MUTATIONS if m.old not in (ROOT / m.path).read_text()] == []
+    entries = "".join(path.read_text() for path in ROOT.glob("tests/c/test_*.c"))
+    for m in MUTATIONS:
+        file, _, test = m.test.partition("::")
+        found = f"TEST({m.test.split()[1]})" in entries if m.of_c_suite else f"def {test}(" in (ROOT / file).read_text()
+        assert found, f"{m.name}: there is no {m.test}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -38,6 +39,9 @@ CASES = (
     + [f"d64-causal-w20-sink{n}-g4-cache-{LENS}" for n in (1, 4, 64, 301)]
     + [f"d192-v128-causal-w70-sink3-g4-{layout}-q3x3-k7.129.300" for layout in ("cache", "paged16", "cache-splits3")]
     + [f"d512-v72-causal-g4-cache-{LENS}-invariant"]
+    + [f"d576-v512-causal-g5-{layout}-{LENS}-latent" for layout in ("cache", "paged1", "paged16-splits3")]
+    + ["d576-v512-causal-g128-paged64-q1x2-k70.9-latent", f"d576-v512-causal-w70-sink3-g4-cache-{LENS}-invariant"]
+    + ["d520-v456-causal-w70-sink3-g2-h2-paged16-q3x3-k7.129.300-latent-poison"]
     + [f"d64-causal-w40-sink2-g2-cache-q{q_len}x3-k3.70.200" for q_len in (2, 4, 9, 70)]
     + [f"d64-causal-g8-cache-{LENS}-splits{splits}" for splits in (1, 2, 3, 7, 64)]
     + [f"d64-causal-w90-sink3-g8-paged16-{LENS}-splits{splits}" for splits in (1, 2, 3, 7)]
@@ -213,3 +217,20 @@ def test_selected_keys_are_pages_of_one_key() -> None:
         )
         torch.testing.assert_close(out[b].double(), want[0], rtol=0, atol=2e-6 * float(want.abs().max()))
         torch.testing.assert_close(lse[b].double(), want_lse[0], rtol=0, atol=1e-5)
+
+
+def test_ten_million_keys_from_pages() -> None:
+    """Each of 64 pages stands in the table 2442 times: out as of its keys once, the LSE larger by log(2442)."""
+    times, generator = 2442, torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 8, 64, generator=generator).bfloat16()
+    k, v = (torch.randn(64, 64, 1, 64, generator=generator).bfloat16() for _ in "kv")
+    s_aux, table = torch.randn(8, generator=generator), torch.randperm(64 * times, generator=generator) % 64
+    assert table.bincount().tolist() == [times] * 64
+    out, lse = sinkattn.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=len(table) * 64, block_table=table.int()[None], causal=True, s_aux=s_aux, return_lse=True
+    )
+    once = (x.flatten(0, 1)[None].double() for x in (k, v))
+    sink = (s_aux - math.log(times)).double()
+    want, want_lse = reference.flash_attn_func(q.double(), *once, causal=True, s_aux=sink, return_lse=True)
+    assert torch.nn.functional.cosine_similarity(out.double().flatten(), want.flatten(), 0) > 0.99999
+    torch.testing.assert_close(lse.double(), want_lse + math.log(times), rtol=0, atol=1e-5)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import distributed_cases
 import pytest
@@ -15,8 +13,6 @@ from distributed_cases import DTENSORS, Case, cases
 from torch import Tensor
 
 import sinkattn
-from benchmarks import distributed, harness
-from benchmarks.__main__ import main
 from sinkattn.distributed import METHODS, Shards, context_parallel_attention, method_for
 
 RANKS = 4
@@ -136,39 +132,3 @@ def test_zigzag_costs_every_rank_the_same() -> None:
     shards = Shards.zigzag(800, 4)
     pairs = [sum(sinkattn.visible_pairs(e - b, e, (-1, 0)) for b, e in held) for held in shards.ranges]
     assert max(pairs) - min(pairs) <= 800
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("wrong", ["out", "ds_aux", ""])
-def test_a_wrong_rank_is_found(wrong: str) -> None:
-    whole = {"out": torch.randn(1, 30, 4, 8), "ds_aux": torch.randn(4)}
-    got = {name: x.clone() for name, x in whole.items()}
-    for name in [wrong] if wrong else []:
-        got[name].view(-1)[-1] += 1
-    found = distributed.error(tuple(got.values()), tuple(whole.values()), Shards.contiguous((30,)))
-    assert (found > 0.1) == bool(wrong)
-
-
-def distributed_row(impl: str, ranks: int, ms: float, direction: str) -> distributed.DistributedRow:
-    return distributed.DistributedRow(
-        distributed.SUITE, "full-512", direction, impl, ranks, ms, 7.0, 1e-3, "abc", "2.0"
-    )
-
-
-def test_speed_over_one_gpu_is_drawn_without_a_gpu(tmp_path: Path) -> None:
-    times = (distributed.ALONE, 1, 30.0), ("ring, zigzag", 2, 20.0)
-    rows = [distributed_row(*x, direction) for direction in ("forward", "backward") for x in times]
-    machine = {"gpu": "NVIDIA H200", "exchange_ms": 0.25}
-    harness.save(tmp_path / "nvidia-h200" / f"{distributed.SUITE}.json", rows, machine)
-    text = distributed.readme(distributed.PAGE.read_text(), tmp_path)
-    assert "| full-512 | backward | ring, zigzag | 2 | 20.0 | 7 | 1.50x | 75% | 0.001 |" in text
-    assert re.search("2 x NVIDIA H200, torch 2.0, commit abc.*takes 0.25 ms", text)
-    main(["plot", "--results", str(tmp_path), "--output", str(tmp_path)])
-    assert b"</svg>" in (tmp_path / f"{distributed.SUITE}-nvidia-h200.svg").read_bytes()
-
-
-def test_the_benchmark_needs_a_process_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match="a process for each GPU: torchrun"):
-        main(["distributed"])

@@ -39,7 +39,7 @@ def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux:
 
 
 @pytest.mark.parametrize("ratio", [1, 5, 7, 8])
-@pytest.mark.parametrize("widths", ["40", "64", "120", "128", "160-v96", "256"])
+@pytest.mark.parametrize("widths", ["40", "64", "88", "120", "128", "160-v96", "256"])
 @pytest.mark.parametrize(
     ("left", "right", "num_sink_tokens"), [(-1, 0, 0), (299, 0, 0), (200, 90, 0), (-1, -1, 0), (299, 0, 140)]
 )
@@ -132,16 +132,19 @@ def test_gradients_in_rounds(left: int, right: int, num_sink_tokens: int, lens: 
 @pytest.mark.parametrize(
     ("window", "num_sink_tokens"), [((-1, 0), 0), ((-1, -1), 0), ((9300, 0), 0), ((300, 0), 140), ((130, 20), 1)]
 )
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (256, 256), (192, 128)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "ratio"),
+    [(64, 64, 8), (64, 64, 5), (96, 96, 4), (128, 128, 8), (128, 128, 12), (256, 256, 8), (192, 128, 8)],
+)
 def test_rounds_are_the_same_alone_and_in_whole_items(
-    window: tuple[int, int], num_sink_tokens: int, head_dim: int, head_dim_v: int
+    window: tuple[int, int], num_sink_tokens: int, head_dim: int, head_dim_v: int, ratio: int
 ) -> None:
     """Alone an item is a round; in a batch of many key blocks it is a whole block, and adds its rounds itself."""
     mask = {"window_size": window, "num_sink_tokens": num_sink_tokens}
     torch.manual_seed(0)
-    q = torch.randn(9, 1030, 64, head_dim, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(9, 1030, 8 * ratio, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 9, 1030, 8, head_dim, device="cuda", dtype=torch.bfloat16)
-    v, s_aux = v[..., :head_dim_v], torch.randn(64, device="cuda")
+    v, s_aux = v[..., :head_dim_v], torch.randn(8 * ratio, device="cuda")
     whole = gradients(q, k, v, s_aux, **mask)
     cu = torch.arange(10, dtype=torch.int32, device="cuda") * 1030
     packed = gradients(*(x.flatten(0, 1) for x in (q, k, v)), s_aux, cu, **mask)

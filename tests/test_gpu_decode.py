@@ -18,8 +18,8 @@ from sinkattn import _C
 from sinkattn._testing import EDGES, Case, random_case
 
 pytestmark = needs_gpus()
-# The others are refused: tests/test_gpu_narrow_values.py for values narrower than keys.
-SERVED = [name for name in CASES if not ("invariant" in name and "d512" in name) and "-v" not in name]
+# The others are refused.
+SERVED = [name for name in CASES if not ("invariant" in name and "d512" in name) and Case.parse(name).head_dim <= 512]
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -33,12 +33,12 @@ def test_random_configurations_against_fp64(seed: int) -> None:
     while found < RANDOM_CASES:
         case = random_case(f"{seed}-{index}")
         index += 1
-        if not case.decode:
+        if not case.decode or case.head_dim > 512:
             continue
         found += 1
         dtype = case.dtype if case.dtype in ("bf16", "fp16") else "bf16"
-        invariant = case.invariant and case.head_dim <= 256
-        assert_right_on_device(dataclasses.replace(case, dtype=dtype, invariant=invariant, head_dim_v=0))
+        invariant = case.invariant and case.head_dim <= 256 and not case.head_dim_v
+        assert_right_on_device(dataclasses.replace(case, dtype=dtype, invariant=invariant))
 
 
 MASKS = {
@@ -52,9 +52,9 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 8, -8])
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_parity(head_dim: int, num_splits: int, mask: str) -> None:
-    case = Case.parse(f"d{head_dim}-causal-g8-h2-paged16-q1x4-k1500.37.0.801-poison-bf16-seed1")
+@pytest.mark.parametrize("widths", ["64", "128", "192-v128", "256", "512"])
+def test_parity(widths: str, num_splits: int, mask: str) -> None:
+    case = Case.parse(f"d{widths}-causal-g8-h2-paged16-q1x4-k1500.37.0.801-poison-bf16-seed1")
     case = dataclasses.replace(case, num_splits=num_splits, **MASKS[mask])
     assert_right_on_device(case, least_cosine=0.999998)
 
@@ -84,9 +84,11 @@ def test_a_fixed_split_does_not_depend_on_the_batch(num_splits: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"left": 127}, {"left": 300, "num_sink_tokens": 600}])
 @pytest.mark.parametrize("page_size", [0, 1, 64])
 @pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_two_passes_are_one_bit_for_bit(head_dim: int, q_len: int, page_size: int, options: dict[str, int]) -> None:
-    t = make_cache(LENS, page_size, kv_heads=2, head_dim=head_dim, q_len=q_len)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 0), (128, 0), (192, 128), (256, 0), (512, 0)])
+def test_two_passes_are_one_bit_for_bit(
+    head_dim: int, head_dim_v: int, q_len: int, page_size: int, options: dict[str, int]
+) -> None:
+    t = make_cache(LENS, page_size, kv_heads=2, head_dim=head_dim, q_len=q_len, head_dim_v=head_dim_v)
     for num_splits in (1, 2, 3, 8, 9, 40, 1000):
         want = decode_op(*arguments(t, num_splits=num_splits, **options))
         assert_same(decode_op(*arguments(t, num_splits=-num_splits, **options)), want)
@@ -109,6 +111,7 @@ SHARED: dict[str, tuple[int, dict[str, int]]] = {
     "b64-pairs": (64, {"capacity": 4096}),
     "b70-pairs": (70, {"capacity": 4096}),
     "b67-d128": (67, {"head_dim": 128}),
+    "b67-d192-v128": (67, {"head_dim": 192, "head_dim_v": 128}),
     "b100-h3": (100, {"kv_heads": 3}),
     "b200-rows": (200, {"kv_heads": 2, "q_len": 5}),
     "b300": (300, {"kv_heads": 2}),

@@ -31,22 +31,26 @@ def test_one_bit_pattern(dtype: torch.dtype, seed: int, part: int) -> None:
     sinkattn.check_errors()
 
 
-def rows_of_a_prefill(dtype: torch.dtype, size: float, left: int, signs: float, keys: int) -> tuple[Tensor, ...]:
+def rows_of_a_prefill(
+    dtype: torch.dtype, size: float, left: int, signs: float, keys: int, head_dim: int = 64
+) -> tuple[Tensor, ...]:
     """q, k, v, s_aux, and out and lse of all rows."""
     generator = torch.Generator("cuda").manual_seed(1)
-    q, k, v = (torch.randn(1, keys, heads, 64, generator=generator, device="cuda", dtype=dtype) for heads in (16, 2, 2))
+    q, k, v = (
+        torch.randn(1, keys, heads, head_dim, generator=generator, device="cuda", dtype=dtype) for heads in (16, 2, 2)
+    )
     if signs:  # scores all of one sign
         q, k = signs * q.abs(), k.abs()
     q, s_aux = q * size, torch.randn(16, generator=generator, device="cuda")
     return q, k, v, s_aux, *ops.flash_attn_fwd(q, k, v, s_aux, None, None, None, None, None, left, 0, 0)
 
 
-@pytest.mark.parametrize("left", [-1, 700, 127])
+@pytest.mark.parametrize(("left", "head_dim"), [(-1, 64), (700, 64), (127, 64), (127, 128), (60, 96)])
 @pytest.mark.parametrize(("size", "signs"), [(1, 0), (12, 0), (60, 0), (4, -1), (12, -1), (12, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pivots_that_move(dtype: torch.dtype, size: float, signs: float, left: int) -> None:
+def test_pivots_that_move(dtype: torch.dtype, size: float, signs: float, left: int, head_dim: int) -> None:
     """Scores up to some hundreds, or all far below 0."""
-    q, k, v, s_aux, out, lse = rows_of_a_prefill(dtype, size, left, signs, 1700)
+    q, k, v, s_aux, out, lse = rows_of_a_prefill(dtype, size, left, signs, 1700, head_dim)
     for rows in (1, 3):
         ends = torch.arange(rows, 1700, 97, device="cuda", dtype=torch.int32)
         picked = torch.stack([torch.arange(end - rows, end) for end in ends.tolist()])

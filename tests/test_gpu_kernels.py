@@ -37,8 +37,12 @@ class Kind(NamedTuple):
 
 KINDS = {
     "window": Kind(range(8, 65, 8), 127, 8, "sm90_window", "sm90_window"),
+    "window-d96": Kind(range(72, 97, 8), 127, 8, "sm90_d128_window", "sm90_d96"),
+    "window-d128": Kind(range(104, 129, 8), 127, 8, "sm90_d128_window", "sm90_d128"),
+    "window-d192-v128": Kind(range(136, 193, 8), 127, 8, "sm90_d192_v128_window", "sm90_d192_v128", 128),
     "d64": Kind(range(8, 65, 8), -1, 8, "sm90_d64", "sm90_d64"),
-    "d128": Kind(range(72, 129, 8), -1, 8, "sm90_d128", "sm90_d128"),
+    "d96": Kind(range(72, 97, 8), -1, 8, "sm90_d128", "sm90_d96"),
+    "d128": Kind(range(104, 129, 8), -1, 8, "sm90_d128", "sm90_d128"),
     "d256": Kind(range(136, 257, 8), -1, 8, "sm90_d256", "sm90_d256"),
     "d192-v128": Kind(range(136, 193, 8), -1, 8, "sm90_d192_v128", "sm90_d192_v128", 128),
     "d64-wide-group": Kind(range(8, 65, 8), -1, 200, "sm80_d64", "sm80_d64"),
@@ -48,8 +52,10 @@ KINDS = {
 BY_CASE = [name for name, kind in KINDS.items() if kind.ratio == 8]
 TUNED = [name for name in BY_CASE if not KINDS[name].head_dim_v]
 DECODES = {"sm80_d64": range(8, 65, 8), "sm80_d128": range(72, 129, 8), "sm80_d256": range(136, 257, 8),
-           "sm80_d512": range(264, 513, 8), "sm80_prefill": range(136, 257, 8), "sm90_window": range(8, 65, 8),
+           "sm80_d512": range(264, 513, 8), "sm80_d192_v128": range(136, 193, 8),
+           "sm80_prefill": range(136, 257, 8), "sm90_window": range(8, 65, 8),
            "sm90_chain_d64": range(8, 65, 8), "sm90_chain_d128": range(72, 129, 8)}  # fmt: skip
+DECODED_VALUES = {"sm80_d192_v128": 128}  # columns, where not head_dim
 INVARIANT = ("sm80_prefill", "sm90_window", "sm90_chain_d64", "sm90_chain_d128")
 
 
@@ -76,6 +82,7 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
             met |= found
     for name, head_dims in DECODES.items():
         sizes = {"num_q_heads": 8, "q_len": 1, "invariant": name in INVARIANT}
+        sizes["head_dim_v"] = DECODED_VALUES.get(name, 0)
         sizes |= {"window_size_left": 90} if name == "sm90_window" else {}
         found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
         assert found == {f"sa_decode_cuda_{name}"}
@@ -106,8 +113,9 @@ def test_every_head_dim_of_every_kernel(name: str, head_dim: int) -> None:
 def test_every_head_dim_of_every_decode(name: str) -> None:
     for head_dim in DECODES[name]:
         case = Case(
-            head_dim=head_dim, right=0, left=200 if "chain" in name else 90, ratio=4, layout="paged", page_size=16,
-            q_lens=(2,) * 3, k_lens=(370, 0, 33), invariant=name in INVARIANT, poison=True, dtype="bf16", seed=head_dim,
+            head_dim=head_dim, head_dim_v=DECODED_VALUES.get(name, 0), right=0, left=200 if "chain" in name else 90,
+            ratio=4, layout="paged", page_size=16, q_lens=(2,) * 3, k_lens=(370, 0, 33), invariant=name in INVARIANT,
+            poison=True, dtype="bf16", seed=head_dim,
         )  # fmt: skip
         assert_right_on_device(case)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values narrower than keys on a CUDA device. Random ones are among the cases of test_gpu_fwd.py."""
+"""Values narrower than keys on a CUDA device. Random ones: test_gpu_fwd.py and test_gpu_decode.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_caches import LENS, arguments, assert_same, decode_op, make_cache
 from gpu_cases import assert_right_on_device
-from gpus import needs_gpus
+from gpus import launched, needs_gpus
 from test_narrow_values import CACHES
 from torch import Tensor
 from torch.nn.functional import pad
@@ -30,6 +31,24 @@ MASKS = ("causal-w128-g8-q300x2-k300x2", "causal-w33-sink3-g4-h2-varlen-q1.70.0.
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_forward_and_backward(widths: str, mask: str, dtype: str) -> None:
     assert_right_on_device(Case.parse(f"d{widths}-{mask}-{dtype}-seed1"))
+
+
+CACHE_MASKS = ("causal-g16-h4-paged16-q1x3-k700.37.300", "causal-w33-sink3-g4-h2-cache-q3x2-k290.40-splits2")
+
+
+@pytest.mark.parametrize("widths", [*WIDTHS, "128-v120", "192-v136", "384-v200"])
+@pytest.mark.parametrize("mask", CACHE_MASKS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_decode(widths: str, mask: str, dtype: str) -> None:
+    assert_right_on_device(Case.parse(f"d{widths}-{mask}-poison-{dtype}-seed1"))
+
+
+@pytest.mark.parametrize("widths", ["192-v128", "192-v40", "256-v40"])
+@pytest.mark.parametrize("layout", ["cache", "paged3", "paged16", "paged64-shared"])
+def test_decode_reads_no_values_past_their_end(widths: str, layout: str) -> None:
+    """NaN lies behind the columns of V, in keys that nobody sees and in pages that nobody has."""
+    name = f"d{widths}-causal-w150-sink2-g8-h2-{layout}-q2x3-k90.301.0-tail5-sliced-poison-bf16-seed1"
+    assert_right_on_device(Case.parse(name))
 
 
 @pytest.mark.parametrize("poison", ["poison", "sliced-poison"])
@@ -68,12 +87,15 @@ def test_zeros_behind_the_values_change_nothing(head_dim: int) -> None:
         torch.testing.assert_close(narrow, wide, rtol=2e-2, atol=2e-2)
 
 
-def test_packed_rows_over_a_cache() -> None:
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+@pytest.mark.parametrize("widths", [(192, 128), (128, 40), (72, 24), (64, 40)])
+def test_packed_rows_over_a_cache(widths: tuple[int, int], page_size: int) -> None:
     torch.manual_seed(0)
-    rows, k, v = drawn(40, 8, 192), drawn(9, 16, 2, 192), drawn(9, 16, 2, 128)
+    rows = drawn(40, 8, widths[0])
+    k, v = (drawn(144 // page_size, page_size, 2, width) for width in widths)
     cu = torch.tensor([0, 30, 40], dtype=torch.int32, device="cuda")
     used = torch.tensor([50, 33], dtype=torch.int32, device="cuda")
-    table = torch.tensor([[8, 1, 5, 0], [2, 7, 3, 0]], dtype=torch.int32, device="cuda")
+    table = torch.randperm(len(k), device="cuda").int()[: 128 // page_size].view(2, -1)
     options: dict[str, Any] = {"causal": True, "s_aux": torch.randn(8, device="cuda")}
     out = sinkattn.flash_attn_varlen_func(rows, k, v, cu, seqused_k=used, block_table=table, **options)
     for b in range(2):
@@ -102,12 +124,24 @@ def test_new_keys_and_values(layout: str) -> None:
             assert torch.equal(cache.reshape(want.shape), want)
 
 
-def test_decoding_names_the_way_out() -> None:
+def test_invariant_decoding_names_the_way_out() -> None:
     q, k, v = drawn(1, 1, 8, 192), drawn(1, 50, 2, 192), drawn(1, 50, 2, 128)
     with pytest.raises(NotImplementedError, match="head_dim_v is 128 with head_dim 192; no decode kernel on sm_"):
-        sinkattn.flash_attn_with_kvcache(q, k, v, causal=True)
-    out = sinkattn.flash_attn_with_kvcache(q, k, pad(v, (0, 64)), causal=True)[..., :128]
+        sinkattn.flash_attn_with_kvcache(q, k, v, causal=True, invariant=True)
+    out = sinkattn.flash_attn_with_kvcache(q, k, pad(v, (0, 64)), causal=True, invariant=True)[..., :128]
     torch.testing.assert_close(out, sinkattn.flash_attn_func(q, k, v, causal=True), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("widths", [(256, 40), (256, 200), (512, 264)])
+def test_a_decode_with_zeros_behind_the_values_has_the_same_bits(widths: tuple[int, int], num_splits: int) -> None:
+    head_dim, head_dim_v = widths
+    t = make_cache(LENS, 64, capacity=2048, kv_heads=2, head_dim=head_dim, head_dim_v=head_dim_v)
+    assert t["v"] is not None
+    out, lse = decode_op(*arguments(t, num_splits=num_splits))
+    t["v"] = pad(t["v"], (0, head_dim - head_dim_v))
+    wide, its_lse = decode_op(*arguments(t, num_splits=num_splits))
+    assert_same((out, lse), (wide[..., :head_dim_v], its_lse))
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (30, 0)])
@@ -123,9 +157,11 @@ def test_one_token_with_the_bits_of_a_prefill(window: tuple[int, int]) -> None:
 
 
 def test_one_token_of_a_model() -> None:
-    """What sinkattn.hf does there: a copy of the values, zeros behind them."""
+    """What sinkattn.hf does there: one launch over the cache as it is."""
     torch.manual_seed(0)
     q, k, v = drawn(2, 1, 8, 192), drawn(2, 2, 50, 192).transpose(1, 2), drawn(2, 2, 50, 128).transpose(1, 2)
     options: dict[str, Any] = {"s_aux": torch.randn(8, device="cuda"), "window_size": (30, 0)}
     out = decode(q, k, v, None, **options)
+    on_gpu = launched(lambda: decode(q, k, v, None, **options))
+    assert len(on_gpu) == 1, on_gpu
     torch.testing.assert_close(out, sinkattn.flash_attn_func(q, k, v, **options), rtol=2e-2, atol=2e-2)

@@ -26,9 +26,9 @@ OPTIONS = [{}, {"num_splits": 3}, {"left": 127}, {"left": 127, "num_sink_tokens"
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("head_dim", [64, 128, 512])
-def test_two_tiers_are_one_cache(head_dim: int, page_size: int, options: dict[str, int]) -> None:
-    t = make_cache(LENS, page_size, capacity=2048, kv_heads=2, head_dim=head_dim)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 0), (128, 0), (192, 128), (512, 0)])
+def test_two_tiers_are_one_cache(head_dim: int, head_dim_v: int, page_size: int, options: dict[str, int]) -> None:
+    t = make_cache(LENS, page_size, capacity=2048, kv_heads=2, head_dim=head_dim, head_dim_v=head_dim_v)
     assert t["k"] is not None
     want = decode_op(*arguments(t, **options))
     assert want[0].isfinite().all()

@@ -32,7 +32,7 @@ def test_random_mixed_batches(block: int, seed: int) -> None:
     for index in range(40 * block, 40 * block + 40):
         batch = gpu_batch(f"{seed}/{index}", (1, 8, 20)[index % 3])
         want = batch.alone()
-        size = batch.random.choice((1, 1, 3, 8, 16, 16, 24, 64, 128, 256))
+        size = batch.random.choice((1, 1, 3, 8, 16, 16, 24, 40, 56, 64, 80, 112, 128, 256))
         layout = batch.random.choice(("apart", "vllm", "beside"))
         assert_same(batch.run(*batch.paged(size, layout)), want, (seed, index, size, layout, vars(batch)))
         assert_same(batch.run(*batch.contiguous()), want, (seed, index, vars(batch)))
@@ -137,7 +137,7 @@ def test_a_call_is_one_launch_without_a_sync(page_size: int, left: int) -> None:
     torch.cuda.synchronize()
     on_gpu = launched(step)
     assert len(on_gpu) == 1, on_gpu
-    assert "CacheKeys" in on_gpu[0]
+    assert ("ThreadKeys" if page_size == 1 and left < 0 else "CacheKeys") in on_gpu[0]
 
 
 def test_pages_are_read_where_they_lie() -> None:

@@ -113,43 +113,19 @@ def decode_out(**changes: object) -> object:
 
 
 def malformed() -> Iterator[tuple[str, Call]]:
+    """Beside what test_malformed.py gives the functions: shapes that do not fit each other, and the operators."""
     good, packed, k_packed = ints(0, 4, 8, 12), rows(12, 4, 64), rows(12, 2, 64)
     call = sinkattn.flash_attn_varlen_func
-    for name, cu in {
-        "int64": good.long(),
-        "float": good.float(),
-        "a matrix": good.view(2, 2),
-        "a scalar": ints(0)[0],
-        "empty": ints(),
-        "too short": ints(0, 12),
-        "too long": ints(0, 4, 8, 12, 12),
-        "on another device": good.to("meta"),
-        "a list": [0, 4, 8, 12],
-        "None": None,
-    }.items():
+    for name, cu in {"too short": ints(0, 12), "too long": ints(0, 4, 8, 12, 12)}.items():
         yield f"cu_seqlens_q is {name}", partial(call, packed, k_packed, k_packed, cu, good)
         yield f"cu_seqlens_k is {name}", partial(call, packed, k_packed, k_packed, good, cu)
     yield "varlen on dense tensors", partial(call, packed[None], k_packed[None], k_packed[None], good, good)
     yield "dense on packed tensors", partial(dense, packed, k_packed)
-    for value in (-1, -(2**31), -(2**63)):
-        yield f"max_seqlen_q={value}", partial(call, packed, k_packed, k_packed, good, good, value, 4)
-        yield f"max_seqlen_k={value}", partial(call, packed, k_packed, k_packed, good, good, 4, value)
-        yield f"num_sink_tokens={value}", partial(dense, num_sink_tokens=value)
-    for value in (-2, -128, -(2**31), -(2**63)):
-        yield f"window left={value}", partial(dense, window_size=(value, 0))
-        yield f"window right={value}", partial(dense, window_size=(5, value))
-        yield f"decode window left={value}", partial(decode, left=value)
-    for window in ((), (1,), (1, 2, 3), 5, "12", (1.5, 0), (2**63, 0), ("a", 0)):
-        yield f"window_size={window!r}", partial(dense, window_size=window)
-    for scale in (0.0, float("nan"), float("inf"), -float("inf"), "one"):
-        yield f"softmax_scale={scale}", partial(dense, softmax_scale=scale)
+    yield "decode window left=-2", partial(decode, left=-2)
     for dim in (0, 4, 7, 12, 63, 257, 264, 512, 1024):
         yield f"head_dim={dim}", partial(dense, rows(2, 5, 4, dim), rows(2, 7, 2, dim))
     cached = partial(sinkattn.flash_attn_with_kvcache, s_aux=None)
     yield "decode head_dim=520", partial(cached, *[rows(1, 1, 1, 520)] * 3)
-    for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
-        yield f"dtype {dtype}", partial(dense, rows(2, 5, 4, 64).to(dtype), rows(2, 7, 2, 64).to(dtype))
-        yield f"s_aux {dtype}", partial(dense, s_aux=torch.ones(4).to(dtype))
     for name, shape in {
         "another batch": (3, 7, 2, 64),
         "another head_dim": (2, 7, 2, 72),
@@ -163,55 +139,14 @@ def malformed() -> Iterator[tuple[str, Call]]:
         yield f"k with {name}", partial(dense, k=rows(*shape))
         yield f"k and v with {name}", partial(dense, k=rows(*shape), v=rows(*shape))
         yield f"cache with {name}", partial(cached, rows(2, 1, 4, 64), rows(*shape), rows(*shape))
-    yield "v of another length", partial(dense, v=rows(2, 8, 2, 64))
-    yield "v of another dtype", partial(dense, v=rows(2, 7, 2, 64).bfloat16())
-    yield "q of another dtype", partial(dense, rows(2, 5, 4, 64).half())
     yield "q without heads", partial(dense, rows(2, 5, 0, 64), rows(2, 7, 0, 64))
-    yield "k on another device", partial(dense, k=rows(2, 7, 2, 64).to("meta"), v=rows(2, 7, 2, 64))
-    yield "q None", partial(sinkattn.flash_attn_func, None, None, None)
-    yield "q a list", partial(dense, [[1.0]])
-    yield "q sparse", partial(dense, rows(2, 5, 4, 64).to_sparse())
     row = rows(1, 1, 1, 8)
     yield "q of 2^57 rows", partial(dense, row.expand(1, 2**57, 1, 8), row)
     yield "k of 2^57 rows", partial(dense, row, row.expand(1, 2**57, 1, 8))
-    for name, s_aux in {
-        "too short": rows(3),
-        "too long": rows(5),
-        "a matrix": rows(4, 1),
-        "a scalar": torch.tensor(1.0),
-        "of kv heads": rows(2),
-        "on another device": rows(4).to("meta"),
-        "a float": 1.0,
-    }.items():
-        yield f"s_aux {name}", partial(dense, s_aux=s_aux)
-    yield "two names of s_aux", partial(dense, s_aux=rows(4), sinks=rows(4))
-    for option, value in {
-        "dropout_p": 0.1,
-        "softcap": 30.0,
-        "alibi_slopes": rows(4),
-        "return_attn_probs": True,
-        "return_lse": "wat",
-        "wat": 1,
-    }.items():
-        yield f"{option}={value}", partial(dense, **{option: value})
-    for option in ("rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad"):
-        cache = rows(2, 8, 2, 64)
-        yield option, partial(cached, rows(2, 1, 4, 64), cache, cache, **{option: rows(2)})
-    lens = ints(1, 2, 3)
-    for name, bad in {
-        "int64": lens.long(),
-        "too short": lens[:2],
-        "a matrix": lens[None],
-        "on another device": lens.to("meta"),
-    }.items():
+    lens, table = ints(1, 2, 3), torch.arange(12, dtype=torch.int32).view(3, 4)
+    for name, bad in {"too short": lens[:2], "a matrix": lens[None], "elsewhere": lens.to("meta")}.items():
         yield f"cache_seqlens {name}", partial(decode, bad)
-    table = torch.arange(12, dtype=torch.int32).view(3, 4)
-    for name, bad in {
-        "int64": table.long(),
-        "a vector": table[0],
-        "of another batch": table[:2],
-        "on another device": table.to("meta"),
-    }.items():
+    for name, bad in {"int64": table.long(), "a vector": table[0], "of another batch": table[:2]}.items():
         yield f"block_table {name}", partial(decode, None, bad)
     yield "pages of no size", partial(decode, ints(1, 1, 1), table, page_size=0)
     yield "invariant in 3 splits", partial(decode, splits=3, invariant=True)
@@ -235,10 +170,6 @@ def malformed() -> Iterator[tuple[str, Call]]:
         "scratch of another dtype": {"scratch": rows(2**20)},
     }.items():
         yield f"flash_decode_out {name}", partial(decode_out, **changes)
-    out, lse = rows(2, 5, 4, 64), rows(2, 4, 5)
-    yield "merge of other lengths", partial(sinkattn.merge_attn_states, out, lse, rows(2, 6, 4, 64), rows(2, 4, 6))
-    yield "merge with a transposed lse", partial(sinkattn.merge_attn_states, out, rows(2, 5, 4), out, lse)
-    yield "apply_sink of too few", partial(sinkattn.apply_sink, out, lse, rows(3))
 
 
 CALLS = dict([*hostile_offsets(), *hostile_caches(), *malformed()])

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import cpu, distributed, gpu, harness, prefill, report
+from benchmarks import cpu, gpu, harness, prefill, report
 from benchmarks.cases import PREFILL_QUICK
 from sinkattn.reference import visible
 
@@ -23,7 +23,7 @@ def test_mask_picture() -> None:
     assert torch.equal(drawn, visible(length, length, 8, 8, left=2, right=0, num_sink_tokens=1)[0])
 
 
-@pytest.mark.parametrize(("study", "text"), [(cpu, TEXT), (prefill, TEXT), (distributed, distributed.PAGE.read_text())])
+@pytest.mark.parametrize(("study", "text"), [(cpu, TEXT), (prefill, TEXT)])
 def test_table_is_drawn_from_the_kept_results(study: ModuleType, text: str, tmp_path: Path) -> None:
     assert study.readme(text) == text, f"python -m benchmarks {study.SUITE} --readme"
     assert report.none_yet(study.SUITE) in study.readme(text, tmp_path)

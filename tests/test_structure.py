@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +38,15 @@ LINES = {
 
 def test_the_repository_is_in_order() -> None:
     assert list(findings(ROOT)) == []
+
+
+def test_the_tree_is_small() -> None:
+    """What a release does not need is in git's history, such as studies of questions that are settled."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("needs a git checkout: which files are tracked")
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+    assert 1_000_000 < sum(sizes.values()) <= 3_000_000, sorted(sizes, key=lambda name: -sizes[name])[:10]
 
 
 @pytest.mark.parametrize("line", LINES)

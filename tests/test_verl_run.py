@@ -39,7 +39,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     short = {"steps": 3, "grpo-steps": 1, "batch": 4, "length": 128, "tokens": 256, "response": 8, "output": folder}
     flags = [x for name, value in short.items() for x in (f"--{name}", value)]
     run(ROOT / "examples/train_verl.py", *flags, "--runs", "sinkattn", "sinkattn, SP 2", "eager, packed")
-    assert (folder / "train_verl.png").exists()
     found: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return found
 

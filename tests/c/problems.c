@@ -61,8 +61,8 @@ sinkattn_problem random_problem(const sinkattn_variant_info *info, sinkattn_dtyp
     p.num_q_heads = group * p.num_kv_heads;
     p.s_aux_dtype =
             one_in(4) ? SINKATTN_NO_DTYPE : (sinkattn_dtype)pick(SINKATTN_BF16, dtype == SINKATTN_FP64 ? SINKATTN_FP64 : SINKATTN_FP32);
-    p.head_dim = sa_min(AMONG(8, 8, 16, 24, 40, 64, 64, 72, 80, 96, 112, 128, 192, 256, 512), info->max_head_dim);
-    if (one_in(4)) p.head_dim_v = 8 * (int32_t)pick(1, p.head_dim / 8);
+    p.head_dim = sa_min(AMONG(8, 8, 16, 24, 40, 64, 64, 72, 80, 96, 112, 128, 192, 256, 512, 576), info->max_head_dim);
+    if (one_in(4) || p.head_dim > SA_MAX_HEAD_DIM_V) p.head_dim_v = 8 * (int32_t)pick(1, sa_min(p.head_dim, SA_MAX_HEAD_DIM_V) / 8);
     p.q_len = one_in(12) ? 0 : AMONG(1, pick(1, 8), pick(1, 40), pick(1, 150));
     p.k_len = one_in(12) ? 0 : AMONG(p.q_len, pick(1, 8), pick(1, 150), pick(120, 400));
     p.mask = random_mask(p.k_len);
@@ -70,4 +70,14 @@ sinkattn_problem random_problem(const sinkattn_variant_info *info, sinkattn_dtyp
     if (p.op == SINKATTN_DECODE) choose_decode(&p);
     bound_work(&p);
     return p;
+}
+
+const sinkattn_variant_info *forward_of_order(const sinkattn_variant_info *forward) {
+    const char *const general[][2] = {
+            {"sa_fwd_cuda_sm90_d128_window", "sa_fwd_cuda_sm90_d128"}, {"sa_fwd_cuda_sm90_d192_v128_window", "sa_fwd_cuda_sm90_d192_v128"}};
+    const sinkattn_variant_info *row;
+    for (int of = 0; of < 2; of++)
+        for (int32_t i = 0; strcmp(forward->name, general[of][0]) == 0 && (row = sinkattn_variant(i)); i++)
+            if (strcmp(row->name, general[of][1]) == 0) return row;
+    return forward;
 }

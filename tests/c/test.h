@@ -13,6 +13,9 @@ typedef struct test {
     void (*run)(void);
 } test;
 
+/* An entry of a file's tests. */
+#define TEST(name) {#name, test_##name}
+
 /* Each file's tests, ended by an empty one. */
 extern const test core_tests[], validate_tests[], plan_tests[], rule_tests[], oracle_tests[], kernel_tests[], promise_tests[],
         changing_tests[], append_tests[], packed_plan_tests[], chain_tests[];

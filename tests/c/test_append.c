@@ -165,6 +165,25 @@ static void test_append_to_slots(void) {
     }
 }
 
+/* Of one latent, whose values are columns of its keys. */
+static void test_append_keys_alone(void) {
+    const int64_t slots[SLOT_ROWS] = {3, -1, 0, 11};
+    slot_call *c = slot_call_of(slots);
+    const sinkattn_tensor v_cache = c->args.cache.fwd.v, v = c->args.v;
+    c->args.v = c->args.cache.fwd.v = (sinkattn_tensor){0};
+    CHECK(append_slots(c).code == SINKATTN_OK && count_slots(c) == 3 && c->memory[0][1][0] == 0.0f, "by slots");
+    for (int r = 0; r < SLOT_ROWS; r++) CHECK(slots[r] < 0 || !memcmp(c->memory[slots[r]][0], c->k[r], sizeof c->k[r]), "row %d", r);
+    sinkattn_status status = sinkattn_append(&c->args, SINKATTN_CUDA, &(sinkattn_context){0});
+    CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "v is NULL; on CUDA it must be given"), "%s", status.message);
+    c->args.cache.fwd.v = v_cache;
+    status = append_slots(c);
+    CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "v is NULL"), "%s", status.message);
+    c->args.cache.fwd.v.data = NULL;
+    c->args.v = v;
+    status = append_slots(c);
+    CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "v_cache is NULL"), "%s", status.message);
+}
+
 #define CHANGE(name, ...) \
     static void name(slot_call *c, sinkattn_append_args *a, sinkattn_problem *p) { \
         (void)c, (void)a, (void)p; \
@@ -215,5 +234,4 @@ static void test_malformed_slots(void) {
     CHECK(append_slots(c).code == SINKATTN_OK && count_slots(c) == 0, "no rows");
 }
 
-const test append_tests[] = {{"keys that are appended", test_append_behind}, {"keys that go to slots", test_append_to_slots},
-        {"malformed slots", test_malformed_slots}, {0}};
+const test append_tests[] = {TEST(append_behind), TEST(append_to_slots), TEST(append_keys_alone), TEST(malformed_slots), {0}};

@@ -218,9 +218,6 @@ static void test_rounds_have_room(void) {
     CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
 }
 
-const test chain_tests[] = {{"chains meet all tiles in order", test_chains_meet_all_tiles_in_order},
-        {"rounds of a block are added in order", test_rounds_of_a_block_are_added_in_order},
-        {"rounds do not depend on the batch", test_rounds_do_not_depend_on_the_batch},
-        {"items of a head have numbers", test_items_of_a_head_have_numbers},
-        {"blocks with sink tokens have rounds", test_blocks_with_sink_tokens_have_rounds},
-        {"few blocks have rounds", test_few_blocks_have_rounds}, {"rounds have room", test_rounds_have_room}, {0}};
+const test chain_tests[] = {TEST(chains_meet_all_tiles_in_order), TEST(rounds_of_a_block_are_added_in_order),
+        TEST(rounds_do_not_depend_on_the_batch), TEST(items_of_a_head_have_numbers), TEST(blocks_with_sink_tokens_have_rounds),
+        TEST(few_blocks_have_rounds), TEST(rounds_have_room), {0}};

@@ -123,13 +123,13 @@ static void at_each_level(void (*body)(const sinkattn_device *device, sinkattn_d
     }
 }
 
-static void test_packed(void) { at_each_level(check_packed); }
-static void test_decode(void) { at_each_level(check_decode); }
-static void test_packed_decode(void) { at_each_level(check_packed_decode); }
+static void test_changing_cu_seqlens(void) { at_each_level(check_packed); }
+static void test_changing_cache(void) { at_each_level(check_decode); }
+static void test_changing_cache_of_packed_rows(void) { at_each_level(check_packed_decode); }
 
 /* An append has no executor. Its own lengths, written where the next sequence's page or length is read, change it as a thread would:
  * validated whole, and then another at the second sequence. */
-static void test_append(void) {
+static void test_changing_append(void) {
     enum { PAGES = 4, PAGE = 4, DIM = 8, BEFORE = 64, CACHE = PAGES * PAGE * DIM };
     for (int which = 0; which < 2; which++) {
         _Alignas(16) float memory[2][BEFORE + CACHE + BEFORE], rows[2 * DIM];
@@ -165,7 +165,7 @@ static void test_append(void) {
 }
 
 /* Slots that lie in the cache, by an argument that validation refuses: the first row's write changes the second's. */
-static void test_append_to_slots(void) {
+static void test_changing_slots(void) {
     enum { SLOTS = 8, DIM = 8, BEFORE = 64, CACHE = SLOTS * DIM };
     const int64_t written[] = {-1, SLOTS, 5, INT64_MIN, INT64_MAX};
     for (size_t i = 0; i < sizeof written / sizeof *written; i++) {
@@ -197,7 +197,5 @@ static void test_append_to_slots(void) {
     }
 }
 
-const test changing_tests[] = {{"cu_seqlens that change during a call", test_packed},
-        {"cache_seqlens and pages that change during a call", test_decode},
-        {"lengths and pages of packed rows that change during a call", test_packed_decode},
-        {"lengths and pages that change during an append", test_append}, {"slots that change during an append", test_append_to_slots}, {0}};
+const test changing_tests[] = {TEST(changing_cu_seqlens), TEST(changing_cache), TEST(changing_cache_of_packed_rows), TEST(changing_append),
+        TEST(changing_slots), {0}};

@@ -385,10 +385,7 @@ static void test_softmax_identities(void) {
     CHECK(sa_softmax_scale(&(sinkattn_problem){.head_dim = 64, .softmax_scale = -2.0}) == -2.0, "a given scale");
 }
 
-const test core_tests[] = {{"mask over all small sizes", test_mask_over_all_small_sizes},
-        {"mask of extreme windows", test_mask_of_extreme_windows}, {"layout clamps hostile lengths", test_layout_clamps_hostile_lengths},
-        {"offsets are int64", test_offsets_are_int64}, {"split covers every tile once", test_split_covers_every_tile_once},
-        {"division by a known size", test_division_by_a_known_size}, {"cutting streams", test_cutting_streams},
-        {"shares that end anywhere", test_shares_that_end_anywhere}, {"halves round trip", test_halves_round_trip},
-        {"halves round to nearest even", test_halves_round_to_nearest_even}, {"loads and stores", test_loads_and_stores},
-        {"softmax identities", test_softmax_identities}, {0}};
+const test core_tests[] = {TEST(mask_over_all_small_sizes), TEST(mask_of_extreme_windows), TEST(layout_clamps_hostile_lengths),
+        TEST(offsets_are_int64), TEST(split_covers_every_tile_once), TEST(division_by_a_known_size), TEST(cutting_streams),
+        TEST(shares_that_end_anywhere), TEST(halves_round_trip), TEST(halves_round_to_nearest_even), TEST(loads_and_stores),
+        TEST(softmax_identities), {0}};

@@ -79,10 +79,9 @@ static sinkattn_problem long_problem(const sinkattn_variant_info *info, sinkattn
     return p;
 }
 
-static void test_forward(void) { check_op(SINKATTN_FWD, random_problem, 18); }
-static void test_backward(void) { check_op(SINKATTN_BWD, random_problem, 12); }
-static void test_long_backward(void) { check_op(SINKATTN_BWD, long_problem, 1); }
-static void test_decode(void) { check_op(SINKATTN_DECODE, random_problem, 18); }
+static void test_forward_kernels(void) { check_op(SINKATTN_FWD, random_problem, 18); }
+static void test_backward_kernels(void) { check_op(SINKATTN_BWD, random_problem, 12); }
+static void test_long_backward_kernels(void) { check_op(SINKATTN_BWD, long_problem, 1); }
+static void test_decode_kernels(void) { check_op(SINKATTN_DECODE, random_problem, 18); }
 
-const test kernel_tests[] = {{"forward kernels against the oracle", test_forward}, {"backward kernels against the oracle", test_backward},
-        {"long backward kernels against the oracle", test_long_backward}, {"decode kernels against the oracle", test_decode}, {0}};
+const test kernel_tests[] = {TEST(forward_kernels), TEST(backward_kernels), TEST(long_backward_kernels), TEST(decode_kernels), {0}};

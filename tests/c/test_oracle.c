@@ -263,9 +263,6 @@ static void test_one_hot_values_show_the_key_set(void) {
     }
 }
 
-const test oracle_tests[] = {{"one key is a sigmoid", test_one_key_is_a_sigmoid}, {"a row without keys", test_a_row_without_keys},
-        {"ds_aux of rows without keys is g", test_ds_aux_of_rows_without_keys_is_g}, {"sinks at the edges", test_sinks_at_the_edges},
-        {"no sink is a sink of minus infinity", test_no_sink_is_a_sink_of_minus_infinity},
-        {"scores of minus infinity", test_scores_of_minus_infinity}, {"NaN stays where it is seen", test_nan_stays_where_it_is_seen},
-        {"gradients by central differences", test_gradients_by_central_differences},
-        {"one-hot values show the key set", test_one_hot_values_show_the_key_set}, {0}};
+const test oracle_tests[] = {TEST(one_key_is_a_sigmoid), TEST(a_row_without_keys), TEST(ds_aux_of_rows_without_keys_is_g),
+        TEST(sinks_at_the_edges), TEST(no_sink_is_a_sink_of_minus_infinity), TEST(scores_of_minus_infinity),
+        TEST(nan_stays_where_it_is_seen), TEST(gradients_by_central_differences), TEST(one_hot_values_show_the_key_set), {0}};

@@ -264,8 +264,8 @@ static void test_the_backward_of_sm90_is_planned(void) {
     } cases[] = {
             {90, 0, 8, 8, 100, "sm90_d64"},
             {90, 0, 64, 8, 100, "sm90_d64"},
-            {90, 0, 72, 8, 100, "sm90_d128"},
-            {90, 0, 128, 8, 100, "sm90_d128"},
+            {90, 0, 96, 8, 100, "sm90_d96"},
+            {90, 0, 104, 8, 100, "sm90_d128"},
             {90, 0, 136, 8, 100, "sm90_d256"},
             {90, 128, 192, 8, 100, "sm90_d192_v128"},
             {90, 0, 192, 8, 100, "sm90_d256"},
@@ -489,12 +489,7 @@ static void test_plans_that_do_not_fit_are_refused(void) {
     sample_free(&s);
 }
 
-const test plan_tests[] = {{"the best row is taken", test_the_best_row_is_taken}, {"the CUDA row is taken", test_the_cuda_row_is_taken},
-        {"the window row says why not", test_the_window_row_says_why_not}, {"CUDA decode plans", test_cuda_decode_plans},
-        {"the CUDA backward is planned", test_the_cuda_backward_is_planned},
-        {"the backward of a window is planned", test_the_backward_of_a_window_is_planned},
-        {"the backward of sm_90 is planned", test_the_backward_of_sm90_is_planned},
-        {"a miss lists what there is", test_a_miss_lists_what_there_is}, {"decode splits", test_decode_splits},
-        {"plans of extreme sizes", test_plans_of_extreme_sizes}, {"devices are checked", test_devices_are_checked},
-        {"the CPU level by name", test_the_cpu_level_by_name}, {"the variant table", test_the_variant_table},
-        {"plans that do not fit are refused", test_plans_that_do_not_fit_are_refused}, {0}};
+const test plan_tests[] = {TEST(the_best_row_is_taken), TEST(the_cuda_row_is_taken), TEST(the_window_row_says_why_not),
+        TEST(cuda_decode_plans), TEST(the_cuda_backward_is_planned), TEST(the_backward_of_a_window_is_planned),
+        TEST(the_backward_of_sm90_is_planned), TEST(a_miss_lists_what_there_is), TEST(decode_splits), TEST(plans_of_extreme_sizes),
+        TEST(devices_are_checked), TEST(the_cpu_level_by_name), TEST(the_variant_table), TEST(plans_that_do_not_fit_are_refused), {0}};

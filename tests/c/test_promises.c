@@ -335,10 +335,6 @@ static void test_visible_nan(void) {
     for (int i = 0; i < 8; i++) at_each_level(check_visible_nan);
 }
 
-const test promise_tests[] = {{"decode is prefill, bit for bit", test_decode_is_prefill},
-        {"chunked prefill, bit for bit", test_chunked_prefill}, {"paged is contiguous, bit for bit", test_paged_is_contiguous},
-        {"packed is dense, bit for bit", test_packed_is_dense},
-        {"packed over pages is dense, bit for bit", test_packed_over_pages_is_dense},
-        {"no sink is a sink of -inf, bit for bit", test_no_sink_is_minus_infinity},
-        {"a frozen sink changes no other gradient", test_frozen_sink}, {"visible NaN is where the oracle has it", test_visible_nan},
-        {"a key without weight has no gradient", test_key_without_weight}, {0}};
+const test promise_tests[] = {TEST(decode_is_prefill), TEST(chunked_prefill), TEST(paged_is_contiguous), TEST(packed_is_dense),
+        TEST(packed_over_pages_is_dense), TEST(no_sink_is_minus_infinity), TEST(frozen_sink), TEST(visible_nan), TEST(key_without_weight),
+        {0}};

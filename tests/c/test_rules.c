@@ -99,24 +99,88 @@ static void test_the_forward_of_sm90_is_planned(void) {
     }
 }
 
-/* The CPU's kernels, the widest of sm_80 and the general forwards of sm_90 take values narrower than keys, others do not; a plan and a
- * refusal say how wide they are. */
+/* At head_dim 72 to 128, and with values of at most 128 columns to 192, the same from a multiple of 16 on, with groups that fill seven
+ * eighths of the rows. */
+static void test_the_wide_tiles_edge(void) {
+    const struct {
+        int64_t group, left, head_dim;
+        int32_t head_dim_v;
+        bool serves;
+    } cases[] = {{8, 137, 128, 0, true}, {8, 138, 128, 0, false}, {6, 135, 72, 0, true}, {6, 136, 72, 0, false}, {1, 81, 128, 0, true},
+            {1, 82, 128, 0, false}, {11, 100, 128, 0, false}, {64, 144, 128, 0, true}, {65, 20, 128, 0, false}, {8, 127, 64, 0, false},
+            {8, 127, 128, 64, true}, {8, 137, 192, 128, true}, {8, 138, 192, 128, false}, {8, 127, 136, 128, true}, {8, 127, 136, 0, false},
+            {8, 127, 192, 136, false}, {8, 127, 200, 128, false}, {16, 141, 192, 128, true}, {8, 127, 136, 8, true}};
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sinkattn_problem problem = causal_window(SINKATTN_FWD, cases[i].left);
+        problem.head_dim = cases[i].head_dim;
+        problem.head_dim_v = cases[i].head_dim_v;
+        problem.num_q_heads = cases[i].group * problem.num_kv_heads;
+        for (int sinks = 0; sinks < 2; sinks++) {
+            problem.mask.num_sink_tokens = sinks;
+            sinkattn_plan plan;
+            const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+            const char *name = status.code == SINKATTN_OK ? sinkattn_variant(plan.variant)->name : status.message;
+            const char *wide = cases[i].head_dim > 128 ? "sa_fwd_cuda_sm90_d192_v128_window" : "sa_fwd_cuda_sm90_d128_window";
+            CHECK((strcmp(name, wide) == 0) == (cases[i].serves && !sinks), "case %zu, %d sink tokens: %s", i, sinks, name);
+        }
+    }
+}
+
+/* The decode of sm_80 by its two widths, whatever room a block has. */
+static void test_the_decode_is_planned(void) {
+    static const struct {
+        int64_t head_dim;
+        int32_t head_dim_v;
+        const char *name;
+    } cases[] = {
+            {64, 0, "d64"},
+            {64, 56, "d192_v128"},
+            {72, 0, "d128"},
+            {128, 0, "d128"},
+            {128, 64, "d192_v128"},
+            {136, 0, "d256"},
+            {136, 128, "d192_v128"},
+            {192, 0, "d256"},
+            {192, 136, "d256"},
+            {192, 128, "d192_v128"},
+            {192, 8, "d192_v128"},
+            {200, 128, "d256"},
+            {256, 8, "d256"},
+            {264, 128, "d512"},
+            {512, 504, "d512"},
+    };
+    for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+        sinkattn_problem problem = causal_window(SINKATTN_DECODE, 500);
+        problem.head_dim = cases[i / 2].head_dim;
+        problem.head_dim_v = cases[i / 2].head_dim_v;
+        const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = i % 2 ? 86 : 90, .workers = 84};
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        const char *name =
+                status.code == SINKATTN_OK ? sinkattn_variant(plan.variant)->name + strlen("sa_decode_cuda_sm80_") : status.message;
+        CHECK(strcmp(name, cases[i / 2].name) == 0, "case %zu: %s", i, name);
+    }
+}
+
+/* The CPU's kernels, the widest of sm_80, the general and wide windowed forwards of sm_90 and the wide decodes take values narrower than
+ * keys, others do not; a plan and a refusal say how wide they are. */
 static void test_values_narrower_than_keys(void) {
     static const char *(*const refusals[])(const sinkattn_problem *, const sinkattn_variant_info *) = {sa_refusal_any,
             sa_refusal_whole_tokens, sa_refusal_whole_tokens_v128, sa_refusal_packed_any, sa_refusal_packed_whole_tokens,
-            sa_refusal_packed_whole_tokens_v128, /* these take them */
+            sa_refusal_packed_whole_tokens_v128, sa_refusal_not_invariant, sa_refusal_not_invariant_v128, /* these take them */
             sa_refusal_packed_one_width, sa_refusal_packed_one_key_tile, sa_refusal_one_width, sa_refusal_one_key_tile,
-            sa_refusal_local_window, sa_refusal_whole_rows_one_width, sa_refusal_not_invariant};
+            sa_refusal_local_window, sa_refusal_whole_rows_one_width, sa_refusal_not_invariant_one_width};
     const sinkattn_variant_info info = {.backend = SINKATTN_CUDA, .tile_q = 64, .tile_k = 144};
     for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
-        problem.packed = i >= 3 && i <= 7;
+        problem.packed = (i >= 3 && i <= 5) || i == 8 || i == 9;
         CHECK(!refusals[i](&problem, &info), "rule %zu", i);
         problem.head_dim_v = 64;
         CHECK(!refusals[i](&problem, &info), "rule %zu: 64 is head_dim", i);
         problem.head_dim_v = 56;
         const char *why = refusals[i](&problem, &info);
-        CHECK(i < 6 ? !why : why && strstr(why, "values are narrower than keys"), "rule %zu: %s", i, why ? why : "it serves");
+        CHECK(i < 8 ? !why : why && strstr(why, "values are narrower than keys"), "rule %zu: %s", i, why ? why : "it serves");
     }
     sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
     problem.head_dim_v = 56;
@@ -131,13 +195,12 @@ static void test_values_narrower_than_keys(void) {
             "%s%s", status.message, plan.reason);
     problem.op = SINKATTN_DECODE;
     problem.invariant = true;
-    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_UNSUPPORTED, "invariant: %s", plan.reason);
-    problem.invariant = false;
     status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "head_dim_v is 56 with head_dim 64; no decode kernel on sm_90"),
             "%s", status.message);
     const sinkattn_device small = {.backend = SINKATTN_CUDA, .arch = 86, .workers = 84};
     problem.op = SINKATTN_FWD;
+    problem.invariant = false;
     status = sinkattn_make_plan(&problem, &small, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "no fwd kernel on sm_86 takes values narrower"), "%s",
             status.message);
@@ -248,7 +311,7 @@ static void test_invariant_decodes_follow_a_forward(void) {
         const sinkattn_status status = sinkattn_make_plan(&problem, &device, &decode);
         CHECK(status.code == SINKATTN_OK && sinkattn_make_plan(&row, &device, &forward).code == SINKATTN_OK, "case %d: %s", x,
                 status.message);
-        const sinkattn_variant_info *has = sinkattn_variant(decode.variant), *follows = sinkattn_variant(forward.variant);
+        const sinkattn_variant_info *has = sinkattn_variant(decode.variant), *follows = forward_of_order(sinkattn_variant(forward.variant));
         const bool is_it = strstr(has->name, "prefill"),
                    same = has->max_head_dim == follows->max_head_dim && has->tile_k == follows->tile_k;
         const bool wide = follows->arch == 80 || problem.head_dim > 128; /* no decode of its own has the order of such a forward */
@@ -361,13 +424,8 @@ static void test_what_is_not_compiled_is_planned_and_not_run(void) {
     sample_free(&s);
 }
 
-const test rule_tests[] = {{"what is not compiled is planned and not run", test_what_is_not_compiled_is_planned_and_not_run},
-        {"the forward of sm_90 is planned", test_the_forward_of_sm90_is_planned},
-        {"values narrower than keys", test_values_narrower_than_keys},
-        {"the workspace of narrow values", test_the_workspace_of_narrow_values}, {"room for a block", test_room_for_a_block},
-        {"rows and devices", test_rows_and_devices}, {"the local window's edge", test_the_local_windows_edge},
-        {"the single key tile's edge", test_the_single_tiles_edge}, {"workers of few rows", test_workers_of_few_rows},
-        {"decodes with one key tile", test_which_decodes_have_one_key_tile},
-        {"invariant decodes follow a forward", test_invariant_decodes_follow_a_forward}, {"partials that fit", test_partials_that_fit},
-        {"sink tokens beyond the keys", test_sink_tokens_beyond_the_keys}, {"scales at the edge", test_scales_at_the_edge},
-        {"packed rows over a cache", test_packed_rows_over_a_cache}, {0}};
+const test rule_tests[] = {TEST(what_is_not_compiled_is_planned_and_not_run), TEST(the_forward_of_sm90_is_planned),
+        TEST(the_decode_is_planned), TEST(values_narrower_than_keys), TEST(the_workspace_of_narrow_values), TEST(room_for_a_block),
+        TEST(rows_and_devices), TEST(the_local_windows_edge), TEST(the_single_tiles_edge), TEST(workers_of_few_rows),
+        TEST(which_decodes_have_one_key_tile), TEST(the_wide_tiles_edge), TEST(invariant_decodes_follow_a_forward), TEST(partials_that_fit),
+        TEST(sink_tokens_beyond_the_keys), TEST(scales_at_the_edge), TEST(packed_rows_over_a_cache), {0}};

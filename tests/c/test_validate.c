@@ -201,7 +201,5 @@ static void test_only_needed_pages_must_be_mapped(void) {
     CHECK(strstr(sa_validate_cache(&args).message, "block_table[0][0]") != NULL, "%s", sa_validate_cache(&args).message);
 }
 
-const test validate_tests[] = {{"malformed calls", test_malformed_calls}, {"NULL arguments", test_null_arguments},
-        {"empty tensors need nothing", test_empty_tensors_need_nothing},
-        {"only needed pages must be mapped", test_only_needed_pages_must_be_mapped}, {"NVFP4 arguments", test_nvfp4_arguments},
-        {"interleaved tensors", test_interleaved_tensors}, {0}};
+const test validate_tests[] = {TEST(malformed_calls), TEST(null_arguments), TEST(empty_tensors_need_nothing),
+        TEST(only_needed_pages_must_be_mapped), TEST(nvfp4_arguments), TEST(interleaved_tensors), {0}};

@@ -57,9 +57,10 @@ static int64_t size_of(uint8_t byte, int64_t largest, bool *strange) {
 
 /* Mostly head_dim, by 0; then a width up to it; then something that must be refused. */
 static int32_t head_dim_v_of(uint8_t byte, int64_t head_dim, bool *strange) {
-    if (byte < 64 || head_dim < 8 || head_dim > 512) return 0;
+    if (byte < 64 || head_dim < 8 || head_dim > SA_MAX_HEAD_DIM) return 0;
     const int32_t refused[] = {(int32_t)head_dim + 8, 12, -8, INT32_MIN, INT32_MAX, 1 << 20, 4, 1};
-    if (byte < 120) return (int32_t)(8 * (1 + byte % (head_dim / 8)));
+    const int64_t widest = sa_min(head_dim, SA_MAX_HEAD_DIM_V) / 8;
+    if (byte < 120) return (int32_t)(8 * (widest - byte % widest));
     *strange = true;
     return refused[byte % 8];
 }
@@ -73,7 +74,8 @@ static sinkattn_problem problem_of(const header *h, bool *strange) {
     p.num_kv_heads = size_of((uint8_t)(h->num_kv_heads + 1), 3, strange);
     p.num_q_heads = h->group < FIRST_SPECIAL && p.num_kv_heads >= 0 && p.num_kv_heads < 4 ? p.num_kv_heads * (1 + h->group % 5)
                                                                                           : size_of(h->group, 5, strange);
-    p.head_dim = h->head_dim < FIRST_SPECIAL ? 8 * (1 + h->head_dim % 36) : size_of(h->head_dim, 0, strange);
+    p.head_dim =
+            h->head_dim < FIRST_SPECIAL ? 8 * (1 + h->head_dim % (p.op == SINKATTN_DECODE ? 72 : 36)) : size_of(h->head_dim, 0, strange);
     p.head_dim_v = head_dim_v_of(h->packed >> 1, p.head_dim, strange);
     p.q_len = size_of((uint8_t)(h->q_len + 3), 40, strange);
     p.k_len = size_of((uint8_t)(h->k_len + 5), 230, strange);
@@ -203,7 +205,7 @@ static call call_of(const header *h, stream s, const sinkattn_problem *p) {
     const int64_t head_dim_v = sa_head_dim_v(p);
     fwd.q = tensor_of(&c, h, &s, p, false, p->head_dim, false);
     fwd.k = tensor_of(&c, h, &s, p, true, p->head_dim, false);
-    fwd.v = tensor_of(&c, h, &s, p, true, head_dim_v, false);
+    fwd.v = p->op == SINKATTN_DECODE && (h->missing & 64) ? fwd.k : tensor_of(&c, h, &s, p, true, head_dim_v, false);
     fwd.out = tensor_of(&c, h, &s, p, false, head_dim_v, !backward);
     fwd.lse = stats_of(&c, h, p, !backward);
     if (!backward && h->missing & 16) fwd.lse_raw = stats_of(&c, h, p, true);
@@ -390,6 +392,8 @@ int main(int argc, char **argv) {
                                       .num_pages = 9,
                                       .window = 3,
                                       .left = 40}},
+            {"decode_latent",
+                    {.op = 2, .packed = 128, .head_dim = 71, .missing = 64, .k_len = 90, .page_size = 3, .num_pages = 9, .window = 3}},
             {"large_scores",
                     {.op = 1, .level = 168, .num_kv_heads = 13, .group = 21, .head_dim = 64, .q_len = 128, .k_len = 21, .scale = 153}},
             {"narrow_values",
