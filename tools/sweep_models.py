@@ -306,7 +306,10 @@ def takes_position_ids(model: Any) -> bool:
 
 
 def attention_alone_mixes(model: Any) -> bool:
-    """Whether a token reaches the next one in no other way: not through a recurrent layer or a convolution."""
+    """Whether a token reaches the next one in no other way: not through a recurrent layer or a convolution.
+
+    Experts meet other tokens then, so products of other sizes may round otherwise.
+    """
     AttentionInterface.register("zeros", zeros)
     AttentionMaskInterface.register("zeros", eager_mask)
     twin = copy.deepcopy(model)
@@ -316,7 +319,7 @@ def attention_alone_mixes(model: Any) -> bool:
     other[:, -2] = ids[:, -2] % (VOCABULARY - 1) + 1
     with torch.no_grad():
         a, b = (twin(x, use_cache=False).logits[:, -1] for x in (ids, other))
-    return torch.equal(a, b)
+    return distance(a, b) <= TOLERANCE
 
 
 def compare(name: str, checks: list[str] | None = None, verbose: bool = False, **changes: Any) -> dict[str, str]:
