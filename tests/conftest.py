@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: the CPU level a test runs at, and a seed that is printed and can be set."""
+"""Fixtures: the CPU level a test runs at, a seed that is printed and can be set, and a tiny gpt-oss."""
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +40,17 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model() -> Any:
+    from tiny_gpt_oss import tiny_gpt_oss  # transformers may be missing
+
+    return tiny_gpt_oss()
+
+
+@pytest.fixture
+def eager(model: Any) -> Any:
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("eager")
+    return twin

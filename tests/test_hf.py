@@ -36,18 +36,6 @@ import sinkattn.hf as hf
 hf.register()
 
 
-@pytest.fixture
-def model() -> GptOssForCausalLM:
-    return tiny_gpt_oss()
-
-
-@pytest.fixture
-def eager(model: GptOssForCausalLM) -> GptOssForCausalLM:
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation("eager")
-    return twin
-
-
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, WINDOW), (2, 29)])
 def test_dense_matches_eager(

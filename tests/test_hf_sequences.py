@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens form a sequence: by positions, by padding, by both; found once a forward and never stale."""
 
-import copy
 import gc
 import importlib.util
 from collections.abc import Callable
@@ -14,16 +13,7 @@ from torch import Tensor
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
 
-from hf_cases import (
-    LENGTHS,
-    assert_close,
-    assert_same_gradients,
-    gradients,
-    loss,
-    one_by_one,
-    positions,
-    tokens,
-)
+from hf_cases import LENGTHS, assert_close, assert_same_gradients, gradients, loss, one_by_one, positions, tokens
 from tiny_gpt_oss import WINDOW, tiny_gpt_oss
 from transformers import GptOssForCausalLM
 
@@ -31,18 +21,6 @@ import sinkattn.hf as hf
 import sinkattn.hf_sequences as hf_sequences
 
 hf.register()
-
-
-@pytest.fixture
-def model() -> GptOssForCausalLM:
-    return tiny_gpt_oss()
-
-
-@pytest.fixture
-def eager(model: GptOssForCausalLM) -> GptOssForCausalLM:
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation("eager")
-    return twin
 
 
 def bounds(mask: Any, position_ids: Any, q_len: int | None = None) -> tuple[list[int], list[int]]:

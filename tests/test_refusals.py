@@ -26,6 +26,22 @@ def test_names_of_the_sink() -> None:
         sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, sinks=s_aux)
 
 
+def backward(position: int, change: Callable[[Tensor], Any]) -> object:
+    return ops.flash_attn_bwd(*put_at(backward_args(FORWARDS["dense"](False)), position, change))
+
+
+def decode(position: int, change: Callable[[Tensor], Any]) -> object:
+    return ops.flash_decode(*put_at(decode_args(), position, change))
+
+
+def decode_paged(position: int, change: Callable[[Tensor], Any]) -> object:
+    return ops.flash_decode(*put_at(decode_args(paged=True), position, change))
+
+
+def decode_out(position: int, change: Callable[[Tensor], Any]) -> object:
+    return ops.flash_decode_out(*put_at(out_args(decode_args()), position, change))
+
+
 def decode_into(position: int, other: int) -> None:
     """flash_decode_out with an output that begins where another argument does."""
     arguments = out_args(decode_args(), 64)
@@ -233,37 +249,19 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "head_dim is 4; it must be a multiple of 8",
     ),
     "dout shape": (
-        lambda: ops.flash_attn_bwd(*put_at(backward_args(FORWARDS["dense"](False)), 0, lambda x: x[:, :2])),
+        lambda: backward(0, lambda x: x[:, :2]),
         r"dout has shape \[2, 2, 4, 8\], it must be \[2, 5, 4, 8\]",
     ),
-    "lse dtype": (
-        lambda: ops.flash_attn_bwd(*put_at(backward_args(FORWARDS["dense"](False)), 6, lambda x: x.double())),
-        "lse is Double, it must be Float",
-    ),
-    "dlse shape": (
-        lambda: ops.flash_attn_bwd(*put_at(backward_args(FORWARDS["dense"](False)), 1, lambda x: x[:1])),
-        r"dlse has shape \[1, 4, 5\]",
-    ),
-    "cache batch": (
-        lambda: ops.flash_decode(*put_at(decode_args(), 0, lambda x: x[:1])),
-        "k_cache has batch 2, q has 1",
-    ),
-    "cache rank": (lambda: ops.flash_decode(*put_at(decode_args(), 1, lambda x: x[0])), "k_cache has 3 dimensions"),
-    "cache shape": (lambda: ops.flash_decode(*put_at(decode_args(), 2, lambda x: x[:, :3])), "v_cache has shape"),
-    "cache_seqlens dtype": (
-        lambda: ops.flash_decode(*put_at(decode_args(), 4, lambda x: x.long())),
-        "cache_seqlens is Long, it must be Int",
-    ),
-    "cache_seqlens range": (
-        lambda: ops.flash_decode(*put_at(decode_args(), 4, lambda x: x + 1)),
-        r"cache_seqlens\[1\] is 9; it must be from 0 to 8",
-    ),
-    "block_table rank": (
-        lambda: ops.flash_decode(*put_at(decode_args(paged=True), 5, lambda x: x[0])),
-        "block_table has 1 dimensions",
-    ),
+    "lse dtype": (lambda: backward(6, lambda x: x.double()), "lse is Double, it must be Float"),
+    "dlse shape": (lambda: backward(1, lambda x: x[:1]), r"dlse has shape \[1, 4, 5\]"),
+    "cache batch": (lambda: decode(0, lambda x: x[:1]), "k_cache has batch 2, q has 1"),
+    "cache rank": (lambda: decode(1, lambda x: x[0]), "k_cache has 3 dimensions"),
+    "cache shape": (lambda: decode(2, lambda x: x[:, :3]), "v_cache has shape"),
+    "cache_seqlens dtype": (lambda: decode(4, lambda x: x.long()), "cache_seqlens is Long, it must be Int"),
+    "cache_seqlens range": (lambda: decode(4, lambda x: x + 1), r"cache_seqlens\[1\] is 9; it must be from 0 to 8"),
+    "block_table rank": (lambda: decode_paged(5, lambda x: x[0]), "block_table has 1 dimensions"),
     "page range": (
-        lambda: ops.flash_decode(*put_at(decode_args(paged=True), 5, lambda x: x + 1)),
+        lambda: decode_paged(5, lambda x: x + 1),
         r"block_table\[0\]\[0\] is 4; it must be a page from 0 to 3",
     ),
     "num_splits": (
@@ -271,13 +269,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "num_splits is -1; it must be 0 or 1 when invariant is true",
     ),
     "out strides": (
-        lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 11, lambda x: x.mT.contiguous().mT)),
+        lambda: decode_out(11, lambda x: x.mT.contiguous().mT),
         "out must have contiguous, 16-byte aligned rows",
     ),
-    "out lse strides": (
-        lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 12, lambda x: x.mT.contiguous().mT)),
-        "lse must be contiguous",
-    ),
+    "out lse strides": (lambda: decode_out(12, lambda x: x.mT.contiguous().mT), "lse must be contiguous"),
     "out is q": (lambda: decode_into(11, 0), "q and out overlap; out is written, so it must have memory of its own"),
     "out within k_cache": (lambda: decode_into(11, 1), "k_cache and out overlap; out is written"),
     "lse within out": (lambda: decode_into(12, 11), "out and lse overlap; lse is written"),
@@ -288,10 +283,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "page_size is 0, num_pages is 4; pages must have 1 row or more",
     ),
-    "scratch dtype": (
-        lambda: ops.flash_decode_out(*put_at(out_args(decode_args()), 13, lambda x: x.float())),
-        "scratch is Float, it must be Byte",
-    ),
+    "scratch dtype": (lambda: decode_out(13, lambda x: x.float()), "scratch is Float, it must be Byte"),
     "merge shapes": (
         lambda: sinkattn.merge_attn_states(*partials()[:2], partials()[2][:1], partials()[3][:1]),
         "out_a has shape .* out_b",
