@@ -23,7 +23,7 @@ LONGER: dict[str, tuple[int, int]] = {}
 CUDA_FLOOR = {"cuda/ptx", "cuda/tile", "cuda/work", "cuda/host"}
 ROOMS = (
     *("fwd_sm90", "fwd_window_sm90", "fwd_wide_window_sm90", "bwd_sm90", "bwd_window_sm90", "fwd_sm80", "bwd_sm80"),
-    *("decode", "decode_window_sm90"),
+    *("bwd_wide_window_sm90", "decode", "decode_window_sm90"),
 )
 # Folder of csrc -> folders whose headers it may include; the longest matching folder of a file counts.
 ARROWS = {

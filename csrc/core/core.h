@@ -74,6 +74,8 @@ const char *sa_refusal_wide_window_v128(const sinkattn_problem *problem, const s
 const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_invariant_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_local_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_local_wide_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_rows_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_rows_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);

@@ -89,14 +89,28 @@ const char *sa_refusal_wide_window_v128(const sinkattn_problem *p, const sinkatt
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_wide_window(p, info);
 }
 
-/* A causal window of which a key tile's rows see that tile and the two before it, beside few sink tokens. */
-const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (has_narrow_values(p)) return narrow_values;
-    if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return SA_TOO_MANY_SINK_TOKENS;
+/* A causal window of which a key tile's rows see that tile and the two before it. */
+static const char *refusal_of_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
     if (!sa_is_causal(&p->mask)) return "rows see keys after their own";
     return sa_window_keys(&p->mask) <= 2 * info->tile_k + 1 ? NULL : "left > 2 of its tile_k";
+}
+
+/* The same beside few sink tokens. */
+const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (has_narrow_values(p)) return narrow_values;
+    return p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS ? SA_TOO_MANY_SINK_TOKENS : refusal_of_window(p, info);
+}
+
+/* The same without sink tokens, and with values of at most 128 columns. */
+const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (sa_head_dim_v(p) > 128) return "values are wider than 128";
+    return p->mask.num_sink_tokens ? "there are positional sink tokens" : refusal_of_window(p, info);
+}
+
+const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return has_narrow_values(p) ? narrow_values : sa_refusal_local_wide_window_v128(p, info);
 }
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine. */

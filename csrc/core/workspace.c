@@ -152,3 +152,9 @@ sa_bwd_window_layout sa_bwd_window_layout_of(const sinkattn_problem *p, const si
 int64_t sa_cuda_bwd_sm90_window_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     return sa_bwd_window_layout_of(p, plan).bytes;
 }
+
+/* The statistics of each row and, as copies take a whole tile's, of one tile more. */
+int64_t sa_cuda_bwd_sm90_wide_window_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
+    const int64_t rows = (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len;
+    return (rows + sinkattn_variant(plan->variant)->tile_q) * SA_BWD_WIDE_WINDOW_STATS_BYTES + SA_BWD_WIDE_WINDOW_STATS_BYTES - 1;
+}

@@ -21,7 +21,8 @@ enum {
     SA_BWD_SM90_ITEM_BYTES = 128,
     SA_BWD_WINDOW_PARTS = 12,      /* of ds_aux, a block and head, */
     SA_BWD_WINDOW_SINK_PARTS = 16, /* with positional sink tokens; */
-    SA_BWD_WINDOW_PARTIAL = 128    /* floats of one sink token: dK, then dV */
+    SA_BWD_WINDOW_PARTIAL = 128,   /* floats of one sink token: dK, then dV */
+    SA_BWD_WIDE_WINDOW_STATS_BYTES = 16 /* of a row, and their alignment */
 };
 
 /* Decode: a slot for each part; where the kernel cuts by lengths, two a block: see sa_share_of. A slot has so many rows. */

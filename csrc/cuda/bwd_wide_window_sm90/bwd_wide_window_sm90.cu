@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Backward for causal windows of up to 128 keys before a row on sm_90, head_dim 72 to 128, or up to 192 with values of at most 128 columns.
+//
+//     rows    dQ by row tiles; lse, g - delta and the term of ds_aux of each row           rows.cuh
+//     keys    dK and dV by blocks of 128 keys, over the rows that see them                 keys.cuh
+//     sink    ds_aux of a head: the sum of its rows' terms, where it is wanted
+//
+// S and dP are computed in both launches, 7 products where one launch would take 5; in return no sum lies in fp32 memory, none is added by
+// atomics, and no block waits for another. A row tile is whole tokens x the heads of the GQA group. The LSE that is read already holds the
+// sink, which no kernel here adds again.
+//
+// 0 * NaN is not 0. The launch of rows zeroes such values of K, the launch of keys those of Q and dO, and each puts NaN where it was seen.
+//
+// Shared memory and registers: docs/kernels/bwd_wide_window_sm90.md, Budget.
+
+#include "cuda/bwd_wide_window_sm90/keys.cuh"
+#include "cuda/bwd_wide_window_sm90/rows.cuh"
+#include "cuda/bwd_wide_window_sm90/smem.cuh"
+#include "cuda/host/launch.cuh"
+#include "cuda/work/sink_terms.cuh"
+
+namespace sa::bwd_wide_window_sm90 {
+namespace {
+
+// A block sums the terms of one head's ds_aux, in an order that depends on sizes alone.
+__global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Problem p) {
+    __shared__ double sums[kSinkThreads / 32];
+    const int head = static_cast<int>(blockIdx.x), kv_head = head / p.group;
+    const RowStats *stats = p.stats + kv_head * p.num_tokens * p.group + (head - kv_head * p.group);
+    double sum = 0.0;
+    for (int64_t i = threadIdx.x; i < p.num_tokens; i += kSinkThreads) sum += stats[i * p.group].term;
+    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int warp = 1; warp < kSinkThreads / 32; warp++) sum += sums[warp];
+    sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
+}
+
+// Tokens of a span whose keys lie in so many steps, from a multiple of 16 on: whole tiles, of which one must fit.
+int find_span_tokens(int64_t window_keys, int tokens, int keys) {
+    return static_cast<int>(keys - (kStepKeys - 1) - (window_keys - 1)) / tokens * tokens;
+}
+
+// Pieces of `size` tokens or keys of all sequences, and of a dense one.
+int64_t count_pieces(const sinkattn_problem &problem, int64_t length, int64_t size) {
+    return problem.packed ? sa_packed_tiles(length, size, problem.batch + 1) : problem.batch * sa_ceil_div(length, size);
+}
+
+template <class C> sinkattn_status launch_rows(
+        const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context, Problem p, Maps maps) {
+    static_assert(sizeof(RowsSmem<C>) <= 227 * 1024, "what a block of compute capability 9.0 may use");
+    const sinkattn_problem &problem = args.fwd.problem;
+    sinkattn_problem of_values = problem;
+    of_values.head_dim = sa_head_dim_v(&problem);
+    p.span_tokens = find_span_tokens(sa_window_keys(&problem.mask), p.tokens, C::kKeys);
+    const int64_t spans = count_pieces(problem, problem.q_len, p.span_tokens), items = spans * problem.num_kv_heads;
+    if (items > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld spans of rows; a launch holds at most 2^31", static_cast<long long>(items));
+    p.num_spans = static_cast<unsigned>(spans);
+    p.batch_spans = problem.packed ? 0 : static_cast<unsigned>(spans / problem.batch);
+    unsigned *error_word;
+    SA_TRY(sa_cuda_error_word(&error_word));
+    SA_TRY(map_keys(&maps.k, problem, args.fwd.k, C::kKeys, "k"));
+    SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, C::kKeys, "v"));
+    const auto blocks = static_cast<unsigned>(sa_min(items, plan.workers));
+    return launch_blocks<rows_kernel<C>>("sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(RowsSmem<C>), context.stream, args, maps, p,
+            error_word);
+}
+
+template <class C> sinkattn_status launch_keys(
+        const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context, Problem p, Maps maps) {
+    static_assert(sizeof(KeysSmem<C>) <= 227 * 1024, "what a block of compute capability 9.0 may use");
+    const sinkattn_problem &problem = args.fwd.problem;
+    sinkattn_problem of_values = problem;
+    of_values.head_dim = sa_head_dim_v(&problem);
+    const int64_t pieces = count_pieces(problem, problem.k_len, kBlockKeys), items = pieces * problem.num_kv_heads;
+    if (items > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld blocks of keys; a launch holds at most 2^31", static_cast<long long>(items));
+    p.num_blocks = static_cast<unsigned>(pieces);
+    p.batch_blocks = problem.packed ? 0 : static_cast<unsigned>(pieces / problem.batch);
+    SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kBlockKeys, "k"));
+    SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, kBlockKeys, "v"));
+    const auto blocks = static_cast<unsigned>(sa_min(items, plan.workers));
+    return launch_blocks<keys_kernel<C>>(
+            "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(KeysSmem<C>), context.stream, args, maps, p);
+}
+
+// kSteps, kRowStages: of the rows kernel where a tile sees at most two pieces of keys; kKeyStages: of the keys kernel.
+template <class W, int kSteps, int kRowStages, int kKeyStages>
+sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    constexpr int kMostSteps = 13;
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t window_keys = sa_window_keys(&problem.mask);
+    Problem p = {};
+    p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
+    p.group_inverse = (65536 + p.group - 1) / p.group;
+    p.tokens = kRows / p.group;
+    p.num_kv_heads = static_cast<unsigned>(problem.num_kv_heads);
+    p.num_tokens = (problem.packed ? 1 : problem.batch) * problem.q_len;
+    p.scale = static_cast<float>(sa_softmax_scale(&problem));
+    p.scale_log2 = p.scale * kLog2e;
+    p.stats = reinterpret_cast<RowStats *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
+    sinkattn_problem of_values = problem;
+    of_values.head_dim = sa_head_dim_v(&problem);
+    Maps maps;
+    SA_TRY(map_rows(&maps.q, problem, args.fwd.q, p.tokens, p.group, "q"));
+    SA_TRY(map_rows(&maps.dout, of_values, args.dout, p.tokens, p.group, "dout"));
+    if (find_span_tokens(window_keys, p.tokens, 2 * kPieceKeys) > 0)
+        SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, true>>(args, plan, context, p, maps)));
+    else
+        SA_TRY((launch_rows<RowsConfig<W, kMostSteps, 2, false>>(args, plan, context, p, maps)));
+    SA_TRY((launch_keys<KeysConfig<W, kKeyStages>>(args, plan, context, p, maps)));
+    if (!args.ds_aux) return sa_ok();
+    return launch_blocks<sink_kernel>(
+            "sa_bwd_cuda_sm90_wide_window", static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, context.stream, args, p);
+}
+
+template <int kHeadDim, int kHeadDimV, int kSteps, int kRowStages, int kKeyStages>
+sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
+    if (args.fwd.problem.dtype == SINKATTN_BF16)
+        return launch<Widths<Bf16, kHeadDim, kHeadDimV>, kSteps, kRowStages, kKeyStages>(args, *plan, *context);
+    return launch<Widths<Fp16, kHeadDim, kHeadDimV>, kSteps, kRowStages, kKeyStages>(args, *plan, *context);
+}
+
+} // namespace
+
+extern "C" sinkattn_status sa_bwd_cuda_sm90_d128_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return launch_dtype<128, 128, 12, 4, 4>(args, plan, context);
+}
+
+extern "C" sinkattn_status sa_bwd_cuda_sm90_d192_v128_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
+    return launch_dtype<192, 128, 13, 2, 3>(args, plan, context);
+}
+
+} // namespace sa::bwd_wide_window_sm90

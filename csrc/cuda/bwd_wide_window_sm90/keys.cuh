@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The second launch of the wide windowed backward: dK and dV.
+//
+//     loader warp         K, V of a block | Q, dO, stats | Q, dO, stats | ..
+//     checker warp        rows that are not finite, or that do not exist, become 0 where the first launch suspects any
+//     2 math warpgroups   S = K Q^T, dP = V dO^T | P, dS | dV += P dO, dK += dS Q          64 keys each
+//
+// A block is 128 keys of a kv head, and the row tiles that see some of them, ascending from the first such row on, with all heads of the
+// GQA group: dK and dV are summed in registers and rounded once. P and dS are operands from registers; nothing passes between warpgroups.
+// A tile's rows are columns here.
+#pragma once
+
+#include "cuda/bwd_wide_window_sm90/smem.cuh"
+#include "cuda/tile/finite.cuh"
+
+namespace sa::bwd_wide_window_sm90 {
+
+template <class W, int kStages_> struct KeysConfig : W {
+    using typename W::Element;
+    using W::kHalves, W::kHalvesV, W::kRowHalf;
+    static constexpr int kStages = kStages_, kKeyHalf = kBlockKeys * kRowBytes;
+};
+
+struct Block {
+    sa_sequence sequence;
+    sa_band band;
+    int key, kv_head, first_token, num_tiles; // first_token: the first row that sees a key of the block
+    bool exists, hides;                       // hides: the checker zeroed some of dO
+};
+
+template <class C> struct KeysSmem {
+    alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kKeyHalf];
+    alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalvesV * C::kRowHalf];
+    RowStats stats[C::kStages][kRows];
+    Block blocks[2];
+    Barriers<2> block_full, block_empty;
+    Barriers<1> kv_full, kv_empty;
+    Barriers<C::kStages> row_full, row_ready, row_empty; // ready: the tile is checked
+};
+
+// Sequence b of key blocks: number `batch` of a packed batch is the keys past cu_seqlens_k[batch], which no row sees.
+__device__ __forceinline__ sa_sequence keys_or_tail(const sinkattn_fwd_args &args, int64_t b) {
+    if (b < args.problem.batch) return sa_sequence_at(&args, b);
+    const int64_t begin = sa_packed_begin(args.cu_seqlens_k, args.problem.batch, args.problem.k_len);
+    return {0, 0, 0, begin, args.problem.k_len - begin};
+}
+
+// The rows that see some key of [key, key + size).
+__device__ __forceinline__ sa_range rows_of(const sa_band &band, int key, int size) {
+    const int end = min(key + size, band.k_len);
+    return key < end && band.q_len ? sa_keys_rows(&band, {key, end}) : sa_range{0, 0};
+}
+
+// Block n of the launch. By a whole warp.
+__device__ __forceinline__ Block find_block(unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
+    Block block = {};
+    const Place place = find_place(n / p.num_kv_heads, kBlockKeys, p.batch_blocks, args.problem.batch,
+            [&](int64_t b) { return sa_packed_begin(args.cu_seqlens_k, b, args.problem.k_len); });
+    block.sequence = keys_or_tail(args, place.b);
+    block.band = band_of(args, block.sequence);
+    block.kv_head = static_cast<int>(n % p.num_kv_heads);
+    block.key = place.within * kBlockKeys;
+    // Offsets that decrease may leave a place in front of its sequence.
+    block.exists = place.within >= 0 && static_cast<int64_t>(place.within) * kBlockKeys < block.sequence.k_len;
+    if (!block.exists) return block;
+    const sa_range rows = rows_of(block.band, block.key, kBlockKeys);
+    block.first_token = rows.begin;
+    block.num_tiles = sa_tile_from(rows.end - rows.begin, p.tokens);
+    return block;
+}
+
+template <class C>
+__device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
+    const int lane = threadIdx.x % 32, half_bytes = p.tile_rows() * kRowBytes, stats_bytes = p.tile_rows() * static_cast<int>(sizeof(RowStats));
+    const unsigned all = p.num_blocks * p.num_kv_heads;
+    Ring<2> blocks;
+    Ring<C::kStages> ring;
+    for (unsigned n = blockIdx.x; n < all; n += gridDim.x) {
+        const Block block = find_block(n, args.fwd, p);
+        if (!block.exists) continue;
+        smem.block_empty.acquire(blocks);
+        if (lane == 0) {
+            smem.blocks[blocks.stage()] = block;
+            smem.block_full.arrive(blocks);
+            const int batch = static_cast<int>(block.sequence.batch), key = static_cast<int>(block.sequence.k_begin) + block.key;
+            const Ring<1> kv{blocks.n};
+            smem.kv_empty.acquire(kv);
+            if (block.num_tiles == 0) {
+                smem.kv_full.arrive(kv);
+            } else {
+                smem.kv_full[0].arrive_expect((C::kHalves + C::kHalvesV) * C::kKeyHalf);
+                for (int half = 0; half < C::kHalves; half++)
+                    tensor_load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], 64 * half, block.kv_head, key, batch);
+                for (int half = 0; half < C::kHalvesV; half++)
+                    tensor_load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], 64 * half, block.kv_head, key, batch);
+            }
+            for (int t = 0; t < block.num_tiles; t++) {
+                // In flight: K and V of the block; at most kStages tiles.
+                const Ring<C::kStages> use{ring.n + t};
+                const uint32_t stage = use.stage();
+                const int token = block.first_token + t * p.tokens, row = static_cast<int>(block.sequence.q_begin) + token,
+                          head = block.kv_head * p.group;
+                smem.row_empty.acquire(use);
+                smem.row_full[stage].arrive_expect((C::kHalves + C::kHalvesV) * half_bytes + stats_bytes);
+                for (int half = 0; half < C::kHalves; half++)
+                    tensor_load(smem.queries[stage] + half * C::kRowHalf, &maps.q, smem.row_full[stage], 64 * half, head, row, batch);
+                for (int half = 0; half < C::kHalvesV; half++)
+                    tensor_load(smem.douts[stage] + half * C::kRowHalf, &maps.dout, smem.row_full[stage], 64 * half, head, row, batch);
+                bulk_load(smem.stats[stage], p.stats_of(args.fwd.problem, block.sequence, block.kv_head, token), stats_bytes,
+                        smem.row_full[stage]);
+            }
+        }
+        __syncwarp();
+        ring.n += block.num_tiles;
+        blocks.n++;
+    }
+    smem.block_empty.acquire(blocks);
+    if (lane == 0) {
+        smem.blocks[blocks.stage()].exists = false;
+        smem.block_full.arrive(blocks);
+    }
+}
+
+// By the checker warp: zeroes rows behind the sequence, whose statistics may be anything, and values of Q and dO that are not finite, since
+// P = 0 times NaN is NaN. NaN returns to P through lse, to dS through g - delta, to dV by add_hidden.
+template <class C> __device__ __forceinline__ void check_rows(KeysSmem<C> &smem, const Problem &p) {
+    using Element = typename C::Element;
+    const int lane = threadIdx.x % 32;
+    Ring<C::kStages> ring;
+    for (Ring<2> blocks;; blocks.n++) {
+        smem.block_full.wait(blocks);
+        Block &block = smem.blocks[blocks.stage()];
+        if (!block.exists) return;
+        const int num_tiles = block.num_tiles;
+        for (int t = 0; t < num_tiles; t++, ring.n++) {
+            const uint32_t stage = ring.stage();
+            smem.row_full.wait(ring);
+            const int rows = min(p.tokens, block.band.q_len - block.first_token - t * p.tokens) * p.group; // that exist
+            bool suspect = false;
+            for (int row = lane; row < rows; row += 32) suspect |= smem.stats[stage][row].suspect != 0;
+            const bool any = __any_sync(0xffffffffu, suspect);
+            if (rows < p.tile_rows()) {
+                zero_rows<C::kHalves>(smem.queries[stage], rows, p.tile_rows());
+                zero_rows<C::kHalvesV>(smem.douts[stage], rows, p.tile_rows());
+            }
+            if (any) {
+                for (int x = lane; x < static_cast<int>(sizeof smem.queries[0]) / 16; x += 32)
+                    if (zero_nonfinite<Element, 1>(smem.queries[stage] + 16 * x, 16, 0))
+                        smem.stats[stage][x % (C::kRowHalf / 16) / 8].lse = NAN;
+                for (int x = lane; x < static_cast<int>(sizeof smem.douts[0]) / 16; x += 32)
+                    if (zero_nonfinite<Element, 1>(smem.douts[stage] + 16 * x, 16, 0)) block.hides = true;
+            }
+            if (any || rows < p.tile_rows()) async_fence();
+            smem.row_ready.arrive(ring);
+        }
+        smem.block_empty.release(blocks);
+    }
+}
+
+// Which of a thread's columns see its two keys: a bit each, columns 8 n and 8 n + 1 after its first at bits 2 n and 2 n + 1.
+struct Seen {
+    uint32_t bits[2];
+
+    __device__ __forceinline__ bool operator()(int r, int column) const { return bits[r] >> (column / 4 + column % 2) & 1; }
+};
+
+// A math warpgroup: 64 keys in the rows of its accumulators, a tile's rows in the columns.
+template <class C> struct KeysMath {
+    using Element = typename C::Element;
+    using Scores = float[kRows / 2];          // S, P, dP or dS: 64 keys x 64 rows
+    using Operands = uint32_t[kRows / 16][4]; // P, dS as packed pairs
+
+    KeysSmem<C> &smem;
+    const sinkattn_bwd_args &args;
+    const Problem &p;
+    const int math_warpgroup;
+    const uint32_t begin; // address of smem, in a uniform register
+    Ring<C::kStages> ring;
+
+    __device__ __forceinline__ uint32_t address(const void *at) const {
+        return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
+    }
+
+    __device__ __forceinline__ void begin_scores(Scores &s, uint32_t stage) const {
+        wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
+                s, address(smem.keys) + 64 * math_warpgroup * kRowBytes, address(smem.queries[stage]));
+    }
+    __device__ __forceinline__ void begin_dp(Scores &dp, uint32_t stage) const {
+        wgmma_abt<Element, C::kHeadDimV, C::kKeyHalf, C::kRowHalf>(
+                dp, address(smem.values) + 64 * math_warpgroup * kRowBytes, address(smem.douts[stage]));
+    }
+
+    // rows: tokens that see each of the thread's keys, counted from the block's first one; t: the tile.
+    __device__ __forceinline__ Seen find_seen(const sa_range (&rows)[2], int t) const {
+        const auto bits_before = [&](int token) {
+            const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - fragment_column(),
+                      count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
+            return count < 32 ? (1u << count) - 1 : ~0u;
+        };
+        return {{bits_before(rows[0].end) & ~bits_before(rows[0].begin), bits_before(rows[1].end) & ~bits_before(rows[1].begin)}};
+    }
+
+    // s becomes P.
+    template <bool kMasked> __device__ __forceinline__ void find_weights(Scores &s, const RowStats *stats, const Seen &seen) const {
+        const int column = fragment_column();
+#pragma unroll
+        for (int n = 0; n < kRows / 8; n++) {
+            const float lse[2] = {stats[8 * n + column].lse, stats[8 * n + column + 1].lse};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float weight = exp2_approx(fmaf(s[4 * n + i], p.scale_log2, -lse[i % 2]));
+                s[4 * n + i] = !kMasked || seen(i / 2, 8 * n + i % 2) ? weight : 0.0f;
+            }
+        }
+    }
+    // dp becomes dS.
+    template <bool kMasked>
+    __device__ __forceinline__ void find_ds(Scores &dp, const Scores &weights, const RowStats *stats, const Seen &seen) const {
+        const int column = fragment_column();
+#pragma unroll
+        for (int n = 0; n < kRows / 8; n++) {
+            const float bias[2] = {stats[8 * n + column].bias, stats[8 * n + column + 1].bias};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float ds = weights[4 * n + i] * (dp[4 * n + i] + bias[i % 2]);
+                dp[4 * n + i] = !kMasked || seen(i / 2, 8 * n + i % 2) ? ds : 0.0f;
+            }
+        }
+    }
+
+    template <bool kMasked> __device__ __forceinline__ void find_operands(
+            Operands &weights, Operands &ds, Scores &s, Scores &dp, uint32_t stage, const sa_range (&rows)[2], int t) const {
+        const RowStats *stats = smem.stats[stage];
+        Seen seen;
+        if (kMasked) seen = find_seen(rows, t);
+        wgmma_wait<1>(); // S complete; dP still running
+        pin(s);
+        find_weights<kMasked>(s, stats, seen);
+        wgmma_wait<0>();
+        pin(dp);
+        find_ds<kMasked>(dp, s, stats, seen);
+        pack<Element>(weights, s);
+        pack<Element>(ds, dp);
+    }
+
+    // Adds the values of dO that the checker zeroed to dV of the keys that their rows see.
+    __device__ __forceinline__ void add_hidden(float (&dv)[64], const Block &block, const sa_range (&rows)[2]) const {
+#pragma unroll 1
+        for (int n = 0; n < block.num_tiles * p.tokens * p.group; n++) {
+            const int token = n / p.group, head = block.kv_head * p.group + n % p.group;
+            if (block.first_token + token >= block.band.q_len) return;
+            add_nonfinite<Element>(dv,
+                    static_cast<const uint16_t *>(args.dout.data) +
+                            sa_offset(&args.dout, block.sequence.batch, block.sequence.q_begin + block.first_token + token, head),
+                    sa_head_dim_v(&args.fwd.problem), [&](int r) { return token >= rows[r].begin && token < rows[r].end; });
+        }
+    }
+
+    __device__ __forceinline__ void write(const Wide<C> &dk, const float (&dv)[64], const Block &block) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int key = block.key + 64 * math_warpgroup + warpgroup_row(r);
+            uint16_t *to_dk = nullptr, *to_dv = nullptr;
+            if (key < block.band.k_len) {
+                const int64_t row = block.sequence.k_begin + key;
+                to_dk = static_cast<uint16_t *>(args.dk.data) + sa_offset(&args.dk, block.sequence.batch, row, block.kv_head);
+                to_dv = static_cast<uint16_t *>(args.dv.data) + sa_offset(&args.dv, block.sequence.batch, row, block.kv_head);
+            }
+            dk.write(to_dk, r, p.scale, static_cast<int>(args.fwd.problem.head_dim));
+            write_row<Element>(to_dv, dv, r, 1.0f, static_cast<int>(sa_head_dim_v(&args.fwd.problem)));
+        }
+    }
+
+    // Tiles [begin, end) see keys of the warpgroup; [full_begin, full_end) of them see all, with all their rows.
+    struct Tiles {
+        int begin, end, full_begin, full_end;
+    };
+    __device__ __forceinline__ Tiles find_tiles(const Block &block) const {
+        const int key = block.key + 64 * math_warpgroup;
+        const sa_range some = rows_of(block.band, key, 64), of_first = rows_of(block.band, key, 1), of_last = rows_of(block.band, key + 63, 1);
+        Tiles tiles = {0, 0, 0, 0};
+        if (some.begin < some.end) {
+            tiles.begin = sa_tile_of(some.begin - block.first_token, p.tokens);
+            tiles.end = sa_tile_from(some.end - block.first_token, p.tokens);
+        }
+        if (of_last.begin < of_first.end && of_last.end > 0) {
+            tiles.full_begin = sa_tile_from(of_last.begin - block.first_token, p.tokens);
+            tiles.full_end = sa_tile_of(of_first.end - block.first_token, p.tokens);
+        }
+        return {warp_uniform(tiles.begin), warp_uniform(tiles.end), warp_uniform(tiles.full_begin), warp_uniform(tiles.full_end)};
+    }
+
+    __device__ __forceinline__ void skip_tiles(int count) {
+#pragma unroll 1
+        for (int t = 0; t < count; t++, ring.n++) {
+            smem.row_ready.wait(ring);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        for (Ring<2> blocks;; blocks.n++) {
+            smem.block_full.wait(blocks);
+            const Block &block = smem.blocks[blocks.stage()];
+            if (!warp_uniform(block.exists)) return;
+            Wide<C> dk;
+            float dv[64];
+            dk.clear();
+#pragma unroll
+            for (float &x : dv) x = 0.0f;
+            const Tiles tiles = find_tiles(block);
+            sa_range rows[2];
+            for (int r = 0; r < 2; r++) {
+                rows[r] = rows_of(block.band, block.key + 64 * math_warpgroup + warpgroup_row(r), 1);
+                rows[r].begin -= block.first_token;
+                rows[r].end -= block.first_token;
+            }
+            smem.kv_full.wait(Ring<1>{blocks.n});
+            skip_tiles(tiles.begin);
+#pragma unroll 1
+            for (int t = tiles.begin; t < tiles.end; t++, ring.n++) {
+                // In flight at the top: no wgmma.
+                const uint32_t stage = warp_uniform(ring.stage());
+                Scores s, dp;
+                Operands weights, ds;
+                smem.row_ready.wait(ring);
+                begin_scores(s, stage);
+                begin_dp(dp, stage);
+                if (t >= tiles.full_begin && t < tiles.full_end)
+                    find_operands<false>(weights, ds, s, dp, stage, rows, t);
+                else
+                    find_operands<true>(weights, ds, s, dp, stage, rows, t);
+                wgmma_pb<Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
+                dk.template add_product<C::kRowHalf>(ds, address(smem.queries[stage]), true);
+                wgmma_wait<0>();
+                pin(dv);
+                dk.pin_all();
+                if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
+            }
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) smem.kv_empty[0].arrive();
+            skip_tiles(warp_uniform(block.num_tiles) - tiles.end);
+            if (block.hides) add_hidden(dv, block, rows);
+            write(dk, dv, block);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) smem.block_empty.release(blocks);
+        }
+    }
+};
+
+template <class C>
+__global__ __launch_bounds__(kThreads, 1) void keys_kernel(
+        const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Maps maps, const __grid_constant__ Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto &smem = *reinterpret_cast<KeysSmem<C> *>(shared);
+    if (threadIdx.x == 0) {
+        for (const CUtensorMap *map : {&maps.q, &maps.dout, &maps.k, &maps.v}) tensor_map_prefetch(map);
+        for (int i = 0; i < 2; i++) {
+            smem.block_full[i].init(1);
+            smem.block_empty[i].init(kMathThreads / 32 + 32);
+        }
+        smem.kv_full[0].init(1);
+        smem.kv_empty[0].init(kMathThreads / 32);
+        for (int i = 0; i < C::kStages; i++) {
+            smem.row_full[i].init(1);
+            smem.row_ready[i].init(32);
+            smem.row_empty[i].init(kMathThreads / 32);
+        }
+        barrier_init_fence();
+    }
+    const int warp = warp_uniform(threadIdx.x / 32);
+    if (p.tile_rows() < kRows) // rows past the whole tokens are never loaded; P is 0 there
+        for (int stage = warp; stage < C::kStages; stage += kThreads / 32) {
+            zero_rows<C::kHalves>(smem.queries[stage], p.tile_rows(), kRows);
+            zero_rows<C::kHalvesV>(smem.douts[stage], p.tile_rows(), kRows);
+            for (int row = p.tile_rows() + static_cast<int>(threadIdx.x % 32); row < kRows; row += 32)
+                smem.stats[stage][row] = {INFINITY, 0.0f, 0.0f, 0};
+        }
+    async_fence();
+    __syncthreads();
+    if (warp < kMathThreads / 32) {
+        registers_up<kMathRegisters>();
+        KeysMath<C>{smem, args, p, warp / 4, warp_uniform_register(shared_address(shared)), {}}.run();
+        return;
+    }
+    registers_down<kLoaderRegisters>();
+    if (warp == kMathThreads / 32) load_blocks<C>(smem, args, maps, p);
+    if (warp == kMathThreads / 32 + 1) check_rows<C>(smem, p);
+#else
+    __trap();
+#endif
+}
+
+} // namespace sa::bwd_wide_window_sm90

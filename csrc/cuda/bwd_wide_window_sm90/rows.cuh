@@ -1,0 +1,466 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The first launch of the wide windowed backward: dQ, and of each row lse, g - delta and its term of ds_aux.
+//
+//     loader warp         K, V of a span | Q, dO | Q, dO | ..
+//     3 checker warps     K of the span: values that are not finite become 0, and their keys are marked
+//     2 math warpgroups   S = Q K^T, dP = dO V^T | P, delta, dS | dQ = dS K          each its own tiles
+//
+// A span is as many row tiles of one sequence and kv head as 64 tokens hold (fewer with fewer kSteps), and its keys lie in shared memory:
+// kSteps steps of 16 keys from the step of the first key that its first token sees. Steps lie at multiples of 16 keys from key 0 of the
+// sequence, sums run over them in ascending order and keys that a row does not see add zeros: so a row's bits do not depend on the tile.
+//
+// All scores of a row are in registers at once (kOnce), so delta is the sum of P dP in fp32 and out is not read; where a tile sees more than
+// two pieces of 80 keys, S and dP are computed twice, first for delta.
+#pragma once
+
+#include "cuda/bwd_wide_window_sm90/smem.cuh"
+#include "cuda/tile/finite.cuh"
+
+namespace sa::bwd_wide_window_sm90 {
+
+enum NamedBarrier : int { kCheckerBarrier = 1 }; // 0 is __syncthreads
+constexpr int kCheckers = 96;
+
+// kSteps: steps of keys in shared memory. kOnce: a tile sees at most two pieces of keys.
+template <class W, int kSteps_, int kStages_, bool kOnce_> struct RowsConfig : W {
+    using typename W::Element;
+    using W::kHalves, W::kHalvesV, W::kRowHalf;
+    static constexpr int kSteps = kSteps_, kStages = kStages_, kKeys = kSteps * kStepKeys, kKeyHalf = kKeys * kRowBytes;
+    static constexpr bool kOnce = kOnce_;
+    static constexpr int kFirstSteps = kOnce ? 2 * kPieceSteps : kPieceSteps; // behind a tile's first one, in shared memory
+    static_assert(kStages % kWarpgroups == 0, "a stage is always the same warpgroup's, so none waits for a phase beyond the next");
+    static_assert(kKeys <= 256, "a box of a tensor map");
+};
+
+struct Span {
+    sa_sequence sequence;
+    sa_band band;
+    int first_token, num_tiles, first_key, kv_head; // first_key: of step 0, which may lie before key 0
+    uint32_t first_use;                             // of the ring of row tiles
+    bool exists;
+    float s_aux[kRows]; // of a head
+};
+
+template <class C> struct RowsSmem {
+    alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kKeyHalf];
+    alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalvesV * C::kRowHalf];
+    Span spans[2];
+    bool poisoned[C::kKeys], any_poisoned; // keys whose K was not finite
+    Barriers<2> span_full, span_empty;
+    Barriers<1> kv_full, kv_ready, kv_empty; // ready: K is checked
+    Barriers<C::kStages> row_full, row_empty;
+};
+
+// Span n of the launch; one that does not exist has no tokens. By a whole warp.
+__device__ __forceinline__ Span find_span(unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
+    Span span = {};
+    const Place place = find_place(n / p.num_kv_heads, p.span_tokens, p.batch_spans, args.problem.batch,
+            [&](int64_t b) { return rows_before(args, b); });
+    span.sequence = sequence_or_tail(args, place.b);
+    span.band = band_of(args, span.sequence);
+    span.kv_head = static_cast<int>(n % p.num_kv_heads);
+    span.first_token = place.within * p.span_tokens;
+    // Offsets that decrease may leave a place in front of its sequence.
+    span.exists = place.within >= 0 && static_cast<int64_t>(place.within) * p.span_tokens < span.sequence.q_len;
+    if (!span.exists) return span;
+    const int left = static_cast<int>(span.sequence.q_len) - span.first_token;
+    span.num_tiles = sa_tile_from(min(left, p.span_tokens), p.tokens);
+    span.first_key = sa_window_begin(&span.band, sa_position(&span.band, span.first_token)) & -kStepKeys;
+    return span;
+}
+
+template <class C>
+__device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
+    const int lane = threadIdx.x % 32, half_bytes = p.tile_rows() * kRowBytes;
+    const unsigned all = p.num_spans * p.num_kv_heads;
+    Ring<2> spans;
+    Ring<C::kStages> ring;
+    for (unsigned n = blockIdx.x; n < all; n += gridDim.x) {
+        Span span = find_span(n, args.fwd, p);
+        if (!span.exists) continue;
+        span.first_use = ring.n;
+        smem.span_empty.acquire(spans);
+        Span &to = smem.spans[spans.stage()];
+        const bool has_sink = args.fwd.s_aux && (!args.fwd.problem.packed || span.sequence.q_begin < rows_before(args.fwd, args.fwd.problem.batch));
+        if (lane == 0) to = span;
+        __syncwarp();
+        for (int head = lane; head < p.group; head += 32)
+            to.s_aux[head] = has_sink ? static_cast<float>(sa_s_aux(&args.fwd, static_cast<int64_t>(span.kv_head) * p.group + head)) : -INFINITY;
+        __syncwarp();
+        if (lane == 0) {
+            smem.span_full.arrive(spans);
+            const int batch = static_cast<int>(span.sequence.batch), key = static_cast<int>(span.sequence.k_begin) + span.first_key;
+            const Ring<1> kv{spans.n};
+            smem.kv_empty.acquire(kv);
+            smem.kv_full[0].arrive_expect((C::kHalves + C::kHalvesV) * C::kKeyHalf);
+            for (int half = 0; half < C::kHalves; half++)
+                tensor_load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], 64 * half, span.kv_head, key, batch);
+            for (int half = 0; half < C::kHalvesV; half++)
+                tensor_load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], 64 * half, span.kv_head, key, batch);
+            for (int t = 0; t < span.num_tiles; t++, ring.n++) {
+                // In flight: K and V of the span; at most kStages tiles.
+                const uint32_t stage = ring.stage();
+                const int row = static_cast<int>(span.sequence.q_begin) + span.first_token + t * p.tokens, head = span.kv_head * p.group;
+                smem.row_empty.acquire(ring);
+                smem.row_full[stage].arrive_expect((C::kHalves + C::kHalvesV) * half_bytes);
+                for (int half = 0; half < C::kHalves; half++)
+                    tensor_load(smem.queries[stage] + half * C::kRowHalf, &maps.q, smem.row_full[stage], 64 * half, head, row, batch);
+                for (int half = 0; half < C::kHalvesV; half++)
+                    tensor_load(smem.douts[stage] + half * C::kRowHalf, &maps.dout, smem.row_full[stage], 64 * half, head, row, batch);
+            }
+        }
+        ring.n = span.first_use + span.num_tiles;
+        spans.n++;
+    }
+    smem.span_empty.acquire(spans);
+    if (lane == 0) {
+        smem.spans[spans.stage()].exists = false;
+        smem.span_full.arrive(spans);
+    }
+}
+
+// By the checker warps: a masked pair's dS = 0 times K must be zero. Math warpgroups may be reading K for S meanwhile, whose masked scores
+// are not used; those of marked keys that a row sees become NaN.
+template <class C> __device__ __forceinline__ void check_keys(RowsSmem<C> &smem) {
+    using Element = typename C::Element;
+    const int thread = static_cast<int>(threadIdx.x) - (kThreads - kCheckers);
+    for (Ring<2> spans;; spans.n++) {
+        smem.span_full.wait(spans);
+        const bool exists = smem.spans[spans.stage()].exists;
+        if (!exists) return;
+        smem.kv_full.wait(Ring<1>{spans.n});
+        const bool any = bar_any<kCheckers>(kCheckerBarrier, any_nonfinite<Element, kCheckers>(smem.keys, sizeof smem.keys, thread));
+        if (any) {
+            for (int key = thread; key < C::kKeys; key += kCheckers) smem.poisoned[key] = false;
+            bar_sync<kCheckers>(kCheckerBarrier);
+            for (int x = thread; x < static_cast<int>(sizeof smem.keys) / 16; x += kCheckers)
+                if (zero_nonfinite<Element, 1>(smem.keys + 16 * x, 16, 0)) smem.poisoned[x % (C::kKeyHalf / 16) / 8] = true;
+            async_fence();
+        }
+        if (thread == 0) smem.any_poisoned = any;
+        smem.kv_ready[0].arrive();
+        smem.span_empty.release(spans);
+    }
+}
+
+// Columns of a tile's keys that the thread's two rows see, counted from the thread's first one; columns [all_begin, all_end), counted from
+// the tile's, are seen by all rows.
+struct Columns {
+    int begin[2], end[2], all_begin, all_end;
+
+    __device__ __forceinline__ bool hides_some_of(int step) const {
+        return kStepKeys * step < all_begin || kStepKeys * (step + 1) > all_end;
+    }
+    __device__ __forceinline__ bool sees(int r, int column) const { return column >= begin[r] && column < end[r]; }
+};
+
+// The thread's two rows of a tile.
+struct ThreadRows {
+    int token[2], head[2]; // token: of the sequence
+    bool exists[2];
+    float lse[2], g[2]; // lse: as it is in memory
+
+    __device__ __forceinline__ ThreadRows(const Problem &p, const Span &span, int first_token) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int row = warpgroup_row(r), within = p.row_token(row);
+            token[r] = first_token + within;
+            head[r] = row - within * p.group;
+            exists[r] = within < p.tokens && token[r] < span.band.q_len;
+        }
+    }
+    __device__ __forceinline__ void load(const sinkattn_bwd_args &args, const Problem &p, const Span &span) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            lse[r] = INFINITY;
+            g[r] = 0.0f;
+            if (!exists[r]) continue;
+            const int64_t at = sa_row_index(&args.fwd.problem, &span.sequence, static_cast<int64_t>(span.kv_head) * p.group + head[r], token[r]);
+            lse[r] = static_cast<const float *>(args.fwd.lse)[at];
+            if (args.dlse) g[r] = static_cast<const float *>(args.dlse)[at];
+        }
+    }
+};
+
+__device__ __forceinline__ Columns find_columns(const ThreadRows &rows, const Problem &p, const Span &span, int first_token, int first_key) {
+    Columns seen;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const sa_range keys = rows.exists[r] ? sa_row_band(&span.band, rows.token[r]) : sa_range{first_key, first_key};
+        seen.begin[r] = keys.begin - first_key - fragment_column();
+        seen.end[r] = keys.end - first_key - fragment_column();
+    }
+    const int last = min(first_token + p.tokens, span.band.q_len) - 1;
+    seen.all_begin = warp_uniform(sa_row_band(&span.band, last).begin - first_key);
+    seen.all_end = warp_uniform(sa_row_band(&span.band, first_token).end - first_key);
+    return seen;
+}
+
+using Piece = float[kPieceKeys / 2]; // S, P, dP or dS: 64 rows x 80 keys
+
+// A math warpgroup.
+template <class C> struct RowsMath {
+    using Element = typename C::Element;
+
+    RowsSmem<C> &smem;
+    const sinkattn_bwd_args &args;
+    const Problem &p;
+    const uint32_t begin; // address of smem, in a uniform register
+    Ring<C::kStages> ring; // the warpgroup's next tile; they go to the warpgroups in turn
+
+    __device__ __forceinline__ uint32_t address(const void *at) const {
+        return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
+    }
+
+    // Issues a piece of S, or of dP, from `step` of the span on; the caller waits.
+    __device__ __forceinline__ void begin_scores(Piece &s, uint32_t stage, int step) const {
+        wgmma_abt<Element, C::kHeadDim, C::kRowHalf, C::kKeyHalf>(
+                s, address(smem.queries[stage]), address(smem.keys) + step * kStepKeys * kRowBytes);
+    }
+    __device__ __forceinline__ void begin_dp(Piece &dp, uint32_t stage, int step) const {
+        wgmma_abt<Element, C::kHeadDimV, C::kRowHalf, C::kKeyHalf>(
+                dp, address(smem.douts[stage]), address(smem.values) + step * kStepKeys * kRowBytes);
+    }
+
+    // s becomes P. first: the piece's first step in the tile; of steps before `own` another piece has the pairs.
+    __device__ __forceinline__ void find_weights(Piece &s, const Columns &seen, const float (&lse)[2], int first, int own, int step) const {
+        if (smem.any_poisoned) {
+            for (int r = 0; r < 2; r++)
+#pragma unroll
+                for (int i = 0; i < kPieceKeys / 2; i++)
+                    if (element_row(i) == r && smem.poisoned[step * kStepKeys + element_column(i) + fragment_column()]) s[i] = NAN;
+        }
+#pragma unroll
+        for (int k = 0; k < kPieceSteps; k++) {
+#pragma unroll
+            for (int i = 8 * k; i < 8 * k + 8; i++) s[i] = exp2_approx(fmaf(s[i], p.scale_log2, -lse[element_row(i)]));
+            if (!seen.hides_some_of(first + k) && first + k >= own) continue;
+#pragma unroll
+            for (int i = 8 * k; i < 8 * k + 8; i++)
+                if (first + k < own || !seen.sees(element_row(i), kStepKeys * first + element_column(i))) s[i] = 0.0f;
+        }
+    }
+    // Zeroes dP where a row does not see a key.
+    __device__ __forceinline__ void hide(Piece &dp, const Columns &seen, int first, int own) const {
+#pragma unroll
+        for (int k = 0; k < kPieceSteps; k++) {
+            if (!seen.hides_some_of(first + k) && first + k >= own) continue;
+#pragma unroll
+            for (int i = 8 * k; i < 8 * k + 8; i++)
+                if (first + k < own || !seen.sees(element_row(i), kStepKeys * first + element_column(i))) dp[i] = 0.0f;
+        }
+    }
+    static __device__ __forceinline__ void add_delta(float (&delta)[2], const Piece &weights, const Piece &dp) {
+#pragma unroll
+        for (int i = 0; i < kPieceKeys / 2; i++) delta[element_row(i)] = fmaf(weights[i], dp[i], delta[element_row(i)]);
+    }
+    // dp becomes dS.
+    static __device__ __forceinline__ void find_ds(Piece &dp, const Piece &weights, const float (&bias)[2]) {
+#pragma unroll
+        for (int i = 0; i < kPieceKeys / 2; i++) dp[i] = weights[i] * (dp[i] + bias[element_row(i)]);
+    }
+
+    // LSE in log2 units as exp2 needs it.
+    static __device__ __forceinline__ void find_lse(float (&lse)[2], const ThreadRows &rows) {
+        for (int r = 0; r < 2; r++) lse[r] = rows.lse[r] == -INFINITY ? 0.0f : rows.lse[r] * kLog2e;
+    }
+
+    // delta: of this thread's columns. bias: g - delta, 0 for a row without keys. Four lanes share two rows; the first one writes.
+    __device__ __forceinline__ void finish_rows(float (&bias)[2], const float (&delta)[2], const bool (&suspect)[2], const float (&lse)[2],
+            const ThreadRows &rows, const Columns &seen, const Span &span) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            bias[r] = rows.g[r] - quad_sum(delta[r]);
+            const float s_aux = rows.exists[r] ? span.s_aux[rows.head[r]] : -INFINITY;
+            float p_sink = s_aux == rows.lse[r] ? 1.0f : exp2_approx((s_aux - rows.lse[r]) * kLog2e);
+            if (s_aux == -INFINITY) p_sink = 0.0f;
+            const float term = p_sink == 0.0f ? 0.0f : p_sink * bias[r];
+            if (rows.exists[r] && threadIdx.x % 4 == 0)
+                p.stats_of(args.fwd.problem, span.sequence, span.kv_head, rows.token[r])[rows.head[r]] = {
+                        lse[r], bias[r], term, suspect[r]};
+            if (seen.begin[r] == seen.end[r]) bias[r] = 0.0f;
+        }
+    }
+
+    // Of the pairs of columns 0 and 1 of each row: a row of Q or dO that is not finite makes its row of S or dP so.
+    static __device__ __forceinline__ void find_suspects(bool (&suspect)[2], const float (&s)[2], const Piece &dp) {
+        for (int r = 0; r < 2; r++) suspect[r] = fmaf(s[r], 0.0f, dp[2 * r] * 0.0f) != 0.0f;
+    }
+
+    __device__ __forceinline__ void begin_dq(Wide<C> &dq, const uint32_t (&ds)[kPieceSteps][4], int step, bool adds) const {
+        dq.template add_product<C::kKeyHalf>(ds, address(smem.keys) + step * kStepKeys * kRowBytes, adds);
+    }
+
+    // dQ of a tile whose keys lie in two pieces from `step` of the span on.
+    __device__ __forceinline__ void differentiate_once(
+            Wide<C> &dq, const Span &span, uint32_t spans, const ThreadRows &of, int first_token, int step) {
+        ThreadRows rows = of;
+        const uint32_t stage = warp_uniform(ring.stage());
+        Piece s0, s1, dp0, dp1;
+        begin_scores(s0, stage, step);
+        begin_scores(s1, stage, step + kPieceSteps);
+        begin_dp(dp0, stage, step);
+        begin_dp(dp1, stage, step + kPieceSteps);
+        // S, dP issued
+        rows.load(args, p, span);
+        const Columns seen = find_columns(rows, p, span, first_token, span.first_key + step * kStepKeys);
+        smem.kv_ready.wait(Ring<1>{spans});
+        float lse[2], delta[2] = {}, bias[2];
+        find_lse(lse, rows);
+        wgmma_wait<2>(); // S complete; dP still running
+        pin(s0);
+        pin(s1);
+        const float of_q[2] = {s0[0], s0[2]};
+        find_weights(s0, seen, lse, 0, 0, step);
+        find_weights(s1, seen, lse, kPieceSteps, 0, step + kPieceSteps);
+        wgmma_wait<0>();
+        pin(dp0);
+        pin(dp1);
+        if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
+        bool suspect[2];
+        find_suspects(suspect, of_q, dp0);
+        hide(dp0, seen, 0, 0);
+        hide(dp1, seen, kPieceSteps, 0);
+        add_delta(delta, s0, dp0);
+        add_delta(delta, s1, dp1);
+        finish_rows(bias, delta, suspect, lse, rows, seen, span);
+        uint32_t ds0[kPieceSteps][4], ds1[kPieceSteps][4];
+        find_ds(dp0, s0, bias);
+        pack<Element>(ds0, dp0);
+        find_ds(dp1, s1, bias);
+        pack<Element>(ds1, dp1);
+        begin_dq(dq, ds0, step, false);
+        begin_dq(dq, ds1, step + kPieceSteps, true);
+        wgmma_wait<0>();
+        dq.pin_all();
+    }
+
+    // The same in pieces of which S and dP are computed twice.
+    __device__ __forceinline__ void differentiate_twice(
+            Wide<C> &dq, const Span &span, uint32_t spans, const ThreadRows &of, int first_token, int step) {
+        ThreadRows rows = of;
+        const uint32_t stage = warp_uniform(ring.stage());
+        rows.load(args, p, span);
+        const Columns seen = find_columns(rows, p, span, first_token, span.first_key + step * kStepKeys);
+        const int last = min(first_token + p.tokens, span.band.q_len) - 1,
+                  end = warp_uniform(sa_row_band(&span.band, last).end - span.first_key - step * kStepKeys),
+                  num_pieces = max(sa_tile_from(max(end, 0), kPieceKeys), 1);
+        smem.kv_ready.wait(Ring<1>{spans});
+        float lse[2], delta[2] = {}, bias[2] = {};
+        bool suspect[2];
+        find_lse(lse, rows);
+        dq.clear();
+#pragma unroll 1
+        for (int n = 0; n < 2 * num_pieces; n++) { // the first time for delta
+            const int piece = n < num_pieces ? n : n - num_pieces, own = piece * kPieceSteps,
+                      first = min(own, C::kSteps - kPieceSteps - step); // the last piece must lie in shared memory
+            Piece s, dp;
+            begin_scores(s, stage, step + first);
+            begin_dp(dp, stage, step + first);
+            wgmma_wait<0>();
+            pin(s);
+            pin(dp);
+            if (n == 0) {
+                const float of_q[2] = {s[0], s[2]};
+                find_suspects(suspect, of_q, dp);
+            }
+            find_weights(s, seen, lse, first, own, step + first);
+            hide(dp, seen, first, own);
+            if (n < num_pieces) {
+                add_delta(delta, s, dp);
+                if (n == num_pieces - 1) finish_rows(bias, delta, suspect, lse, rows, seen, span);
+                continue;
+            }
+            uint32_t ds[kPieceSteps][4];
+            find_ds(dp, s, bias);
+            pack<Element>(ds, dp);
+            begin_dq(dq, ds, step + first, true);
+            wgmma_wait<0>();
+            dq.pin_all();
+        }
+        if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
+    }
+
+    __device__ __forceinline__ void write(const Wide<C> &dq, const Span &span, const ThreadRows &rows) const {
+        for (int r = 0; r < 2; r++) {
+            auto *to = static_cast<uint16_t *>(args.dq.data);
+            to = rows.exists[r] ? to + sa_offset(&args.dq, span.sequence.batch, span.sequence.q_begin + rows.token[r],
+                                               static_cast<int64_t>(span.kv_head) * p.group + rows.head[r])
+                                : nullptr;
+            dq.write(to, r, p.scale, static_cast<int>(args.fwd.problem.head_dim));
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        for (Ring<2> spans;; spans.n++) {
+            smem.span_full.wait(spans);
+            const Span &span = smem.spans[spans.stage()];
+            if (!warp_uniform(span.exists)) return;
+            smem.kv_full.wait(Ring<1>{spans.n});
+            const uint32_t first_use = warp_uniform(static_cast<int>(span.first_use)), end = first_use + warp_uniform(span.num_tiles);
+            // In flight at the top: no wgmma.
+            for (; static_cast<int32_t>(end - ring.n) > 0; ring.n += kWarpgroups) {
+                const int first_token = warp_uniform(span.first_token) + static_cast<int>(ring.n - first_use) * p.tokens;
+                const int first_key = sa_window_begin(&span.band, sa_position(&span.band, first_token)) - span.first_key;
+                const int step = warp_uniform(min(sa_tile_of(first_key, kStepKeys), C::kSteps - C::kFirstSteps));
+                const ThreadRows rows(p, span, first_token);
+                Wide<C> dq;
+                smem.row_full.wait(ring);
+                if constexpr (C::kOnce)
+                    differentiate_once(dq, span, spans.n, rows, first_token, step);
+                else
+                    differentiate_twice(dq, span, spans.n, rows, first_token, step);
+                write(dq, span, rows);
+            }
+            smem.kv_ready.wait(Ring<1>{spans.n}); // also where no tile of the span was this warpgroup's
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) {
+                smem.kv_empty[0].arrive();
+                smem.span_empty.release(spans);
+            }
+        }
+    }
+};
+
+template <class C>
+__global__ __launch_bounds__(kThreads, 1) void rows_kernel(
+        const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Maps maps, const __grid_constant__ Problem p, unsigned *error_word) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    auto &smem = *reinterpret_cast<RowsSmem<C> *>(shared);
+    if (threadIdx.x == 0) {
+        for (const CUtensorMap *map : {&maps.q, &maps.dout, &maps.k, &maps.v}) tensor_map_prefetch(map);
+        for (int i = 0; i < 2; i++) {
+            smem.span_full[i].init(1);
+            smem.span_empty[i].init(kMathThreads / 32 + kCheckers);
+        }
+        smem.kv_full[0].init(1);
+        smem.kv_ready[0].init(kCheckers);
+        smem.kv_empty[0].init(kMathThreads / 32);
+        for (int i = 0; i < C::kStages; i++) {
+            smem.row_full[i].init(1);
+            smem.row_empty[i].init(4);
+        }
+        barrier_init_fence();
+    }
+    const int warp = warp_uniform(threadIdx.x / 32);
+    // Rows of a tile past its whole tokens are never loaded; what they hold reaches rows that are not written alone.
+    if (blockIdx.x == 0) check_lengths(args.fwd, error_word);
+    __syncthreads();
+    if (warp < kMathThreads / 32) {
+        registers_up<kMathRegisters>();
+        RowsMath<C>{smem, args, p, warp_uniform_register(shared_address(shared)), {static_cast<uint32_t>(warp) / 4}}.run();
+        return;
+    }
+    registers_down<kLoaderRegisters>();
+    if (warp == kMathThreads / 32)
+        load_rows<C>(smem, args, maps, p);
+    else
+        check_keys<C>(smem);
+#else
+    __trap();
+#endif
+}
+
+} // namespace sa::bwd_wide_window_sm90
