@@ -16,6 +16,8 @@
 
 namespace sa::bwd_wide_window_sm90 {
 
+enum KeysBarrier : int { kMathBarrier = 1 }; // of the first math warpgroup; 0 is __syncthreads
+
 template <class W, int kStages_> struct KeysConfig : W {
     using typename W::Element;
     using W::kHalves, W::kHalvesV, W::kRowHalf;
@@ -33,6 +35,7 @@ template <class C> struct KeysSmem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalvesV * C::kRowHalf];
     RowStats stats[C::kStages][kRows];
+    sa_range seen_by[kBlockKeys]; // rows that see each key, counted from the block's first one
     Block blocks[2];
     Barriers<2> block_full, block_empty;
     Barriers<1> kv_full, kv_empty;
@@ -52,67 +55,64 @@ __device__ __forceinline__ sa_range rows_of(const sa_band &band, int key, int si
     return key < end && band.q_len ? sa_keys_rows(&band, {key, end}) : sa_range{0, 0};
 }
 
-// Block n of the launch. By a whole warp.
-__device__ __forceinline__ Block find_block(unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
-    Block block = {};
+// Writes block n of the launch, if it exists. By a whole warp.
+__device__ __forceinline__ bool describe_block(Block &to, unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
     const Place place = find_place(n / p.num_kv_heads, kBlockKeys, p.batch_blocks, args.problem.batch,
             [&](int64_t b) { return sa_packed_begin(args.cu_seqlens_k, b, args.problem.k_len); });
-    block.sequence = keys_or_tail(args, place.b);
-    block.band = band_of(args, block.sequence);
-    block.kv_head = static_cast<int>(n % p.num_kv_heads);
-    block.key = place.within * kBlockKeys;
+    const sa_sequence sequence = keys_or_tail(args, place.b);
     // Offsets that decrease may leave a place in front of its sequence.
-    block.exists = place.within >= 0 && static_cast<int64_t>(place.within) * kBlockKeys < block.sequence.k_len;
-    if (!block.exists) return block;
-    const sa_range rows = rows_of(block.band, block.key, kBlockKeys);
-    block.first_token = rows.begin;
-    block.num_tiles = sa_tile_from(rows.end - rows.begin, p.tokens);
-    return block;
+    if (place.within < 0 || static_cast<int64_t>(place.within) * kBlockKeys >= sequence.k_len) return false;
+    if (threadIdx.x % 32 == 0) {
+        to.exists = true;
+        to.hides = false;
+        to.sequence = sequence;
+        to.band = band_of(args, sequence);
+        to.kv_head = static_cast<int>(n % p.num_kv_heads);
+        to.key = place.within * kBlockKeys;
+        const sa_range rows = rows_of(to.band, to.key, kBlockKeys);
+        to.first_token = rows.begin;
+        to.num_tiles = sa_tile_from(rows.end - rows.begin, p.tokens);
+    }
+    __syncwarp();
+    return true;
 }
 
+// A lane of the first few has a piece of 64 columns: of K and of Q, or of V and of dO; the next one has the statistics.
 template <class C>
 __device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
-    const int lane = threadIdx.x % 32, half_bytes = p.tile_rows() * kRowBytes, stats_bytes = p.tile_rows() * static_cast<int>(sizeof(RowStats));
-    const unsigned all = p.num_blocks * p.num_kv_heads;
+    constexpr int kPieces = C::kHalves + C::kHalvesV;
+    const int lane = threadIdx.x % 32, half = lane < C::kHalves ? lane : lane - C::kHalves;
+    unsigned char *const keys = (lane < C::kHalves ? smem.keys : smem.values) + half * C::kKeyHalf;
     Ring<2> blocks;
     Ring<C::kStages> ring;
-    for (unsigned n = blockIdx.x; n < all; n += gridDim.x) {
-        const Block block = find_block(n, args.fwd, p);
-        if (!block.exists) continue;
+    for (unsigned n = blockIdx.x; n < p.num_blocks * p.num_kv_heads; n += gridDim.x) {
         smem.block_empty.acquire(blocks);
-        if (lane == 0) {
-            smem.blocks[blocks.stage()] = block;
-            smem.block_full.arrive(blocks);
-            const int batch = static_cast<int>(block.sequence.batch), key = static_cast<int>(block.sequence.k_begin) + block.key;
-            const Ring<1> kv{blocks.n};
-            smem.kv_empty.acquire(kv);
-            if (block.num_tiles == 0) {
-                smem.kv_full.arrive(kv);
-            } else {
-                smem.kv_full[0].arrive_expect((C::kHalves + C::kHalvesV) * C::kKeyHalf);
-                for (int half = 0; half < C::kHalves; half++)
-                    tensor_load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], 64 * half, block.kv_head, key, batch);
-                for (int half = 0; half < C::kHalvesV; half++)
-                    tensor_load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], 64 * half, block.kv_head, key, batch);
-            }
-            for (int t = 0; t < block.num_tiles; t++) {
-                // In flight: K and V of the block; at most kStages tiles.
-                const Ring<C::kStages> use{ring.n + t};
-                const uint32_t stage = use.stage();
-                const int token = block.first_token + t * p.tokens, row = static_cast<int>(block.sequence.q_begin) + token,
-                          head = block.kv_head * p.group;
-                smem.row_empty.acquire(use);
-                smem.row_full[stage].arrive_expect((C::kHalves + C::kHalvesV) * half_bytes + stats_bytes);
-                for (int half = 0; half < C::kHalves; half++)
-                    tensor_load(smem.queries[stage] + half * C::kRowHalf, &maps.q, smem.row_full[stage], 64 * half, head, row, batch);
-                for (int half = 0; half < C::kHalvesV; half++)
-                    tensor_load(smem.douts[stage] + half * C::kRowHalf, &maps.dout, smem.row_full[stage], 64 * half, head, row, batch);
-                bulk_load(smem.stats[stage], p.stats_of(args.fwd.problem, block.sequence, block.kv_head, token), stats_bytes,
-                        smem.row_full[stage]);
-            }
-        }
+        if (!describe_block(smem.blocks[blocks.stage()], n, args.fwd, p)) continue;
+        const Block &block = smem.blocks[blocks.stage()];
+        if (lane == 0) smem.block_full.arrive(blocks);
+        const int batch = static_cast<int>(block.sequence.batch), kv_head = block.kv_head;
+        smem.kv_empty.acquire(Ring<1>{blocks.n});
+        if (lane == 0) smem.kv_full[0].arrive_expect(kPieces * C::kKeyHalf);
         __syncwarp();
-        ring.n += block.num_tiles;
+        if (lane < kPieces)
+            tensor_load(keys, lane < C::kHalves ? &maps.k : &maps.v, smem.kv_full[0], 64 * half, kv_head,
+                    static_cast<int>(block.sequence.k_begin) + block.key, batch);
+        int token = block.first_token;
+#pragma unroll 1
+        for (const uint32_t end = ring.n + block.num_tiles; ring.n != end; ring.n++, token += p.tokens) {
+            // In flight: K and V of the block; at most kStages tiles.
+            const uint32_t stage = ring.stage();
+            smem.row_empty.acquire(ring);
+            if (lane == 0) smem.row_full[stage].arrive_expect(p.tile_rows() * static_cast<int>(kPieces * kRowBytes + sizeof(RowStats)));
+            __syncwarp();
+            if (lane < kPieces)
+                tensor_load((lane < C::kHalves ? smem.queries[stage] : smem.douts[stage]) + half * C::kRowHalf,
+                        lane < C::kHalves ? &maps.q : &maps.dout, smem.row_full[stage], 64 * half, kv_head * p.group,
+                        static_cast<int>(block.sequence.q_begin) + token, batch);
+            if (lane == kPieces)
+                bulk_load(smem.stats[stage], p.stats_of(args.fwd.problem, block.sequence, kv_head, token),
+                        p.tile_rows() * static_cast<int>(sizeof(RowStats)), smem.row_full[stage]);
+        }
         blocks.n++;
     }
     smem.block_empty.acquire(blocks);
@@ -186,66 +186,122 @@ template <class C> struct KeysMath {
         wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
                 s, address(smem.keys) + 64 * math_warpgroup * kRowBytes, address(smem.queries[stage]));
     }
-    __device__ __forceinline__ void begin_dp(Scores &dp, uint32_t stage) const {
+    template <int kSize> __device__ __forceinline__ void begin_dp(float (&dp)[kSize], uint32_t stage, int first) const {
         wgmma_abt<Element, C::kHeadDimV, C::kKeyHalf, C::kRowHalf>(
-                dp, address(smem.values) + 64 * math_warpgroup * kRowBytes, address(smem.douts[stage]));
+                dp, address(smem.values) + 64 * math_warpgroup * kRowBytes, address(smem.douts[stage]) + first * kRowBytes);
     }
 
-    // rows: tokens that see each of the thread's keys, counted from the block's first one; t: the tile.
-    __device__ __forceinline__ Seen find_seen(const sa_range (&rows)[2], int t) const {
+    // Of the thread's key r.
+    __device__ __forceinline__ const sa_range &seen_by(int r) const {
+        const int thread = pinned(static_cast<int>(threadIdx.x));
+        return smem.seen_by[64 * (thread / 128) + warpgroup_row(static_cast<unsigned>(thread) % 128, r)];
+    }
+    __device__ __forceinline__ Seen find_seen(int t) const {
         const auto bits_before = [&](int token) {
             const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - fragment_column(),
                       count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
             return count < 32 ? (1u << count) - 1 : ~0u;
         };
-        return {{bits_before(rows[0].end) & ~bits_before(rows[0].begin), bits_before(rows[1].end) & ~bits_before(rows[1].begin)}};
+        const auto bits = [&](const sa_range &rows) { return bits_before(rows.end) & ~bits_before(rows.begin); };
+        return {{bits(seen_by(0)), bits(seen_by(1))}};
     }
 
-    // s becomes P.
-    template <bool kMasked> __device__ __forceinline__ void find_weights(Scores &s, const RowStats *stats, const Seen &seen) const {
-        const int column = fragment_column();
+    // s, of columns from `first` on, becomes P.
+    template <bool kMasked, int kSize>
+    __device__ __forceinline__ void find_weights(float (&s)[kSize], const RowStats *stats, const Seen &seen, int first) const {
+        const RowStats *of = stats + first + fragment_column();
 #pragma unroll
-        for (int n = 0; n < kRows / 8; n++) {
-            const float lse[2] = {stats[8 * n + column].lse, stats[8 * n + column + 1].lse};
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float weight = exp2_approx(fmaf(s[4 * n + i], p.scale_log2, -lse[i % 2]));
-                s[4 * n + i] = !kMasked || seen(i / 2, 8 * n + i % 2) ? weight : 0.0f;
-            }
+        for (int i = 0; i < kSize; i++) {
+            const int column = element_column(i);
+            const float weight = exp2_approx(fmaf(s[i], p.scale_log2, -of[column].lse));
+            s[i] = !kMasked || seen(element_row(i), first + column) ? weight : 0.0f;
         }
     }
-    // dp becomes dS.
+    // dp becomes dS. weights[from] is P of its first element.
+    template <bool kMasked, int kSize, int kWeights>
+    __device__ __forceinline__ void find_ds(
+            float (&dp)[kSize], const float (&weights)[kWeights], int from, const RowStats *stats, const Seen &seen, int first) const {
+        const RowStats *of = stats + first + fragment_column();
+#pragma unroll
+        for (int i = 0; i < kSize; i++) {
+            const int column = element_column(i);
+            const float ds = weights[from + i] * (dp[i] + of[column].bias);
+            dp[i] = !kMasked || seen(element_row(i), first + column) ? ds : 0.0f;
+        }
+    }
+
+    // A tile: dV += P dO, dK += dS Q.
     template <bool kMasked>
-    __device__ __forceinline__ void find_ds(Scores &dp, const Scores &weights, const RowStats *stats, const Seen &seen) const {
-        const int column = fragment_column();
-#pragma unroll
-        for (int n = 0; n < kRows / 8; n++) {
-            const float bias[2] = {stats[8 * n + column].bias, stats[8 * n + column + 1].bias};
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float ds = weights[4 * n + i] * (dp[4 * n + i] + bias[i % 2]);
-                dp[4 * n + i] = !kMasked || seen(i / 2, 8 * n + i % 2) ? ds : 0.0f;
-            }
-        }
-    }
-
-    template <bool kMasked> __device__ __forceinline__ void find_operands(
-            Operands &weights, Operands &ds, Scores &s, Scores &dp, uint32_t stage, const sa_range (&rows)[2], int t) const {
+    __device__ __forceinline__ void add_tile(Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
         const RowStats *stats = smem.stats[stage];
+        Scores s, dp;
+        Operands weights, ds;
         Seen seen;
-        if (kMasked) seen = find_seen(rows, t);
+        begin_scores(s, stage);
+        begin_dp(dp, stage, 0);
+        if (kMasked) seen = find_seen(t);
         wgmma_wait<1>(); // S complete; dP still running
         pin(s);
-        find_weights<kMasked>(s, stats, seen);
+        find_weights<kMasked>(s, stats, seen, 0);
+        pack<Element>(weights, s);
         wgmma_wait<0>();
         pin(dp);
-        find_ds<kMasked>(dp, s, stats, seen);
-        pack<Element>(weights, s);
+        find_ds<kMasked>(dp, s, 0, stats, seen, 0);
         pack<Element>(ds, dp);
+        add_products(dk, dv, weights, ds, stage, 0);
+        wgmma_wait<0>();
+        pin(dv);
+        dk.pin_all();
+    }
+
+    // The same with dP of 32 rows at a time: S, dP of all 64 do not fit beside dK of 192 columns.
+    template <bool kMasked>
+    __device__ __forceinline__ void add_tile_by_halves(
+            Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
+        const RowStats *stats = smem.stats[stage];
+        Scores s;
+        float dp[kRows / 4];
+        uint32_t weights[2][kRows / 32][4], ds[2][kRows / 32][4];
+        Seen seen;
+        begin_scores(s, stage);
+        begin_dp(dp, stage, 0);
+        if (kMasked) seen = find_seen(t);
+        wgmma_wait<1>(); // S complete; dP of the first half still running
+        pin(s);
+        find_weights<kMasked>(s, stats, seen, 0);
+#pragma unroll
+        for (int i = 0; i < kRows / 4; i += 2) weights[0][i / 8][i / 2 % 4] = pack_halves<Element>(s[i], s[i + 1]);
+        wgmma_wait<0>();
+        pin(dp);
+        find_ds<kMasked>(dp, s, 0, stats, seen, 0);
+        pack<Element>(ds[0], dp);
+        begin_dp(dp, stage, kRows / 2);
+        add_products(dk, dv, weights[0], ds[0], stage, 0);
+        wgmma_wait<0>();
+        pin(dv);
+        dk.pin_all();
+#pragma unroll
+        for (int i = 0; i < kRows / 4; i += 2)
+            weights[1][i / 8][i / 2 % 4] = pack_halves<Element>(s[kRows / 4 + i], s[kRows / 4 + i + 1]);
+        pin(dp);
+        find_ds<kMasked>(dp, s, kRows / 4, stats, seen, kRows / 2);
+        pack<Element>(ds[1], dp);
+        add_products(dk, dv, weights[1], ds[1], stage, kRows / 2);
+        wgmma_wait<0>();
+        pin(dv);
+        dk.pin_all();
+    }
+
+    // Issues dV += P dO, dK += dS Q for rows from `first` on; the caller waits.
+    template <int kSteps>
+    __device__ __forceinline__ void add_products(Wide<C> &dk, float (&dv)[64], const uint32_t (&weights)[kSteps][4],
+            const uint32_t (&ds)[kSteps][4], uint32_t stage, int first) const {
+        wgmma_pb<Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]) + first * kRowBytes);
+        dk.template add_product<C::kRowHalf>(ds, address(smem.queries[stage]) + first * kRowBytes, true);
     }
 
     // Adds the values of dO that the checker zeroed to dV of the keys that their rows see.
-    __device__ __forceinline__ void add_hidden(float (&dv)[64], const Block &block, const sa_range (&rows)[2]) const {
+    __device__ __forceinline__ void add_hidden(float (&dv)[64], const Block &block) const {
 #pragma unroll 1
         for (int n = 0; n < block.num_tiles * p.tokens * p.group; n++) {
             const int token = n / p.group, head = block.kv_head * p.group + n % p.group;
@@ -253,7 +309,7 @@ template <class C> struct KeysMath {
             add_nonfinite<Element>(dv,
                     static_cast<const uint16_t *>(args.dout.data) +
                             sa_offset(&args.dout, block.sequence.batch, block.sequence.q_begin + block.first_token + token, head),
-                    sa_head_dim_v(&args.fwd.problem), [&](int r) { return token >= rows[r].begin && token < rows[r].end; });
+                    sa_head_dim_v(&args.fwd.problem), [&](int r) { return token >= seen_by(r).begin && token < seen_by(r).end; });
         }
     }
 
@@ -311,38 +367,39 @@ template <class C> struct KeysMath {
 #pragma unroll
             for (float &x : dv) x = 0.0f;
             const Tiles tiles = find_tiles(block);
-            sa_range rows[2];
-            for (int r = 0; r < 2; r++) {
-                rows[r] = rows_of(block.band, block.key + 64 * math_warpgroup + warpgroup_row(r), 1);
-                rows[r].begin -= block.first_token;
-                rows[r].end -= block.first_token;
+            bar_sync<128>(kMathBarrier + math_warpgroup); // all warps are done with the block before
+            const int key = static_cast<int>(threadIdx.x);
+            if (key % 128 < 64) { // each warpgroup those of its own keys
+                const int own = key / 128 * 64 + key % 128;
+                const sa_range rows = rows_of(block.band, block.key + own, 1);
+                smem.seen_by[own] = {rows.begin - block.first_token, rows.end - block.first_token};
             }
+            bar_sync<128>(kMathBarrier + math_warpgroup);
             smem.kv_full.wait(Ring<1>{blocks.n});
             skip_tiles(tiles.begin);
 #pragma unroll 1
             for (int t = tiles.begin; t < tiles.end; t++, ring.n++) {
                 // In flight at the top: no wgmma.
                 const uint32_t stage = warp_uniform(ring.stage());
-                Scores s, dp;
-                Operands weights, ds;
                 smem.row_ready.wait(ring);
-                begin_scores(s, stage);
-                begin_dp(dp, stage);
-                if (t >= tiles.full_begin && t < tiles.full_end)
-                    find_operands<false>(weights, ds, s, dp, stage, rows, t);
-                else
-                    find_operands<true>(weights, ds, s, dp, stage, rows, t);
-                wgmma_pb<Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
-                dk.template add_product<C::kRowHalf>(ds, address(smem.queries[stage]), true);
-                wgmma_wait<0>();
-                pin(dv);
-                dk.pin_all();
+                const bool is_full = t >= tiles.full_begin && t < tiles.full_end;
+                if constexpr (C::kHeadDim > 128) {
+                    if (is_full)
+                        add_tile_by_halves<false>(dk, dv, stage, t);
+                    else
+                        add_tile_by_halves<true>(dk, dv, stage, t);
+                } else {
+                    if (is_full)
+                        add_tile<false>(dk, dv, stage, t);
+                    else
+                        add_tile<true>(dk, dv, stage, t);
+                }
                 if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0) smem.kv_empty[0].arrive();
             skip_tiles(warp_uniform(block.num_tiles) - tiles.end);
-            if (block.hides) add_hidden(dv, block, rows);
+            if (block.hides) add_hidden(dv, block);
             write(dk, dv, block);
             __syncwarp();
             if (threadIdx.x % 32 == 0) smem.block_empty.release(blocks);

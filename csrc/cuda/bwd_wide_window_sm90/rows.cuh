@@ -52,65 +52,66 @@ template <class C> struct RowsSmem {
     Barriers<C::kStages> row_full, row_empty;
 };
 
-// Span n of the launch; one that does not exist has no tokens. By a whole warp.
-__device__ __forceinline__ Span find_span(unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
-    Span span = {};
+// Writes span n of the launch, if it exists. By a whole warp.
+__device__ __forceinline__ bool describe_span(Span &to, unsigned n, uint32_t first_use, const sinkattn_fwd_args &args, const Problem &p) {
     const Place place = find_place(n / p.num_kv_heads, p.span_tokens, p.batch_spans, args.problem.batch,
             [&](int64_t b) { return rows_before(args, b); });
-    span.sequence = sequence_or_tail(args, place.b);
-    span.band = band_of(args, span.sequence);
-    span.kv_head = static_cast<int>(n % p.num_kv_heads);
-    span.first_token = place.within * p.span_tokens;
+    const sa_sequence sequence = sequence_or_tail(args, place.b);
     // Offsets that decrease may leave a place in front of its sequence.
-    span.exists = place.within >= 0 && static_cast<int64_t>(place.within) * p.span_tokens < span.sequence.q_len;
-    if (!span.exists) return span;
-    const int left = static_cast<int>(span.sequence.q_len) - span.first_token;
-    span.num_tiles = sa_tile_from(min(left, p.span_tokens), p.tokens);
-    span.first_key = sa_window_begin(&span.band, sa_position(&span.band, span.first_token)) & -kStepKeys;
-    return span;
+    if (place.within < 0 || static_cast<int64_t>(place.within) * p.span_tokens >= sequence.q_len) return false;
+    const int kv_head = static_cast<int>(n % p.num_kv_heads), first_token = place.within * p.span_tokens;
+    if (threadIdx.x % 32 == 0) {
+        to.exists = true;
+        to.sequence = sequence;
+        to.band = band_of(args, sequence);
+        to.kv_head = kv_head;
+        to.first_use = first_use;
+        to.first_token = first_token;
+        to.num_tiles = sa_tile_from(min(to.band.q_len - first_token, p.span_tokens), p.tokens);
+        to.first_key = sa_window_begin(&to.band, sa_position(&to.band, first_token)) & -kStepKeys;
+    }
+    const bool has_sink = args.s_aux && place.b < static_cast<unsigned>(args.problem.batch);
+#pragma unroll 1
+    for (int head = static_cast<int>(threadIdx.x % 32); head < p.group; head += 32)
+        to.s_aux[head] =
+                has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, static_cast<int64_t>(kv_head) * p.group + head))
+                         : -INFINITY;
+    __syncwarp();
+    return true;
 }
 
+// A lane of the first few has a piece of 64 columns: of K and of Q, or of V and of dO.
 template <class C>
 __device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
-    const int lane = threadIdx.x % 32, half_bytes = p.tile_rows() * kRowBytes;
-    const unsigned all = p.num_spans * p.num_kv_heads;
+    constexpr int kPieces = C::kHalves + C::kHalvesV;
+    const int lane = threadIdx.x % 32, half = lane < C::kHalves ? lane : lane - C::kHalves;
+    unsigned char *const keys = (lane < C::kHalves ? smem.keys : smem.values) + half * C::kKeyHalf;
     Ring<2> spans;
     Ring<C::kStages> ring;
-    for (unsigned n = blockIdx.x; n < all; n += gridDim.x) {
-        Span span = find_span(n, args.fwd, p);
-        if (!span.exists) continue;
-        span.first_use = ring.n;
+    for (unsigned n = blockIdx.x; n < p.num_spans * p.num_kv_heads; n += gridDim.x) {
         smem.span_empty.acquire(spans);
-        Span &to = smem.spans[spans.stage()];
-        const bool has_sink = args.fwd.s_aux && (!args.fwd.problem.packed || span.sequence.q_begin < rows_before(args.fwd, args.fwd.problem.batch));
-        if (lane == 0) to = span;
+        if (!describe_span(smem.spans[spans.stage()], n, ring.n, args.fwd, p)) continue;
+        const Span &span = smem.spans[spans.stage()];
+        if (lane == 0) smem.span_full.arrive(spans);
+        const int batch = static_cast<int>(span.sequence.batch), kv_head = span.kv_head;
+        smem.kv_empty.acquire(Ring<1>{spans.n});
+        if (lane == 0) smem.kv_full[0].arrive_expect(kPieces * C::kKeyHalf);
         __syncwarp();
-        for (int head = lane; head < p.group; head += 32)
-            to.s_aux[head] = has_sink ? static_cast<float>(sa_s_aux(&args.fwd, static_cast<int64_t>(span.kv_head) * p.group + head)) : -INFINITY;
-        __syncwarp();
-        if (lane == 0) {
-            smem.span_full.arrive(spans);
-            const int batch = static_cast<int>(span.sequence.batch), key = static_cast<int>(span.sequence.k_begin) + span.first_key;
-            const Ring<1> kv{spans.n};
-            smem.kv_empty.acquire(kv);
-            smem.kv_full[0].arrive_expect((C::kHalves + C::kHalvesV) * C::kKeyHalf);
-            for (int half = 0; half < C::kHalves; half++)
-                tensor_load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], 64 * half, span.kv_head, key, batch);
-            for (int half = 0; half < C::kHalvesV; half++)
-                tensor_load(smem.values + half * C::kKeyHalf, &maps.v, smem.kv_full[0], 64 * half, span.kv_head, key, batch);
-            for (int t = 0; t < span.num_tiles; t++, ring.n++) {
-                // In flight: K and V of the span; at most kStages tiles.
-                const uint32_t stage = ring.stage();
-                const int row = static_cast<int>(span.sequence.q_begin) + span.first_token + t * p.tokens, head = span.kv_head * p.group;
-                smem.row_empty.acquire(ring);
-                smem.row_full[stage].arrive_expect((C::kHalves + C::kHalvesV) * half_bytes);
-                for (int half = 0; half < C::kHalves; half++)
-                    tensor_load(smem.queries[stage] + half * C::kRowHalf, &maps.q, smem.row_full[stage], 64 * half, head, row, batch);
-                for (int half = 0; half < C::kHalvesV; half++)
-                    tensor_load(smem.douts[stage] + half * C::kRowHalf, &maps.dout, smem.row_full[stage], 64 * half, head, row, batch);
-            }
+        if (lane < kPieces)
+            tensor_load(keys, lane < C::kHalves ? &maps.k : &maps.v, smem.kv_full[0], 64 * half, kv_head,
+                    static_cast<int>(span.sequence.k_begin) + span.first_key, batch);
+        int row = static_cast<int>(span.sequence.q_begin) + span.first_token;
+#pragma unroll 1
+        for (const uint32_t end = ring.n + span.num_tiles; ring.n != end; ring.n++, row += p.tokens) {
+            // In flight: K and V of the span; at most kStages tiles.
+            const uint32_t stage = ring.stage();
+            smem.row_empty.acquire(ring);
+            if (lane == 0) smem.row_full[stage].arrive_expect(kPieces * p.tile_rows() * kRowBytes);
+            __syncwarp();
+            if (lane < kPieces)
+                tensor_load((lane < C::kHalves ? smem.queries[stage] : smem.douts[stage]) + half * C::kRowHalf,
+                        lane < C::kHalves ? &maps.q : &maps.dout, smem.row_full[stage], 64 * half, kv_head * p.group, row, batch);
         }
-        ring.n = span.first_use + span.num_tiles;
         spans.n++;
     }
     smem.span_empty.acquire(spans);
@@ -155,39 +156,40 @@ struct Columns {
     __device__ __forceinline__ bool sees(int r, int column) const { return column >= begin[r] && column < end[r]; }
 };
 
-// The thread's two rows of a tile.
-struct ThreadRows {
-    int token[2], head[2]; // token: of the sequence
-    bool exists[2];
-    float lse[2], g[2]; // lse: as it is in memory
+// The thread's r-th row of a tile; found again at each use, as registers are short. token: of the sequence.
+struct ThreadRow {
+    int token, head;
+    bool exists;
 
-    __device__ __forceinline__ ThreadRows(const Problem &p, const Span &span, int first_token) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int row = warpgroup_row(r), within = p.row_token(row);
-            token[r] = first_token + within;
-            head[r] = row - within * p.group;
-            exists[r] = within < p.tokens && token[r] < span.band.q_len;
-        }
-    }
-    __device__ __forceinline__ void load(const sinkattn_bwd_args &args, const Problem &p, const Span &span) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            lse[r] = INFINITY;
-            g[r] = 0.0f;
-            if (!exists[r]) continue;
-            const int64_t at = sa_row_index(&args.fwd.problem, &span.sequence, static_cast<int64_t>(span.kv_head) * p.group + head[r], token[r]);
-            lse[r] = static_cast<const float *>(args.fwd.lse)[at];
-            if (args.dlse) g[r] = static_cast<const float *>(args.dlse)[at];
-        }
+    __device__ __forceinline__ ThreadRow(int r, const Problem &p, const Span &span, int first_token) {
+        const int row = warpgroup_row(static_cast<unsigned>(pinned(static_cast<int>(threadIdx.x)) % 128), r), within = p.row_token(row);
+        token = first_token + within;
+        head = row - within * p.group;
+        exists = within < p.tokens && token < span.band.q_len;
     }
 };
 
-__device__ __forceinline__ Columns find_columns(const ThreadRows &rows, const Problem &p, const Span &span, int first_token, int first_key) {
+// LSE in natural units, and g, of the thread's rows.
+__device__ __forceinline__ void load_stats(
+        float (&lse)[2], float (&g)[2], const sinkattn_bwd_args &args, const Problem &p, const Span &span, int first_token) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const ThreadRow row(r, p, span, first_token);
+        lse[r] = INFINITY;
+        g[r] = 0.0f;
+        if (!row.exists) continue;
+        const int64_t at = sa_row_index(&args.fwd.problem, &span.sequence, static_cast<int64_t>(span.kv_head) * p.group + row.head, row.token);
+        lse[r] = static_cast<const float *>(args.fwd.lse)[at];
+        if (args.dlse) g[r] = static_cast<const float *>(args.dlse)[at];
+    }
+}
+
+__device__ __forceinline__ Columns find_columns(const Problem &p, const Span &span, int first_token, int first_key) {
     Columns seen;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const sa_range keys = rows.exists[r] ? sa_row_band(&span.band, rows.token[r]) : sa_range{first_key, first_key};
+        const ThreadRow row(r, p, span, first_token);
+        const sa_range keys = row.exists ? sa_row_band(&span.band, row.token) : sa_range{first_key, first_key};
         seen.begin[r] = keys.begin - first_key - fragment_column();
         seen.end[r] = keys.end - first_key - fragment_column();
     }
@@ -196,6 +198,9 @@ __device__ __forceinline__ Columns find_columns(const ThreadRows &rows, const Pr
     seen.all_end = warp_uniform(sa_row_band(&span.band, first_token).end - first_key);
     return seen;
 }
+
+// LSE in log2 units, as exponentials need it.
+__device__ __forceinline__ float lse_in_log2(float lse) { return lse == -INFINITY ? 0.0f : lse * kLog2e; }
 
 using Piece = float[kPieceKeys / 2]; // S, P, dP or dS: 64 rows x 80 keys
 
@@ -261,31 +266,31 @@ template <class C> struct RowsMath {
         for (int i = 0; i < kPieceKeys / 2; i++) dp[i] = weights[i] * (dp[i] + bias[element_row(i)]);
     }
 
-    // LSE in log2 units as exp2 needs it.
-    static __device__ __forceinline__ void find_lse(float (&lse)[2], const ThreadRows &rows) {
-        for (int r = 0; r < 2; r++) lse[r] = rows.lse[r] == -INFINITY ? 0.0f : rows.lse[r] * kLog2e;
-    }
-
-    // delta: of this thread's columns. bias: g - delta, 0 for a row without keys. Four lanes share two rows; the first one writes.
-    __device__ __forceinline__ void finish_rows(float (&bias)[2], const float (&delta)[2], const bool (&suspect)[2], const float (&lse)[2],
-            const ThreadRows &rows, const Columns &seen, const Span &span) const {
+    // delta: of this thread's columns; lse: natural. bias: g - delta, 0 for a row without keys. Four lanes share two rows; the first one
+    // writes.
+    __device__ __forceinline__ void finish_rows(float (&bias)[2], const float (&delta)[2], const float (&g)[2], const float (&lse)[2],
+            uint32_t suspects, const Columns &seen, const Span &span, int first_token) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            bias[r] = rows.g[r] - quad_sum(delta[r]);
-            const float s_aux = rows.exists[r] ? span.s_aux[rows.head[r]] : -INFINITY;
-            float p_sink = s_aux == rows.lse[r] ? 1.0f : exp2_approx((s_aux - rows.lse[r]) * kLog2e);
-            if (s_aux == -INFINITY) p_sink = 0.0f;
-            const float term = p_sink == 0.0f ? 0.0f : p_sink * bias[r];
-            if (rows.exists[r] && threadIdx.x % 4 == 0)
-                p.stats_of(args.fwd.problem, span.sequence, span.kv_head, rows.token[r])[rows.head[r]] = {
-                        lse[r], bias[r], term, suspect[r]};
+            bias[r] = g[r] - quad_sum(delta[r]);
+            const ThreadRow row(r, p, span, first_token);
+            if (row.exists && threadIdx.x % 4 == 0) {
+                const float s_aux = span.s_aux[row.head];
+                float p_sink = s_aux == lse[r] ? 1.0f : exp2_approx((s_aux - lse[r]) * kLog2e);
+                if (s_aux == -INFINITY) p_sink = 0.0f;
+                p.stats_of(args.fwd.problem, span.sequence, span.kv_head, row.token)[row.head] = {
+                        lse_in_log2(lse[r]), bias[r], p_sink == 0.0f ? 0.0f : p_sink * bias[r], suspects >> r & 1};
+            }
             if (seen.begin[r] == seen.end[r]) bias[r] = 0.0f;
         }
     }
 
-    // Of the pairs of columns 0 and 1 of each row: a row of Q or dO that is not finite makes its row of S or dP so.
-    static __device__ __forceinline__ void find_suspects(bool (&suspect)[2], const float (&s)[2], const Piece &dp) {
-        for (int r = 0; r < 2; r++) suspect[r] = fmaf(s[r], 0.0f, dp[2 * r] * 0.0f) != 0.0f;
+    // Bit r: row r of Q or dO may not be finite, since that makes its row of S or dP so, whatever the keys.
+    static __device__ __forceinline__ uint32_t find_suspects(const float (&s)[2], const Piece &dp) {
+        uint32_t found = 0;
+        for (int r = 0; r < 2; r++)
+            if (fmaf(s[r], 0.0f, dp[2 * r] * 0.0f) != 0.0f) found |= 1u << r;
+        return found;
     }
 
     __device__ __forceinline__ void begin_dq(Wide<C> &dq, const uint32_t (&ds)[kPieceSteps][4], int step, bool adds) const {
@@ -294,8 +299,7 @@ template <class C> struct RowsMath {
 
     // dQ of a tile whose keys lie in two pieces from `step` of the span on.
     __device__ __forceinline__ void differentiate_once(
-            Wide<C> &dq, const Span &span, uint32_t spans, const ThreadRows &of, int first_token, int step) {
-        ThreadRows rows = of;
+            Wide<C> &dq, const Span &span, uint32_t spans, int first_token, int step) {
         const uint32_t stage = warp_uniform(ring.stage());
         Piece s0, s1, dp0, dp1;
         begin_scores(s0, stage, step);
@@ -303,28 +307,27 @@ template <class C> struct RowsMath {
         begin_dp(dp0, stage, step);
         begin_dp(dp1, stage, step + kPieceSteps);
         // S, dP issued
-        rows.load(args, p, span);
-        const Columns seen = find_columns(rows, p, span, first_token, span.first_key + step * kStepKeys);
+        float lse[2], g[2], lse_log2[2], delta[2] = {}, bias[2] = {};
+        load_stats(lse, g, args, p, span, first_token);
+        const Columns seen = find_columns(p, span, first_token, span.first_key + step * kStepKeys);
         smem.kv_ready.wait(Ring<1>{spans});
-        float lse[2], delta[2] = {}, bias[2];
-        find_lse(lse, rows);
+        for (int r = 0; r < 2; r++) lse_log2[r] = lse_in_log2(lse[r]);
         wgmma_wait<2>(); // S complete; dP still running
         pin(s0);
         pin(s1);
         const float of_q[2] = {s0[0], s0[2]};
-        find_weights(s0, seen, lse, 0, 0, step);
-        find_weights(s1, seen, lse, kPieceSteps, 0, step + kPieceSteps);
+        find_weights(s0, seen, lse_log2, 0, 0, step);
+        find_weights(s1, seen, lse_log2, kPieceSteps, 0, step + kPieceSteps);
         wgmma_wait<0>();
         pin(dp0);
         pin(dp1);
         if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
-        bool suspect[2];
-        find_suspects(suspect, of_q, dp0);
+        const uint32_t suspects = find_suspects(of_q, dp0);
         hide(dp0, seen, 0, 0);
         hide(dp1, seen, kPieceSteps, 0);
         add_delta(delta, s0, dp0);
         add_delta(delta, s1, dp1);
-        finish_rows(bias, delta, suspect, lse, rows, seen, span);
+        finish_rows(bias, delta, g, lse, suspects, seen, span, first_token);
         uint32_t ds0[kPieceSteps][4], ds1[kPieceSteps][4];
         find_ds(dp0, s0, bias);
         pack<Element>(ds0, dp0);
@@ -338,18 +341,17 @@ template <class C> struct RowsMath {
 
     // The same in pieces of which S and dP are computed twice.
     __device__ __forceinline__ void differentiate_twice(
-            Wide<C> &dq, const Span &span, uint32_t spans, const ThreadRows &of, int first_token, int step) {
-        ThreadRows rows = of;
+            Wide<C> &dq, const Span &span, uint32_t spans, int first_token, int step) {
         const uint32_t stage = warp_uniform(ring.stage());
-        rows.load(args, p, span);
-        const Columns seen = find_columns(rows, p, span, first_token, span.first_key + step * kStepKeys);
+        float lse[2], g[2], lse_log2[2], delta[2] = {}, bias[2] = {};
+        load_stats(lse, g, args, p, span, first_token);
+        const Columns seen = find_columns(p, span, first_token, span.first_key + step * kStepKeys);
         const int last = min(first_token + p.tokens, span.band.q_len) - 1,
                   end = warp_uniform(sa_row_band(&span.band, last).end - span.first_key - step * kStepKeys),
                   num_pieces = max(sa_tile_from(max(end, 0), kPieceKeys), 1);
         smem.kv_ready.wait(Ring<1>{spans});
-        float lse[2], delta[2] = {}, bias[2] = {};
-        bool suspect[2];
-        find_lse(lse, rows);
+        for (int r = 0; r < 2; r++) lse_log2[r] = lse_in_log2(lse[r]);
+        uint32_t suspects = 0;
         dq.clear();
 #pragma unroll 1
         for (int n = 0; n < 2 * num_pieces; n++) { // the first time for delta
@@ -363,13 +365,13 @@ template <class C> struct RowsMath {
             pin(dp);
             if (n == 0) {
                 const float of_q[2] = {s[0], s[2]};
-                find_suspects(suspect, of_q, dp);
+                suspects = find_suspects(of_q, dp);
             }
-            find_weights(s, seen, lse, first, own, step + first);
+            find_weights(s, seen, lse_log2, first, own, step + first);
             hide(dp, seen, first, own);
             if (n < num_pieces) {
                 add_delta(delta, s, dp);
-                if (n == num_pieces - 1) finish_rows(bias, delta, suspect, lse, rows, seen, span);
+                if (n == num_pieces - 1) finish_rows(bias, delta, g, lse, suspects, seen, span, first_token);
                 continue;
             }
             uint32_t ds[kPieceSteps][4];
@@ -382,12 +384,14 @@ template <class C> struct RowsMath {
         if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
     }
 
-    __device__ __forceinline__ void write(const Wide<C> &dq, const Span &span, const ThreadRows &rows) const {
+    __device__ __forceinline__ void write(const Wide<C> &dq, const Span &span, int first_token) const {
+#pragma unroll
         for (int r = 0; r < 2; r++) {
+            const ThreadRow row(r, p, span, first_token);
             auto *to = static_cast<uint16_t *>(args.dq.data);
-            to = rows.exists[r] ? to + sa_offset(&args.dq, span.sequence.batch, span.sequence.q_begin + rows.token[r],
-                                               static_cast<int64_t>(span.kv_head) * p.group + rows.head[r])
-                                : nullptr;
+            to = row.exists ? to + sa_offset(&args.dq, span.sequence.batch, span.sequence.q_begin + row.token,
+                                           static_cast<int64_t>(span.kv_head) * p.group + row.head)
+                            : nullptr;
             dq.write(to, r, p.scale, static_cast<int>(args.fwd.problem.head_dim));
         }
     }
@@ -404,14 +408,13 @@ template <class C> struct RowsMath {
                 const int first_token = warp_uniform(span.first_token) + static_cast<int>(ring.n - first_use) * p.tokens;
                 const int first_key = sa_window_begin(&span.band, sa_position(&span.band, first_token)) - span.first_key;
                 const int step = warp_uniform(min(sa_tile_of(first_key, kStepKeys), C::kSteps - C::kFirstSteps));
-                const ThreadRows rows(p, span, first_token);
                 Wide<C> dq;
                 smem.row_full.wait(ring);
                 if constexpr (C::kOnce)
-                    differentiate_once(dq, span, spans.n, rows, first_token, step);
+                    differentiate_once(dq, span, spans.n, first_token, step);
                 else
-                    differentiate_twice(dq, span, spans.n, rows, first_token, step);
-                write(dq, span, rows);
+                    differentiate_twice(dq, span, spans.n, first_token, step);
+                write(dq, span, first_token);
             }
             smem.kv_ready.wait(Ring<1>{spans.n}); // also where no tile of the span was this warpgroup's
             __syncwarp();
