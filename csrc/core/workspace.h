@@ -19,9 +19,9 @@ enum {
     SA_BWD_SM80_STATS_BYTES = 8, /* of a row: lse and g - delta */
     SA_BWD_SM90_ENTRY_BYTES = 80,
     SA_BWD_SM90_ITEM_BYTES = 128,
-    SA_BWD_WINDOW_PARTS = 12,      /* of ds_aux, a block and head, */
-    SA_BWD_WINDOW_SINK_PARTS = 16, /* with positional sink tokens; */
-    SA_BWD_WINDOW_PARTIAL = 128,   /* floats of one sink token: dK, then dV */
+    SA_BWD_WINDOW_PARTS = 12,           /* of ds_aux, a block and head, */
+    SA_BWD_WINDOW_SINK_PARTS = 16,      /* with positional sink tokens; */
+    SA_BWD_WINDOW_PARTIAL = 128,        /* floats of one sink token: dK, then dV */
     SA_BWD_WIDE_WINDOW_STATS_BYTES = 16 /* of a row, and their alignment */
 };
 

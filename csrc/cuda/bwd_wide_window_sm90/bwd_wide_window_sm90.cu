@@ -24,7 +24,8 @@ namespace sa::bwd_wide_window_sm90 {
 namespace {
 
 // A block sums the terms of one head's ds_aux, in an order that depends on sizes alone.
-__global__ __launch_bounds__(kSinkThreads) void sink_kernel(const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Problem p) {
+__global__ __launch_bounds__(kSinkThreads) void sink_kernel(
+        const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Problem p) {
     __shared__ double sums[kSinkThreads / 32];
     const int head = static_cast<int>(blockIdx.x), kv_head = head / p.group;
     const RowStats *stats = p.stats + kv_head * p.num_tokens * p.group + (head - kv_head * p.group);
@@ -48,7 +49,8 @@ int64_t count_pieces(const sinkattn_problem &problem, int64_t length, int64_t si
     return problem.packed ? sa_packed_tiles(length, size, problem.batch + 1) : problem.batch * sa_ceil_div(length, size);
 }
 
-template <class C> sinkattn_status launch_rows(
+template <class C>
+sinkattn_status launch_rows(
         const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context, Problem p, Maps maps) {
     static_assert(sizeof(RowsSmem<C>) <= 227 * 1024, "what a block of compute capability 9.0 may use");
     const sinkattn_problem &problem = args.fwd.problem;
@@ -65,11 +67,12 @@ template <class C> sinkattn_status launch_rows(
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, C::kKeys, "k"));
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, C::kKeys, "v"));
     const auto blocks = static_cast<unsigned>(sa_min(items, plan.workers));
-    return launch_blocks<rows_kernel<C>>("sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(RowsSmem<C>), context.stream, args, maps, p,
-            error_word);
+    return launch_blocks<rows_kernel<C>>(
+            "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(RowsSmem<C>), context.stream, args, maps, p, error_word);
 }
 
-template <class C> sinkattn_status launch_keys(
+template <class C>
+sinkattn_status launch_keys(
         const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context, Problem p, Maps maps) {
     static_assert(sizeof(KeysSmem<C>) <= 227 * 1024, "what a block of compute capability 9.0 may use");
     const sinkattn_problem &problem = args.fwd.problem;

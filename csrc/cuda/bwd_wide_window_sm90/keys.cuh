@@ -175,20 +175,15 @@ template <class C> struct KeysMath {
     const sinkattn_bwd_args &args;
     const Problem &p;
     const int math_warpgroup;
-    const uint32_t begin; // address of smem, in a uniform register
     Ring<C::kStages> ring;
-
-    __device__ __forceinline__ uint32_t address(const void *at) const {
-        return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
-    }
 
     __device__ __forceinline__ void begin_scores(Scores &s, uint32_t stage) const {
         wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
-                s, address(smem.keys) + 64 * math_warpgroup * kRowBytes, address(smem.queries[stage]));
+                s, shared_address(smem.keys) + 64 * math_warpgroup * kRowBytes, shared_address(smem.queries[stage]));
     }
     template <int kSize> __device__ __forceinline__ void begin_dp(float (&dp)[kSize], uint32_t stage, int first) const {
         wgmma_abt<Element, C::kHeadDimV, C::kKeyHalf, C::kRowHalf>(
-                dp, address(smem.values) + 64 * math_warpgroup * kRowBytes, address(smem.douts[stage]) + first * kRowBytes);
+                dp, shared_address(smem.values) + 64 * math_warpgroup * kRowBytes, shared_address(smem.douts[stage]) + first * kRowBytes);
     }
 
     // Of the thread's key r.
@@ -231,8 +226,7 @@ template <class C> struct KeysMath {
     }
 
     // A tile: dV += P dO, dK += dS Q.
-    template <bool kMasked>
-    __device__ __forceinline__ void add_tile(Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
+    template <bool kMasked> __device__ __forceinline__ void add_tile(Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
         const RowStats *stats = smem.stats[stage];
         Scores s, dp;
         Operands weights, ds;
@@ -255,9 +249,7 @@ template <class C> struct KeysMath {
     }
 
     // The same with dP of 32 rows at a time: S, dP of all 64 do not fit beside dK of 192 columns.
-    template <bool kMasked>
-    __device__ __forceinline__ void add_tile_by_halves(
-            Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
+    template <bool kMasked> __device__ __forceinline__ void add_tile_by_halves(Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
         const RowStats *stats = smem.stats[stage];
         Scores s;
         float dp[kRows / 4];
@@ -281,8 +273,7 @@ template <class C> struct KeysMath {
         pin(dv);
         dk.pin_all();
 #pragma unroll
-        for (int i = 0; i < kRows / 4; i += 2)
-            weights[1][i / 8][i / 2 % 4] = pack_halves<Element>(s[kRows / 4 + i], s[kRows / 4 + i + 1]);
+        for (int i = 0; i < kRows / 4; i += 2) weights[1][i / 8][i / 2 % 4] = pack_halves<Element>(s[kRows / 4 + i], s[kRows / 4 + i + 1]);
         pin(dp);
         find_ds<kMasked>(dp, s, kRows / 4, stats, seen, kRows / 2);
         pack<Element>(ds[1], dp);
@@ -296,8 +287,8 @@ template <class C> struct KeysMath {
     template <int kSteps>
     __device__ __forceinline__ void add_products(Wide<C> &dk, float (&dv)[64], const uint32_t (&weights)[kSteps][4],
             const uint32_t (&ds)[kSteps][4], uint32_t stage, int first) const {
-        wgmma_pb<Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]) + first * kRowBytes);
-        dk.template add_product<C::kRowHalf>(ds, address(smem.queries[stage]) + first * kRowBytes, true);
+        wgmma_pb<Element, C::kRowHalf>(dv, weights, shared_address(smem.douts[stage]) + first * kRowBytes);
+        dk.template add_product<C::kRowHalf>(ds, shared_address(smem.queries[stage]) + first * kRowBytes, true);
     }
 
     // Adds the values of dO that the checker zeroed to dV of the keys that their rows see.
@@ -334,7 +325,8 @@ template <class C> struct KeysMath {
     };
     __device__ __forceinline__ Tiles find_tiles(const Block &block) const {
         const int key = block.key + 64 * math_warpgroup;
-        const sa_range some = rows_of(block.band, key, 64), of_first = rows_of(block.band, key, 1), of_last = rows_of(block.band, key + 63, 1);
+        const sa_range some = rows_of(block.band, key, 64), of_first = rows_of(block.band, key, 1),
+                       of_last = rows_of(block.band, key + 63, 1);
         Tiles tiles = {0, 0, 0, 0};
         if (some.begin < some.end) {
             tiles.begin = sa_tile_of(some.begin - block.first_token, p.tokens);
@@ -440,7 +432,7 @@ __global__ __launch_bounds__(kThreads, 1) void keys_kernel(
     __syncthreads();
     if (warp < kMathThreads / 32) {
         registers_up<kMathRegisters>();
-        KeysMath<C>{smem, args, p, warp / 4, warp_uniform_register(shared_address(shared)), {}}.run();
+        KeysMath<C>{smem, args, p, warp / 4, {}}.run();
         return;
     }
     registers_down<kLoaderRegisters>();

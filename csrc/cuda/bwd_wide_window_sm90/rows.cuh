@@ -10,8 +10,8 @@
 // kSteps steps of 16 keys from the step of the first key that its first token sees. Steps lie at multiples of 16 keys from key 0 of the
 // sequence, sums run over them in ascending order and keys that a row does not see add zeros: so a row's bits do not depend on the tile.
 //
-// All scores of a row are in registers at once (kOnce), so delta is the sum of P dP in fp32 and out is not read; where a tile sees more than
-// two pieces of 80 keys, S and dP are computed twice, first for delta.
+// All scores of a row are in registers at once (kOnce), so delta is the sum of P dP in fp32 and out is not read; where a tile sees more
+// than two pieces of 80 keys, S and dP are computed twice, first for delta.
 #pragma once
 
 #include "cuda/bwd_wide_window_sm90/smem.cuh"
@@ -37,7 +37,7 @@ struct Span {
     sa_sequence sequence;
     sa_band band;
     int first_token, num_tiles, first_key, kv_head; // first_key: of step 0, which may lie before key 0
-    uint32_t first_use;                             // of the ring of row tiles
+    uint32_t first_use, number;                     // of the ring of row tiles; of the block's spans
     bool exists;
     float s_aux[kRows]; // of a head
 };
@@ -53,9 +53,10 @@ template <class C> struct RowsSmem {
 };
 
 // Writes span n of the launch, if it exists. By a whole warp.
-__device__ __forceinline__ bool describe_span(Span &to, unsigned n, uint32_t first_use, const sinkattn_fwd_args &args, const Problem &p) {
-    const Place place = find_place(n / p.num_kv_heads, p.span_tokens, p.batch_spans, args.problem.batch,
-            [&](int64_t b) { return rows_before(args, b); });
+__device__ __forceinline__ bool describe_span(
+        Span &to, unsigned n, uint32_t number, uint32_t first_use, const sinkattn_fwd_args &args, const Problem &p) {
+    const Place place = find_place(
+            n / p.num_kv_heads, p.span_tokens, p.batch_spans, args.problem.batch, [&](int64_t b) { return rows_before(args, b); });
     const sa_sequence sequence = sequence_or_tail(args, place.b);
     // Offsets that decrease may leave a place in front of its sequence.
     if (place.within < 0 || static_cast<int64_t>(place.within) * p.span_tokens >= sequence.q_len) return false;
@@ -66,6 +67,7 @@ __device__ __forceinline__ bool describe_span(Span &to, unsigned n, uint32_t fir
         to.band = band_of(args, sequence);
         to.kv_head = kv_head;
         to.first_use = first_use;
+        to.number = number;
         to.first_token = first_token;
         to.num_tiles = sa_tile_from(min(to.band.q_len - first_token, p.span_tokens), p.tokens);
         to.first_key = sa_window_begin(&to.band, sa_position(&to.band, first_token)) & -kStepKeys;
@@ -90,7 +92,7 @@ __device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_
     Ring<C::kStages> ring;
     for (unsigned n = blockIdx.x; n < p.num_spans * p.num_kv_heads; n += gridDim.x) {
         smem.span_empty.acquire(spans);
-        if (!describe_span(smem.spans[spans.stage()], n, ring.n, args.fwd, p)) continue;
+        if (!describe_span(smem.spans[spans.stage()], n, spans.n, ring.n, args.fwd, p)) continue;
         const Span &span = smem.spans[spans.stage()];
         if (lane == 0) smem.span_full.arrive(spans);
         const int batch = static_cast<int>(span.sequence.batch), kv_head = span.kv_head;
@@ -171,14 +173,16 @@ struct ThreadRow {
 
 // LSE in natural units, and g, of the thread's rows.
 __device__ __forceinline__ void load_stats(
-        float (&lse)[2], float (&g)[2], const sinkattn_bwd_args &args, const Problem &p, const Span &span, int first_token) {
+        float (&lse)[2], float (&g)[2], const sinkattn_bwd_args &all, const Problem &p, const Span &span, int first_token) {
+    const sinkattn_bwd_args &args = *pinned(&all); // pinned: else its fields take registers throughout the loop
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const ThreadRow row(r, p, span, first_token);
         lse[r] = INFINITY;
         g[r] = 0.0f;
         if (!row.exists) continue;
-        const int64_t at = sa_row_index(&args.fwd.problem, &span.sequence, static_cast<int64_t>(span.kv_head) * p.group + row.head, row.token);
+        const int64_t at =
+                sa_row_index(&args.fwd.problem, &span.sequence, static_cast<int64_t>(span.kv_head) * p.group + row.head, row.token);
         lse[r] = static_cast<const float *>(args.fwd.lse)[at];
         if (args.dlse) g[r] = static_cast<const float *>(args.dlse)[at];
     }
@@ -211,21 +215,16 @@ template <class C> struct RowsMath {
     RowsSmem<C> &smem;
     const sinkattn_bwd_args &args;
     const Problem &p;
-    const uint32_t begin; // address of smem, in a uniform register
     Ring<C::kStages> ring; // the warpgroup's next tile; they go to the warpgroups in turn
-
-    __device__ __forceinline__ uint32_t address(const void *at) const {
-        return begin + static_cast<uint32_t>(static_cast<const unsigned char *>(at) - reinterpret_cast<const unsigned char *>(&smem));
-    }
 
     // Issues a piece of S, or of dP, from `step` of the span on; the caller waits.
     __device__ __forceinline__ void begin_scores(Piece &s, uint32_t stage, int step) const {
         wgmma_abt<Element, C::kHeadDim, C::kRowHalf, C::kKeyHalf>(
-                s, address(smem.queries[stage]), address(smem.keys) + step * kStepKeys * kRowBytes);
+                s, shared_address(smem.queries[stage]), shared_address(smem.keys) + step * kStepKeys * kRowBytes);
     }
     __device__ __forceinline__ void begin_dp(Piece &dp, uint32_t stage, int step) const {
         wgmma_abt<Element, C::kHeadDimV, C::kRowHalf, C::kKeyHalf>(
-                dp, address(smem.douts[stage]), address(smem.values) + step * kStepKeys * kRowBytes);
+                dp, shared_address(smem.douts[stage]), shared_address(smem.values) + step * kStepKeys * kRowBytes);
     }
 
     // s becomes P. first: the piece's first step in the tile; of steps before `own` another piece has the pairs.
@@ -278,7 +277,7 @@ template <class C> struct RowsMath {
                 const float s_aux = span.s_aux[row.head];
                 float p_sink = s_aux == lse[r] ? 1.0f : exp2_approx((s_aux - lse[r]) * kLog2e);
                 if (s_aux == -INFINITY) p_sink = 0.0f;
-                p.stats_of(args.fwd.problem, span.sequence, span.kv_head, row.token)[row.head] = {
+                pinned(&p)->stats_of(pinned(&args)->fwd.problem, span.sequence, span.kv_head, row.token)[row.head] = {
                         lse_in_log2(lse[r]), bias[r], p_sink == 0.0f ? 0.0f : p_sink * bias[r], suspects >> r & 1};
             }
             if (seen.begin[r] == seen.end[r]) bias[r] = 0.0f;
@@ -294,12 +293,11 @@ template <class C> struct RowsMath {
     }
 
     __device__ __forceinline__ void begin_dq(Wide<C> &dq, const uint32_t (&ds)[kPieceSteps][4], int step, bool adds) const {
-        dq.template add_product<C::kKeyHalf>(ds, address(smem.keys) + step * kStepKeys * kRowBytes, adds);
+        dq.template add_product<C::kKeyHalf>(ds, shared_address(smem.keys) + step * kStepKeys * kRowBytes, adds);
     }
 
     // dQ of a tile whose keys lie in two pieces from `step` of the span on.
-    __device__ __forceinline__ void differentiate_once(
-            Wide<C> &dq, const Span &span, uint32_t spans, int first_token, int step) {
+    __device__ __forceinline__ void differentiate_once(Wide<C> &dq, const Span &span, int first_token, int step) {
         const uint32_t stage = warp_uniform(ring.stage());
         Piece s0, s1, dp0, dp1;
         begin_scores(s0, stage, step);
@@ -310,7 +308,7 @@ template <class C> struct RowsMath {
         float lse[2], g[2], lse_log2[2], delta[2] = {}, bias[2] = {};
         load_stats(lse, g, args, p, span, first_token);
         const Columns seen = find_columns(p, span, first_token, span.first_key + step * kStepKeys);
-        smem.kv_ready.wait(Ring<1>{spans});
+        smem.kv_ready.wait(Ring<1>{span.number});
         for (int r = 0; r < 2; r++) lse_log2[r] = lse_in_log2(lse[r]);
         wgmma_wait<2>(); // S complete; dP still running
         pin(s0);
@@ -340,8 +338,7 @@ template <class C> struct RowsMath {
     }
 
     // The same in pieces of which S and dP are computed twice.
-    __device__ __forceinline__ void differentiate_twice(
-            Wide<C> &dq, const Span &span, uint32_t spans, int first_token, int step) {
+    __device__ __forceinline__ void differentiate_twice(Wide<C> &dq, const Span &span, int first_token, int step) {
         const uint32_t stage = warp_uniform(ring.stage());
         float lse[2], g[2], lse_log2[2], delta[2] = {}, bias[2] = {};
         load_stats(lse, g, args, p, span, first_token);
@@ -349,7 +346,7 @@ template <class C> struct RowsMath {
         const int last = min(first_token + p.tokens, span.band.q_len) - 1,
                   end = warp_uniform(sa_row_band(&span.band, last).end - span.first_key - step * kStepKeys),
                   num_pieces = max(sa_tile_from(max(end, 0), kPieceKeys), 1);
-        smem.kv_ready.wait(Ring<1>{spans});
+        smem.kv_ready.wait(Ring<1>{span.number});
         for (int r = 0; r < 2; r++) lse_log2[r] = lse_in_log2(lse[r]);
         uint32_t suspects = 0;
         dq.clear();
@@ -385,11 +382,12 @@ template <class C> struct RowsMath {
     }
 
     __device__ __forceinline__ void write(const Wide<C> &dq, const Span &span, int first_token) const {
+        const sinkattn_tensor &tensor = *pinned(&args.dq);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const ThreadRow row(r, p, span, first_token);
-            auto *to = static_cast<uint16_t *>(args.dq.data);
-            to = row.exists ? to + sa_offset(&args.dq, span.sequence.batch, span.sequence.q_begin + row.token,
+            auto *to = static_cast<uint16_t *>(tensor.data);
+            to = row.exists ? to + sa_offset(&tensor, span.sequence.batch, span.sequence.q_begin + row.token,
                                            static_cast<int64_t>(span.kv_head) * p.group + row.head)
                             : nullptr;
             dq.write(to, r, p.scale, static_cast<int>(args.fwd.problem.head_dim));
@@ -402,20 +400,23 @@ template <class C> struct RowsMath {
             const Span &span = smem.spans[spans.stage()];
             if (!warp_uniform(span.exists)) return;
             smem.kv_full.wait(Ring<1>{spans.n});
-            const uint32_t first_use = warp_uniform(static_cast<int>(span.first_use)), end = first_use + warp_uniform(span.num_tiles);
+            // Read again at each use: no register is free to keep them.
+            const auto nth = [&] { return warp_uniform(static_cast<int>(ring.n - span.first_use)); };
+            const auto first_token_of = [&](int n) { return warp_uniform(span.first_token) + n * p.tokens; };
             // In flight at the top: no wgmma.
-            for (; static_cast<int32_t>(end - ring.n) > 0; ring.n += kWarpgroups) {
-                const int first_token = warp_uniform(span.first_token) + static_cast<int>(ring.n - first_use) * p.tokens;
+            for (; nth() < warp_uniform(span.num_tiles); ring.n += kWarpgroups) {
+                const int first_token = first_token_of(nth());
                 const int first_key = sa_window_begin(&span.band, sa_position(&span.band, first_token)) - span.first_key;
                 const int step = warp_uniform(min(sa_tile_of(first_key, kStepKeys), C::kSteps - C::kFirstSteps));
                 Wide<C> dq;
                 smem.row_full.wait(ring);
                 if constexpr (C::kOnce)
-                    differentiate_once(dq, span, spans.n, first_token, step);
+                    differentiate_once(dq, span, first_token, step);
                 else
-                    differentiate_twice(dq, span, spans.n, first_token, step);
-                write(dq, span, first_token);
+                    differentiate_twice(dq, span, first_token, step);
+                write(dq, span, first_token_of(nth()));
             }
+            spans.n = span.number;
             smem.kv_ready.wait(Ring<1>{spans.n}); // also where no tile of the span was this warpgroup's
             __syncwarp();
             if (threadIdx.x % 32 == 0) {
@@ -427,8 +428,8 @@ template <class C> struct RowsMath {
 };
 
 template <class C>
-__global__ __launch_bounds__(kThreads, 1) void rows_kernel(
-        const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Maps maps, const __grid_constant__ Problem p, unsigned *error_word) {
+__global__ __launch_bounds__(kThreads, 1) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args,
+        const __grid_constant__ Maps maps, const __grid_constant__ Problem p, unsigned *error_word) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<RowsSmem<C> *>(shared);
@@ -453,7 +454,7 @@ __global__ __launch_bounds__(kThreads, 1) void rows_kernel(
     __syncthreads();
     if (warp < kMathThreads / 32) {
         registers_up<kMathRegisters>();
-        RowsMath<C>{smem, args, p, warp_uniform_register(shared_address(shared)), {static_cast<uint32_t>(warp) / 4}}.run();
+        RowsMath<C>{smem, args, p, {static_cast<uint32_t>(warp) / 4}}.run();
         return;
     }
     registers_down<kLoaderRegisters>();

@@ -62,7 +62,8 @@ struct Place {
     int within;
 };
 
-template <class Before> __device__ __forceinline__ Place find_place(unsigned n, int size, unsigned a_batch, int64_t batch, const Before &before) {
+template <class Before>
+__device__ __forceinline__ Place find_place(unsigned n, int size, unsigned a_batch, int64_t batch, const Before &before) {
     if (a_batch) return {n / a_batch, static_cast<int>(n % a_batch)};
     unsigned low = 0, high = static_cast<unsigned>(batch) + 1;
     while (high - low > 1) {
@@ -100,8 +101,8 @@ template <class W> struct Wide {
         pin(low);
         if constexpr (kHasHigh) pin(high);
     }
-    // Issues += a b over kSteps steps of 16 rows of b, whose pieces of 64 columns lie kHalf bytes apart; `adds` false: the product begins the
-    // sum. The caller waits.
+    // Issues += a b over kSteps steps of 16 rows of b, whose pieces of 64 columns lie kHalf bytes apart; `adds` false: the product begins
+    // the sum. The caller waits.
     template <int kHalf, int kSteps> __device__ __forceinline__ void add_product(const uint32_t (&a)[kSteps][4], uint32_t b, bool adds) {
         const uint64_t right = operand(b, kHalf), last = operand(b + 2 * kHalf, kHalf);
         wgmma_fence();
