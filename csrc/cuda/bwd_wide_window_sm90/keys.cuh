@@ -238,11 +238,12 @@ template <class C> struct KeysMath {
         pin(s);
         find_weights<kMasked>(s, stats, seen, 0);
         pack<Element>(weights, s);
-        wgmma_wait<0>();
+        wgmma_pb<Element, C::kRowHalf>(dv, weights, shared_address(smem.douts[stage]));
+        wgmma_wait<1>(); // dP complete; dV still running
         pin(dp);
         find_ds<kMasked>(dp, s, 0, stats, seen, 0);
         pack<Element>(ds, dp);
-        add_products(dk, dv, weights, ds, stage, 0);
+        dk.template add_product<C::kRowHalf>(ds, shared_address(smem.queries[stage]), true);
         wgmma_wait<0>();
         pin(dv);
         dk.pin_all();
