@@ -38,6 +38,17 @@ def test_gradients_of_a_local_window_in_fp16(head_dim: int, s_dtype: str, s_aux:
     assert_right_on_device(dataclasses.replace(case, s_aux=s_aux, s_dtype=s_dtype, frozen=frozen))
 
 
+@pytest.mark.parametrize("ratio", [1, 3, 4, 6, 8, 64])
+@pytest.mark.parametrize("left", [0, 90, 127, 128])
+@pytest.mark.parametrize("widths", ["72", "128", "192-v128", "136-v40"])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_gradients_of_local_windows_of_wide_heads(ratio: int, left: int, widths: str, layout: str) -> None:
+    """As above. Ratios of which a tile sees at most 160 keys, and others."""
+    lens = "q290x2-k350x2" if layout == "dense" else "varlen-q290.0.7.101.1-k290.5.200.60.1-tail5"
+    dtype = "bf16" if left % 2 else "fp16"
+    assert_right_on_device(Case.parse(f"d{widths}-causal-w{left + 1}-g{ratio}-{lens}-poison-{dtype}-seed{ratio}"))
+
+
 @pytest.mark.parametrize("ratio", [1, 5, 7, 8])
 @pytest.mark.parametrize("widths", ["40", "64", "88", "120", "128", "160-v96", "256"])
 @pytest.mark.parametrize(
@@ -111,7 +122,7 @@ def test_gradients_are_the_same_packed_and_one_by_one(window: tuple[int, int], h
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (127, 0)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_dq_of_a_chunk_is_that_of_the_whole(window: tuple[int, int], head_dim: int) -> None:
     q, k, v, s_aux = gpt_oss_like(1, 700, head_dim)
     dq = gradients(q, k, v, s_aux, window_size=window)[1]
@@ -154,6 +165,29 @@ def test_rounds_are_the_same_alone_and_in_whole_items(
     assert all(torch.equal(x, y.flatten(0, 1)) for x, y in zip(packed[:4], whole[:4], strict=True))
 
 
+@pytest.mark.parametrize("left", [15, 128])
+@pytest.mark.parametrize("ratio", [1, 3, 6, 8, 64])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (128, 128), (192, 128)])
+def test_a_window_of_wide_heads_has_the_general_kernel_s_gradients(
+    head_dim: int, head_dim_v: int, ratio: int, left: int
+) -> None:
+    """With a positional sink token that has no weight anywhere the general kernel serves the same function."""
+    torch.manual_seed(ratio)
+    q = torch.randn(2, 700, 2 * ratio, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 700, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    q[..., 0], k[:, 0], v = 4.0, 0.0, v[..., :head_dim_v]
+    k[:, 0, :, 0] = -3e4
+    s_aux = torch.randn(2 * ratio, device="cuda")
+    own = gradients(q, k, v, s_aux, window_size=(left, 0))
+    general = gradients(q, k, v, s_aux, window_size=(left, 0), num_sink_tokens=1)
+    for x, y in zip(own, general, strict=True):
+        assert (x.double() - y.double()).norm() <= 5e-3 * y.double().norm()
+    chunk = gradients(q[:, 333:], k, v, s_aux, window_size=(left, 0))
+    assert torch.equal(chunk[1], own[1][:, 333:])
+    one = gradients(q[1:], k[1:], v[1:], s_aux, window_size=(left, 0))
+    assert all(torch.equal(x[0], y[1]) for x, y in zip(one[:4], own[:4], strict=True))
+
+
 def test_gradients_of_a_batch_are_one_by_one() -> None:
     q, k, v, s_aux = gpt_oss_like(3, 300)
     whole = gradients(q, k, v, s_aux, window_size=(99, 0))
@@ -171,6 +205,7 @@ def test_gradients_of_a_batch_are_one_by_one() -> None:
         (128, 128, (-1, 0), 0),
         (128, 128, (127, 0), 130),
         (256, 256, (-1, 0), 0),
+        (128, 128, (127, 0), 0),
         (192, 128, (127, 0), 0),
     ],
 )

@@ -37,9 +37,9 @@ class Kind(NamedTuple):
 
 KINDS = {
     "window": Kind(range(8, 65, 8), 127, 8, "sm90_window", "sm90_window"),
-    "window-d96": Kind(range(72, 97, 8), 127, 8, "sm90_d128_window", "sm90_d96"),
-    "window-d128": Kind(range(104, 129, 8), 127, 8, "sm90_d128_window", "sm90_d128"),
-    "window-d192-v128": Kind(range(136, 193, 8), 127, 8, "sm90_d192_v128_window", "sm90_d192_v128", 128),
+    "window-d96": Kind(range(72, 97, 8), 127, 8, "sm90_d128_window", "sm90_d128_window"),
+    "window-d128": Kind(range(104, 129, 8), 127, 8, "sm90_d128_window", "sm90_d128_window"),
+    "window-d192-v128": Kind(range(136, 193, 8), 127, 8, "sm90_d192_v128_window", "sm90_d192_v128_window", 128),
     "d64": Kind(range(8, 65, 8), -1, 8, "sm90_d64", "sm90_d64"),
     "d96": Kind(range(72, 97, 8), -1, 8, "sm90_d128", "sm90_d96"),
     "d128": Kind(range(104, 129, 8), -1, 8, "sm90_d128", "sm90_d128"),

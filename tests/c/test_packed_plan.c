@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Plans for packed rows over a cache on CUDA devices that need not be there.
+ * Plans for packed rows over a cache, and for backwards of windows of wide heads, on CUDA devices that need not be there.
  */
 #include <inttypes.h>
 
@@ -79,4 +79,35 @@ static void test_the_largest_head_dim(void) {
             status.message);
 }
 
-const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(the_largest_head_dim), {0}};
+/* Causal windows of wide heads, without positional sink tokens; 16 bytes a row. */
+static void test_the_wide_windowed_backward_is_planned(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    static const struct {
+        int64_t head_dim, left, right, sinks, group;
+        int32_t head_dim_v;
+        const char *name;
+    } cases[] = {{72, 127, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d128_window"}, {128, 128, 0, 0, 64, 0, "sa_bwd_cuda_sm90_d128_window"},
+            {128, 0, 0, 0, 1, 0, "sa_bwd_cuda_sm90_d128_window"}, {128, 129, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d128"},
+            {96, 127, 1, 0, 6, 0, "sa_bwd_cuda_sm90_d96"}, {128, 127, 0, 4, 6, 0, "sa_bwd_cuda_sm90_d128"},
+            {128, 127, 0, 0, 65, 0, "sa_bwd_cuda_sm80_d128"}, {64, 127, 0, 0, 8, 0, "sa_bwd_cuda_sm90_window"},
+            {192, 127, 0, 0, 8, 128, "sa_bwd_cuda_sm90_d192_v128_window"}, {136, 128, 0, 0, 1, 8, "sa_bwd_cuda_sm90_d192_v128_window"},
+            {192, 129, 0, 0, 8, 128, "sa_bwd_cuda_sm90_d192_v128"}, {192, 127, 0, 1, 8, 128, "sa_bwd_cuda_sm90_d192_v128"},
+            {192, 127, 0, 0, 8, 136, "sa_bwd_cuda_sm90_d256"}, {192, 127, 0, 0, 8, 0, "sa_bwd_cuda_sm90_d256"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sinkattn_problem problem = packed_problem(2 * cases[i].group, cases[i].head_dim, cases[i].left);
+        problem.op = SINKATTN_BWD;
+        problem.packed = i % 2;
+        problem.head_dim_v = cases[i].head_dim_v;
+        problem.mask.right = cases[i].right;
+        problem.mask.num_sink_tokens = cases[i].sinks;
+        sinkattn_plan plan;
+        CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "case %zu is planned", i);
+        CHECK(strcmp(sinkattn_variant(plan.variant)->name, cases[i].name) == 0, "case %zu: %s", i, plan.reason);
+        if (!strstr(cases[i].name, "128_window")) continue;
+        const int64_t rows = (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len + 64;
+        CHECK(plan.workspace_bytes == rows * 16 + 15, "case %zu: %" PRId64 " bytes", i, plan.workspace_bytes);
+    }
+}
+
+const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(the_largest_head_dim),
+        TEST(the_wide_windowed_backward_is_planned), {0}};
