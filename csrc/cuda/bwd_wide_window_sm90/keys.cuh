@@ -262,21 +262,21 @@ template <class C> struct KeysMath {
         wgmma_wait<1>(); // S complete; dP of the first half still running
         pin(s);
         find_weights<kMasked>(s, stats, seen, 0);
-#pragma unroll
-        for (int i = 0; i < kRows / 4; i += 2) weights[0][i / 8][i / 2 % 4] = pack_halves<Element>(s[i], s[i + 1]);
         wgmma_wait<0>();
         pin(dp);
         find_ds<kMasked>(dp, s, 0, stats, seen, 0);
+#pragma unroll
+        for (int i = 0; i < kRows / 4; i += 2) weights[0][i / 8][i / 2 % 4] = pack_halves<Element>(s[i], s[i + 1]);
         pack<Element>(ds[0], dp);
         begin_dp(dp, stage, kRows / 2);
         add_products(dk, dv, weights[0], ds[0], stage, 0);
         wgmma_wait<0>();
         pin(dv);
         dk.pin_all();
-#pragma unroll
-        for (int i = 0; i < kRows / 4; i += 2) weights[1][i / 8][i / 2 % 4] = pack_halves<Element>(s[kRows / 4 + i], s[kRows / 4 + i + 1]);
         pin(dp);
         find_ds<kMasked>(dp, s, kRows / 4, stats, seen, kRows / 2);
+#pragma unroll
+        for (int i = 0; i < kRows / 4; i += 2) weights[1][i / 8][i / 2 % 4] = pack_halves<Element>(s[kRows / 4 + i], s[kRows / 4 + i + 1]);
         pack<Element>(ds[1], dp);
         add_products(dk, dv, weights[1], ds[1], stage, kRows / 2);
         wgmma_wait<0>();

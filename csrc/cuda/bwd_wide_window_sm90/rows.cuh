@@ -171,7 +171,15 @@ struct ThreadRow {
     }
 };
 
-// LSE in natural units, and g, of the thread's rows.
+// Of a row in lse and dlse.
+__device__ __forceinline__ int64_t stats_index(const sinkattn_bwd_args &args, const Problem &p, const Span &span, const ThreadRow &row) {
+    return sa_row_index(&args.fwd.problem, &span.sequence, static_cast<int64_t>(span.kv_head) * p.group + row.head, row.token);
+}
+
+// LSE in log2 units, as exponentials need it.
+__device__ __forceinline__ float lse_in_log2(float lse) { return lse == -INFINITY ? 0.0f : lse * kLog2e; }
+
+// LSE in log2 units, and g, of the thread's rows.
 __device__ __forceinline__ void load_stats(
         float (&lse)[2], float (&g)[2], const sinkattn_bwd_args &all, const Problem &p, const Span &span, int first_token) {
     const sinkattn_bwd_args &args = *pinned(&all); // pinned: else its fields take registers throughout the loop
@@ -181,9 +189,8 @@ __device__ __forceinline__ void load_stats(
         lse[r] = INFINITY;
         g[r] = 0.0f;
         if (!row.exists) continue;
-        const int64_t at =
-                sa_row_index(&args.fwd.problem, &span.sequence, static_cast<int64_t>(span.kv_head) * p.group + row.head, row.token);
-        lse[r] = static_cast<const float *>(args.fwd.lse)[at];
+        const int64_t at = stats_index(args, p, span, row);
+        lse[r] = lse_in_log2(static_cast<const float *>(args.fwd.lse)[at]);
         if (args.dlse) g[r] = static_cast<const float *>(args.dlse)[at];
     }
 }
@@ -202,9 +209,6 @@ __device__ __forceinline__ Columns find_columns(const Problem &p, const Span &sp
     seen.all_end = warp_uniform(sa_row_band(&span.band, first_token).end - first_key);
     return seen;
 }
-
-// LSE in log2 units, as exponentials need it.
-__device__ __forceinline__ float lse_in_log2(float lse) { return lse == -INFINITY ? 0.0f : lse * kLog2e; }
 
 using Piece = float[kPieceKeys / 2]; // S, P, dP or dS: 64 rows x 80 keys
 
@@ -265,30 +269,30 @@ template <class C> struct RowsMath {
         for (int i = 0; i < kPieceKeys / 2; i++) dp[i] = weights[i] * (dp[i] + bias[element_row(i)]);
     }
 
-    // delta: of this thread's columns; lse: natural. bias: g - delta, 0 for a row without keys. Four lanes share two rows; the first one
-    // writes.
-    __device__ __forceinline__ void finish_rows(float (&bias)[2], const float (&delta)[2], const float (&g)[2], const float (&lse)[2],
-            uint32_t suspects, const Columns &seen, const Span &span, int first_token) const {
+    // delta: of this thread's columns. bias: g - delta, 0 for a row without keys. Four lanes share two rows; the first one writes.
+    __device__ __forceinline__ void finish_rows(float (&bias)[2], const float (&delta)[2], const float (&g)[2], uint32_t suspects,
+            const Columns &seen, const Span &span, int first_token) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             bias[r] = g[r] - quad_sum(delta[r]);
             const ThreadRow row(r, p, span, first_token);
             if (row.exists && threadIdx.x % 4 == 0) {
-                const float s_aux = span.s_aux[row.head];
-                float p_sink = s_aux == lse[r] ? 1.0f : exp2_approx((s_aux - lse[r]) * kLog2e);
+                const sinkattn_bwd_args &own = *pinned(&args);
+                const float lse = static_cast<const float *>(own.fwd.lse)[stats_index(own, p, span, row)], s_aux = span.s_aux[row.head];
+                float p_sink = s_aux == lse ? 1.0f : exp2_approx((s_aux - lse) * kLog2e);
                 if (s_aux == -INFINITY) p_sink = 0.0f;
-                pinned(&p)->stats_of(pinned(&args)->fwd.problem, span.sequence, span.kv_head, row.token)[row.head] = {
-                        lse_in_log2(lse[r]), bias[r], p_sink == 0.0f ? 0.0f : p_sink * bias[r], suspects >> r & 1};
+                pinned(&p)->stats_of(own.fwd.problem, span.sequence, span.kv_head, row.token)[row.head] = {
+                        lse_in_log2(lse), bias[r], p_sink == 0.0f ? 0.0f : p_sink * bias[r], suspects >> r & 1};
             }
             if (seen.begin[r] == seen.end[r]) bias[r] = 0.0f;
         }
     }
 
-    // Bit r: row r of Q or dO may not be finite, since that makes its row of S or dP so, whatever the keys.
-    static __device__ __forceinline__ uint32_t find_suspects(const float (&s)[2], const Piece &dp) {
+    // Bit r: row r of Q, or of dO, may not be finite, since that makes its row of S, or of dP, so, whatever the keys.
+    static __device__ __forceinline__ uint32_t find_suspects(const Piece &product) {
         uint32_t found = 0;
         for (int r = 0; r < 2; r++)
-            if (fmaf(s[r], 0.0f, dp[2 * r] * 0.0f) != 0.0f) found |= 1u << r;
+            if (fmaf(product[2 * r], 0.0f, 0.0f) != 0.0f) found |= 1u << r;
         return found;
     }
 
@@ -305,27 +309,26 @@ template <class C> struct RowsMath {
         begin_dp(dp0, stage, step);
         begin_dp(dp1, stage, step + kPieceSteps);
         // S, dP issued
-        float lse[2], g[2], lse_log2[2], delta[2] = {}, bias[2] = {};
+        float lse[2], g[2], delta[2] = {}, bias[2] = {};
         load_stats(lse, g, args, p, span, first_token);
         const Columns seen = find_columns(p, span, first_token, span.first_key + step * kStepKeys);
         smem.kv_ready.wait(Ring<1>{span.number});
-        for (int r = 0; r < 2; r++) lse_log2[r] = lse_in_log2(lse[r]);
         wgmma_wait<2>(); // S complete; dP still running
         pin(s0);
         pin(s1);
-        const float of_q[2] = {s0[0], s0[2]};
-        find_weights(s0, seen, lse_log2, 0, 0, step);
-        find_weights(s1, seen, lse_log2, kPieceSteps, 0, step + kPieceSteps);
+        uint32_t suspects = find_suspects(s0);
+        find_weights(s0, seen, lse, 0, 0, step);
+        find_weights(s1, seen, lse, kPieceSteps, 0, step + kPieceSteps);
         wgmma_wait<0>();
         pin(dp0);
         pin(dp1);
         if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
-        const uint32_t suspects = find_suspects(of_q, dp0);
+        suspects |= find_suspects(dp0);
         hide(dp0, seen, 0, 0);
         hide(dp1, seen, kPieceSteps, 0);
         add_delta(delta, s0, dp0);
         add_delta(delta, s1, dp1);
-        finish_rows(bias, delta, g, lse, suspects, seen, span, first_token);
+        finish_rows(bias, delta, g, suspects, seen, span, first_token);
         uint32_t ds0[kPieceSteps][4], ds1[kPieceSteps][4];
         find_ds(dp0, s0, bias);
         pack<Element>(ds0, dp0);
@@ -340,14 +343,13 @@ template <class C> struct RowsMath {
     // The same in pieces of which S and dP are computed twice.
     __device__ __forceinline__ void differentiate_twice(Wide<C> &dq, const Span &span, int first_token, int step) {
         const uint32_t stage = warp_uniform(ring.stage());
-        float lse[2], g[2], lse_log2[2], delta[2] = {}, bias[2] = {};
+        float lse[2], g[2], delta[2] = {}, bias[2] = {};
         load_stats(lse, g, args, p, span, first_token);
         const Columns seen = find_columns(p, span, first_token, span.first_key + step * kStepKeys);
         const int last = min(first_token + p.tokens, span.band.q_len) - 1,
                   end = warp_uniform(sa_row_band(&span.band, last).end - span.first_key - step * kStepKeys),
                   num_pieces = max(sa_tile_from(max(end, 0), kPieceKeys), 1);
         smem.kv_ready.wait(Ring<1>{span.number});
-        for (int r = 0; r < 2; r++) lse_log2[r] = lse_in_log2(lse[r]);
         uint32_t suspects = 0;
         dq.clear();
 #pragma unroll 1
@@ -360,15 +362,12 @@ template <class C> struct RowsMath {
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (n == 0) {
-                const float of_q[2] = {s[0], s[2]};
-                suspects = find_suspects(of_q, dp);
-            }
-            find_weights(s, seen, lse_log2, first, own, step + first);
+            if (n == 0) suspects = find_suspects(s) | find_suspects(dp);
+            find_weights(s, seen, lse, first, own, step + first);
             hide(dp, seen, first, own);
             if (n < num_pieces) {
                 add_delta(delta, s, dp);
-                if (n == num_pieces - 1) finish_rows(bias, delta, g, lse, suspects, seen, span, first_token);
+                if (n == num_pieces - 1) finish_rows(bias, delta, g, suspects, seen, span, first_token);
                 continue;
             }
             uint32_t ds[kPieceSteps][4];

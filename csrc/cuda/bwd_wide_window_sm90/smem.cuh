@@ -15,8 +15,9 @@ namespace sa::bwd_wide_window_sm90 {
 constexpr int kRows = 64, kStepKeys = 16, kPieceSteps = 5, kPieceKeys = kPieceSteps * kStepKeys; // rows of a tile; keys of one product
 constexpr int kBlockKeys = 128;                                                                  // of the second launch, 64 a warpgroup
 constexpr int kWarpgroups = 2, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128;
-constexpr int kLoaderRegisters = 32, kMathRegisters = 240;
-static_assert(kLoaderRegisters + kWarpgroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
+// A block begins with 168 registers a thread, the most for 384 threads, and exchanges no others: a sum above 3 x 168 would wait forever.
+constexpr int kLoaderRegisters = 40, kMathRegisters = 232;
+static_assert(kLoaderRegisters + kWarpgroups * kMathRegisters <= 3 * 168, "registers of the block, for each of 128 threads");
 
 // kHalves: pieces of 64 columns of a row of Q and K, kHalvesV of V and dO; a row tile's lie kRowHalf bytes apart.
 template <class Element_, int kHeadDim_, int kHeadDimV_> struct Widths {
