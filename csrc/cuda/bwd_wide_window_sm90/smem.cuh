@@ -34,6 +34,8 @@ struct alignas(SA_BWD_WIDE_WINDOW_STATS_BYTES) RowStats {
     uint32_t suspect;
 };
 
+static_assert(sizeof(RowStats) == SA_BWD_WIDE_WINDOW_STATS_BYTES, "as the planner counts them");
+
 struct Maps {
     CUtensorMap q, dout, k, v; // boxes: a tile's whole tokens; a span's or a block's keys
 };
