@@ -238,50 +238,42 @@ template <class C> struct KeysMath {
         pin(s);
         find_weights<kMasked>(s, stats, seen, 0);
         pack<Element>(weights, s);
-        wgmma_pb<Element, C::kRowHalf>(dv, weights, shared_address(smem.douts[stage]));
-        wgmma_wait<1>(); // dP complete; dV still running
+        wgmma_wait<0>();
         pin(dp);
         find_ds<kMasked>(dp, s, 0, stats, seen, 0);
         pack<Element>(ds, dp);
-        dk.template add_product<C::kRowHalf>(ds, shared_address(smem.queries[stage]), true);
+        add_products(dk, dv, weights, ds, stage, 0);
         wgmma_wait<0>();
         pin(dv);
         dk.pin_all();
     }
 
-    // The same with dP of 32 rows at a time: S, dP of all 64 do not fit beside dK of 192 columns.
+    // The same 32 rows at a time: S, dP of all 64 do not fit beside dK of 192 columns.
     template <bool kMasked> __device__ __forceinline__ void add_tile_by_halves(Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
+        constexpr int kHalf = kRows / 2;
         const RowStats *stats = smem.stats[stage];
-        Scores s;
-        float dp[kRows / 4];
-        uint32_t weights[2][kRows / 32][4], ds[2][kRows / 32][4];
         Seen seen;
-        begin_scores(s, stage);
-        begin_dp(dp, stage, 0);
         if (kMasked) seen = find_seen(t);
-        wgmma_wait<1>(); // S complete; dP of the first half still running
-        pin(s);
-        find_weights<kMasked>(s, stats, seen, 0);
-        wgmma_wait<0>();
-        pin(dp);
-        find_ds<kMasked>(dp, s, 0, stats, seen, 0);
 #pragma unroll
-        for (int i = 0; i < kRows / 4; i += 2) weights[0][i / 8][i / 2 % 4] = pack_halves<Element>(s[i], s[i + 1]);
-        pack<Element>(ds[0], dp);
-        begin_dp(dp, stage, kRows / 2);
-        add_products(dk, dv, weights[0], ds[0], stage, 0);
-        wgmma_wait<0>();
-        pin(dv);
-        dk.pin_all();
-        pin(dp);
-        find_ds<kMasked>(dp, s, kRows / 4, stats, seen, kRows / 2);
-#pragma unroll
-        for (int i = 0; i < kRows / 4; i += 2) weights[1][i / 8][i / 2 % 4] = pack_halves<Element>(s[kRows / 4 + i], s[kRows / 4 + i + 1]);
-        pack<Element>(ds[1], dp);
-        add_products(dk, dv, weights[1], ds[1], stage, kRows / 2);
-        wgmma_wait<0>();
-        pin(dv);
-        dk.pin_all();
+        for (int half = 0; half < 2; half++) {
+            float s[kHalf / 2], dp[kHalf / 2];
+            uint32_t weights[kHalf / 16][4], ds[kHalf / 16][4];
+            wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, shared_address(smem.keys) + 64 * math_warpgroup * kRowBytes,
+                    shared_address(smem.queries[stage]) + half * kHalf * kRowBytes);
+            begin_dp(dp, stage, half * kHalf);
+            wgmma_wait<1>(); // S complete; dP still running
+            pin(s);
+            find_weights<kMasked>(s, stats, seen, half * kHalf);
+            wgmma_wait<0>();
+            pin(dp);
+            find_ds<kMasked>(dp, s, 0, stats, seen, half * kHalf);
+            pack<Element>(weights, s);
+            pack<Element>(ds, dp);
+            add_products(dk, dv, weights, ds, stage, half * kHalf);
+            wgmma_wait<0>();
+            pin(dv);
+            dk.pin_all();
+        }
     }
 
     // Issues dV += P dO, dK += dS Q for rows from `first` on; the caller waits.

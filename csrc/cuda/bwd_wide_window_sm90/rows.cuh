@@ -163,7 +163,8 @@ struct ThreadRow {
     int token, head;
     bool exists;
 
-    __device__ __forceinline__ ThreadRow(int r, const Problem &p, const Span &span, int first_token) {
+    __device__ __forceinline__ ThreadRow(int r, const Problem &of, const Span &span, int first_token) {
+        const Problem &p = *pinned(&of);
         const int row = warpgroup_row(static_cast<unsigned>(pinned(static_cast<int>(threadIdx.x)) % 128), r), within = p.row_token(row);
         token = first_token + within;
         head = row - within * p.group;
