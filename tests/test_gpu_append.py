@@ -138,6 +138,24 @@ def test_slots_are_the_cpu_s(page_size: int, dtype: torch.dtype) -> None:
     sinkattn.check_errors()
 
 
+@pytest.mark.parametrize("first", [0, 64])
+@pytest.mark.parametrize("page_size", [0, 1, 16])
+def test_keys_alone_are_the_cpu_s(page_size: int, first: int) -> None:
+    """Of one latent, whose values are columns of its keys."""
+    keys, _, new, _, lens, table = make_append([0, 17, 62, 3], 2, page_size, head_dim=576)
+    theirs = keys.cuda()
+    want = append_op(keys, keys[..., first : first + 512], new, None, lens, table)
+    got = append_op(theirs, theirs[..., first : first + 512], *to_device([new, None, lens, table]))
+    assert_same((got.cpu(), theirs.cpu()), (want, keys))
+    if page_size:
+        slots = torch.tensor([-1, 40, 3, 7, 0, 11, 25])
+        rows, ours = new.flatten(0, 1) + 1, (keys, keys[..., first : first + 512])
+        torch.ops.sinkattn.append_kv_slots(*ours, rows, None, slots)
+        torch.ops.sinkattn.append_kv_slots(theirs, theirs[..., first : first + 512], rows.cuda(), None, slots.cuda())
+        assert torch.equal(theirs.cpu(), keys)
+    sinkattn.check_errors()
+
+
 def test_slots_outside_are_left_out_and_reported() -> None:
     k_cache, v_cache, k, v, _, _ = to_device(make_append([0] * 4, 1, 16))
     num_slots, k, v = k_cache.shape[0] * 16, k.flatten(0, 1), v.flatten(0, 1)

@@ -44,8 +44,6 @@ sinkattn_status sinkattn_append(const sinkattn_append_args *args, sinkattn_backe
     if (status.code != SINKATTN_OK) return status;
     if (!context) return sa_status(SINKATTN_INVALID, "context is NULL; it must be given");
     if (backend == SINKATTN_CPU) return sa_append_cpu(args);
-    if (backend == SINKATTN_CUDA && args->k.data && !args->v.data)
-        return sa_status(SINKATTN_UNSUPPORTED, "v is NULL; on CUDA it must be given, or keys alone be copied by the caller");
     if (backend == SINKATTN_CUDA) return sa_append_cuda(args, context);
     return sa_status(SINKATTN_INVALID, "backend is %d; it must be cpu (0) or cuda (1)", (int)backend);
 }

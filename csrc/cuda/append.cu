@@ -17,7 +17,7 @@ constexpr int kThreads = 128, kChunkBytes = 16;
 struct Params {
     sinkattn_append_args args;
     uint32_t blocks;                                     // of a sequence: one for each new row, at least one
-    uint32_t chunks_a_head, v_chunks_a_head, num_chunks; // num_chunks: of a row of k
+    uint32_t chunks_a_head, v_chunks_a_head, num_chunks; // num_chunks: of a row of k; no v_chunks_a_head: keys alone
     unsigned *error_word;
 };
 
@@ -93,7 +93,7 @@ extern "C" sinkattn_status sa_append_cuda(const sinkattn_append_args *args, cons
         return sa_status(SINKATTN_UNSUPPORTED,
                 "batch * q_len is %lld * %lld, num_kv_heads %lld; a CUDA append takes less than 2^31 rows of at most 2^27 bytes",
                 static_cast<long long>(batch), static_cast<long long>(rows), static_cast<long long>(problem.num_kv_heads));
-    const int64_t v_chunks_a_head = sa_head_dim_v(&problem) * sa_dtype_bytes(problem.dtype) / sa::kChunkBytes;
+    const int64_t v_chunks_a_head = args->v.data ? sa_head_dim_v(&problem) * sa_dtype_bytes(problem.dtype) / sa::kChunkBytes : 0;
     sa::Params params = {*args, static_cast<uint32_t>(rows), static_cast<uint32_t>(chunks_a_head), static_cast<uint32_t>(v_chunks_a_head),
             static_cast<uint32_t>(num_chunks), nullptr};
     SA_TRY(sa_cuda_error_word(&params.error_word));
