@@ -51,12 +51,14 @@ template <class Element_, class Sizes, int kWarps, bool kExtras_, Tile kTile, bo
     static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // of an SM
     using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, decode::Smem<kThreads>>;
     using Rows = std::conditional_t<kKeysInM, RowsInN<Config>, decode::Rows<Config>>;
-    static constexpr int kColumns = kHeadDimV / kTeamWarps;
+    static constexpr int kColumns = kHeadDimV / kTeamWarps, kStreamRows = kTileQ;
     static constexpr bool kQueriesInRegisters = kTeamWarps == 1;
     static constexpr int kTeamBytes = kHeads * kHeadBytes; // in a stage
     static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kTileQ * kRowBytes, kStageBytes = kTeams * kTeamBytes;
     static_assert(kTileQ * kPartialRow * 4 <= 2 * kHeadBytes, "a team's partial fits its two stages");
     static_assert(kTeamThreads % kRowThreads == 0, "threads share the work evenly");
+
+    static __device__ __forceinline__ void sync() { __syncthreads(); } // of the threads that end a part
 };
 
 enum NamedBarrier : int { kTeamBarrier = 1 }; // one a team, from this one on; 0 is __syncthreads
@@ -222,40 +224,6 @@ template <class C> __global__ __launch_bounds__(C::kThreads) void reduce_kernel(
     merge_parts<C>(neutral, smem, params);
 }
 
-int64_t row_tiles_of(const sinkattn_problem &problem) {
-    return sa_ceil_div(problem.q_len * (problem.num_q_heads / problem.num_kv_heads), kTileQ);
-}
-
-sinkattn_status check_sizes(const sinkattn_decode_args &args, const sinkattn_plan &plan) {
-    const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t group = problem.num_q_heads / problem.num_kv_heads;
-    int64_t tiles;
-    if (__builtin_mul_overflow(
-                problem.batch * problem.num_kv_heads, row_tiles_of(problem) * sa_max(1, sa_ceil_div(problem.k_len, kTileK)), &tiles))
-        tiles = INT64_MAX;
-    int64_t row_stride = 0, head_stride = 0;
-    for (const sinkattn_tensor *tensor : {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.fwd.out}) {
-        row_stride = sa_max(row_stride, tensor->row_stride);
-        head_stride = sa_max(head_stride, tensor->head_stride);
-    }
-    const struct {
-        const char *name;
-        int64_t size, most;
-    } limits[] = {{"batch", problem.batch, INT32_MAX}, {"num_kv_heads", problem.num_kv_heads, INT32_MAX},
-            {"q_len * group", problem.q_len * group, INT32_MAX - kTileQ},
-            {"the number of tiles of 16 keys, of all sequences and kv heads,", tiles, 1 << 30},
-            {"num_splits", plan.num_splits, (1 << kCountBits) - 1}, {"num_items", plan.num_items, INT32_MAX},
-            {"the number of streams of 16 rows, where they are cut by their lengths,",
-                    sa_is_balanced(&problem, &plan) ? problem.batch * problem.num_kv_heads * row_tiles_of(problem) : 0,
-                    1 << (kCountBits - 1)},
-            {"a row stride", row_stride, INT32_MAX}, {"a head stride", head_stride, INT32_MAX}};
-    for (const auto &limit : limits)
-        if (limit.size > limit.most)
-            return sa_status(SINKATTN_UNSUPPORTED, "%s is %lld; a CUDA decode takes at most %lld", limit.name,
-                    static_cast<long long>(limit.size), static_cast<long long>(limit.most));
-    return sa_ok();
-}
-
 // The blocks of an SM, at most kBlocks, halved until each has two stages; and the stages of each.
 template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *blocks) {
     int device = 0, block_bytes = 0, sm_bytes = 0, reserved = 0;
@@ -284,7 +252,7 @@ template <class C> int64_t most_parts(const sinkattn_problem &problem) {
 
 // Returns the blocks of the grid, where an SM holds `blocks`, and sets what follows from their number.
 template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &problem, const sinkattn_plan &plan, int32_t blocks) {
-    params.row_tiles = static_cast<int32_t>(row_tiles_of(problem));
+    params.row_tiles = static_cast<int32_t>(row_tiles_of(problem, kTileQ));
     const uint32_t num_heads = static_cast<uint32_t>(problem.num_kv_heads) / C::kHeads;
     const uint32_t num_streams = static_cast<uint32_t>(problem.batch * params.row_tiles) * num_heads;
     const int64_t parts = num_streams * most_parts<C>(problem);
@@ -303,7 +271,7 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     if (problem.batch == 0 || problem.q_len == 0) return sa_ok();
     typename C::Arguments params = {};
     int32_t blocks = 1;
-    SA_TRY(check_sizes(args, plan));
+    SA_TRY(check_sizes(args, plan, kTileQ));
     SA_TRY(choose_stages<C>(&params.stages, &blocks));
     SA_TRY(sa_cuda_error_word(&params.error_word));
     SA_TRY(allow_shared<decode_kernel<C>>(C::kQueryBytes + params.stages * C::kStageBytes)); // room for all stages; cut_work may use fewer
@@ -350,7 +318,7 @@ template <class Element, class Sizes, bool kExtras, Tile kTile>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     if constexpr (Sizes::kHeadDim == 64) {
-        const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem);
+        const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem, kTileQ);
         using Clusters = Config<Element, Sizes, 8, kExtras, kTile, true>;
         bool fit = false;
         if (sa_is_balanced(&problem, &plan) && problem.batch == 1 && streams == problem.num_kv_heads && problem.k_len <= kMostClusterKeys &&

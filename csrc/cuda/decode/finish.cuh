@@ -95,7 +95,7 @@ template <class C> __device__ __forceinline__ void make_neutral(float *row) {
 template <class C>
 __device__ __forceinline__ void merge_parts(const float *neutral, const typename C::Smem &smem, const typename C::Arguments &params) {
     const Part &part = smem.part;
-    __syncthreads();
+    C::sync();
     if (!smem.is_last) return;
     for_each_quad<C>(part.stream.num_rows, [&](int row, int column) {
         const float *from = slot_of(part, params, 0) + row * C::kPartialRow;
@@ -177,11 +177,11 @@ template <class C> __device__ __forceinline__ void write_empty(typename C::Smem 
         if (threadIdx.x < 32) {
             const uint32_t real = min(x, num_streams - 1), of_heads = sa_divide(real, params.by_heads);
             kv_head = real - of_heads * params.num_heads;
-            stream = stream_at(params, of_heads, batch);
+            stream = stream_at<C::kStreamRows>(params, of_heads, batch);
             empty = __ballot_sync(0xffffffffu, x == real && sa_key_tile_count(&stream.tiles) == 0);
         }
         for (;; empty &= empty - 1) {
-            __syncthreads(); // no thread reads the previous part any more
+            C::sync(); // no thread reads the previous part any more
             if (threadIdx.x == 0) part.found = empty != 0;
             if (empty && static_cast<int>(threadIdx.x) == __ffs(static_cast<int>(empty)) - 1) {
                 part.stream = stream;
@@ -189,11 +189,11 @@ template <class C> __device__ __forceinline__ void write_empty(typename C::Smem 
                 part.kv_head = static_cast<int32_t>(kv_head);
                 part.num_parts = 1;
             }
-            __syncthreads();
+            C::sync();
             if (!part.found) break;
             const Requested requested = request_rows<C>(smem, params);
             if (threadIdx.x < part.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
-            __syncthreads();
+            C::sync();
             for_each_quad<C>(part.stream.num_rows, [&](int row, int column) { write_out<C>(Quad{}, smem, params, row, column); });
         }
     }

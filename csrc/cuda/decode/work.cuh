@@ -90,14 +90,17 @@ struct Row {
 };
 
 // launch_width gives blocks of 8 warps or 1 only to streams that never need shares.
-template <int kThreads> constexpr bool kHasShares = kThreads == 128;
+template <int kThreads> constexpr bool kHasShares = kThreads == 128 || kThreads == 512;
 
-template <int kThreads> struct Smem {
+template <int kThreads> struct PartSmem {
     Part part;
     union {
         uint2 sums[kThreads / 32];
         unsigned long long counted; // the stream's counter as found, once the part is known
     };
+};
+
+template <int kThreads> struct Smem : PartSmem<kThreads> {
     Row rows[kThreads / 32][kTileQ]; // each warp has its own
     float s_aux[kTileQ];
     bool is_last;
@@ -110,11 +113,11 @@ template <int kThreads> struct ClusterSmem : Smem<kThreads> {
     float2 stats[kMost];
 };
 
-// Row tile row_tile of a sequence with `length` keys, which is clamped to the cache.
-__device__ __forceinline__ Stream stream_of(const Params &params, int32_t length, int32_t row_tile) {
+// Row tile row_tile, of kRows rows, of a sequence with `length` keys, which is clamped to the cache.
+template <int kRows = kTileQ> __device__ __forceinline__ Stream stream_of(const Params &params, int32_t length, int32_t row_tile) {
     Stream stream;
-    stream.row_begin = row_tile * kTileQ;
-    stream.num_rows = min(kTileQ, params.num_rows - stream.row_begin);
+    stream.row_begin = row_tile * kRows;
+    stream.num_rows = min(kRows, params.num_rows - stream.row_begin);
     stream.band = sa_band_with_keys(params.band, max(0, min(length, params.band.k_len)));
     const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
             static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
@@ -129,9 +132,9 @@ __device__ __forceinline__ int32_t read_length(const Params &params, int32_t bat
 }
 
 // Stream `number` of a kv head, numbered by sequence and row tile, at its sequence's current length. batch: its sequence.
-__device__ __forceinline__ Stream stream_at(const Params &params, uint32_t number, int32_t &batch) {
+template <int kRows = kTileQ> __device__ __forceinline__ Stream stream_at(const Params &params, uint32_t number, int32_t &batch) {
     batch = static_cast<int32_t>(sa_divide(number, params.by_row_tiles));
-    return stream_of(params, read_length(params, batch), static_cast<int32_t>(number) - batch * params.row_tiles);
+    return stream_of<kRows>(params, read_length(params, batch), static_cast<int32_t>(number) - batch * params.row_tiles);
 }
 
 // How many of the positions that are cut into shares the stream takes; see sa_share.
@@ -203,8 +206,8 @@ struct Split {
 };
 
 // Counts the tiles of a kv head, which give the length of a part, then its parts.
-template <int kThreads>
-__device__ __forceinline__ Split split_streams(Smem<kThreads> &smem, const Params &params, const Speculation &speculation) {
+template <int kThreads, int kRows = kTileQ>
+__device__ __forceinline__ Split split_streams(PartSmem<kThreads> &smem, const Params &params, const Speculation &speculation) {
     const ThreadSequences range = thread_sequences<kThreads>(params);
     const bool one_stream = range.past - range.first <= 1 && params.row_tiles == 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -221,7 +224,7 @@ __device__ __forceinline__ Split split_streams(Smem<kThreads> &smem, const Param
                 if (!speculation.before_wait && blockIdx.x == 0) check_length(params, its_length);
 #pragma unroll 1
                 for (int32_t row_tile = 0; row_tile < params.row_tiles; row_tile++) {
-                    const Stream stream = stream_of(params, its_length, row_tile);
+                    const Stream stream = stream_of<kRows>(params, its_length, row_tile);
                     const uint32_t its_tiles = stream.num_tiles;
                     if (pass) {
                         parts += (its_tiles + length - 1) / length;
@@ -292,9 +295,9 @@ __device__ __forceinline__ void take_share(Part &part, const Params &params, uin
 
 // Finds part `number`, or the first part of share `number`. False if there is none. Even lengths that change under the kernel lead to no
 // access outside the tensors.
-template <int kThreads>
+template <int kThreads, int kRows = kTileQ>
 __device__ __forceinline__ bool take_part(
-        Smem<kThreads> &smem, const Params &params, uint32_t number, const Split &split, const Speculation &speculation) {
+        PartSmem<kThreads> &smem, const Params &params, uint32_t number, const Split &split, const Speculation &speculation) {
     Part &part = smem.part;
     const uint32_t of_heads = sa_divide(number, params.by_heads), head = number - of_heads * params.num_heads;
     const uint32_t wanted = split.shares ? of_heads * split.length : of_heads;
@@ -314,7 +317,7 @@ __device__ __forceinline__ bool take_part(
         uint32_t num_parts;
 #pragma unroll 1
         for (;;) {
-            stream = stream_of(params, length_of(params, speculation, b), row_tile);
+            stream = stream_of<kRows>(params, length_of(params, speculation, b), row_tile);
             if (params.num_splits) length = sa_divide(stream.num_tiles + params.num_splits - 1, params.by_splits);
             num_parts = (stream.num_tiles + length - 1) / length;
             const uint32_t size = split.shares ? positions_of(params, stream) : num_parts;
@@ -347,7 +350,7 @@ __device__ __forceinline__ bool take_part(
 }
 
 // The next part of the block's share. False if the share ends here.
-template <int kThreads> __device__ __forceinline__ bool take_next(Smem<kThreads> &smem, const Params &params) {
+template <int kThreads, int kRows = kTileQ> __device__ __forceinline__ bool take_next(PartSmem<kThreads> &smem, const Params &params) {
     Part &part = smem.part;
     if (part.rest == 0) return false;
     __syncthreads(); // no thread reads the previous part any more
@@ -355,14 +358,14 @@ template <int kThreads> __device__ __forceinline__ bool take_next(Smem<kThreads>
         const uint32_t share = part.slot / 2 + part.index, room = part.rest;
         const uint32_t begin = part.begin + part.stream.num_tiles + params.cut.begin;
         const uint32_t num_streams = params.batch * params.row_tiles;
-        uint32_t next = part.batch * params.row_tiles + sa_tile_of(part.stream.row_begin, kTileQ) + 1, with_keys = 0;
+        uint32_t next = part.batch * params.row_tiles + sa_tile_of(part.stream.row_begin, kRows) + 1, with_keys = 0;
         __syncwarp();
         if (threadIdx.x == 0) part.found = false;
         __syncwarp();
 #pragma unroll 1
         for (; next < num_streams && !with_keys; next += 32) { // a stream a lane
             int32_t batch;
-            const Stream found = stream_at(params, min(next + threadIdx.x, num_streams - 1), batch);
+            const Stream found = stream_at<kRows>(params, min(next + threadIdx.x, num_streams - 1), batch);
             with_keys = __ballot_sync(0xffffffffu, sa_key_tile_count(&found.tiles) > 0);
             if (static_cast<int>(threadIdx.x) != __ffs(static_cast<int>(with_keys)) - 1) continue;
             part.batch = batch;
