@@ -406,7 +406,7 @@ def flash_attn_with_kvcache(
     k_cache_host, v_cache_host are more pages of a paged cache, in pinned memory, which a GPU reads where they lie:
     block_table names them from num_pages on, and new keys never go there. A captured graph reads them again: keep them.
     head_dim may be up to 576, v_cache's up to 512. One latent for all heads is k_cache [.., 1, 576] with its view
-    k_cache[..., :512] as v_cache, and a new one is k with v=None. CUDA refuses more than 512 columns.
+    k_cache[..., :512] as v_cache, and a new one is k with v=None. Above 512 CUDA takes only 9.0 and pages of 16 n keys.
     return_softmax_lse is flash-attention's name for return_lse. Lengths and pages outside the cache raise ValueError on
     the CPU: before anything is written where new keys lack a slot, while other errors may come when they are in their
     slots already, behind the keys in use. On CUDA, where no length is read on the host, lengths are clamped, keys of

@@ -55,7 +55,10 @@ DECODES = {"sm80_d64": range(8, 65, 8), "sm80_d128": range(72, 129, 8), "sm80_d2
            "sm80_d512": range(264, 513, 8), "sm80_d192_v128": range(136, 193, 8),
            "sm80_prefill": range(136, 257, 8), "sm90_window": range(8, 65, 8),
            "sm90_chain_d64": range(8, 65, 8), "sm90_chain_d128": range(72, 129, 8)}  # fmt: skip
-DECODED_VALUES = {"sm80_d192_v128": 128}  # columns, where not head_dim
+DECODED_VALUES = {"sm80_d192_v128": 128, "sm90_rows_d192_v128": 128}  # columns, where not head_dim
+MANY_ROWS = {"sm90_rows_d64": range(8, 65, 8), "sm90_rows_d128": range(72, 129, 8),
+             "sm90_rows_d192_v128": range(136, 193, 8), "sm90_rows_d256": range(136, 257, 8),
+             "sm90_rows_d576": range(264, 513, 8)}  # fmt: skip
 INVARIANT = ("sm80_prefill", "sm90_window", "sm90_chain_d64", "sm90_chain_d128")
 
 
@@ -84,6 +87,11 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
         sizes = {"num_q_heads": 8, "q_len": 1, "invariant": name in INVARIANT}
         sizes["head_dim_v"] = DECODED_VALUES.get(name, 0)
         sizes |= {"window_size_left": 90} if name == "sm90_window" else {}
+        found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
+        assert found == {f"sa_decode_cuda_{name}"}
+        met |= found
+    for name, head_dims in MANY_ROWS.items():
+        sizes = {"num_q_heads": 24, "q_len": 1, "k_len": 1 << 22, "head_dim_v": DECODED_VALUES.get(name, 0)}
         found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
         assert found == {f"sa_decode_cuda_{name}"}
         met |= found

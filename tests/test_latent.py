@@ -128,10 +128,20 @@ def test_refusals(name: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("arch", [80, 90])
-def test_a_gpu_refuses_it_when_it_is_planned(arch: int, packed: bool) -> None:
+def planned(arch: int, **sizes: Any) -> dict[str, Any]:
     gpu = {"backend": "cuda", "arch": arch, "workers": 132}
-    sizes = {"batch": 2, "num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "k_len": 64}
-    with pytest.raises(NotImplementedError, match="head_dim is 576; on CUDA it must be at most 512, or the decode run"):
-        sinkattn.plan("decode", gpu, dtype="bf16", q_len=4, packed=packed, window_size_right=0, **sizes)
+    sizes = {"num_pages": 16 * ("page_size" in sizes)} | sizes
+    sizes = {"batch": 2, "num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "k_len": 64} | sizes
+    return sinkattn.plan("decode", gpu, dtype="bf16", q_len=4, window_size_right=0, **sizes)
+
+
+@pytest.mark.parametrize(("arch", "sizes"), [(80, {}), (80, {"packed": True}), (90, {"packed": True}),
+                                             (90, {"invariant": True}), (90, {"page_size": 8})])  # fmt: skip
+def test_a_gpu_refuses_it_when_it_is_planned(arch: int, sizes: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"head_dim is 576; on CUDA it must be at most 512, or on 9"):
+        planned(arch, **sizes)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"page_size": 16}, {"num_q_heads": 1}, {"k_len": 0}, {"num_splits": -3}])
+def test_compute_capability_9_0_serves_it(sizes: dict[str, Any]) -> None:
+    assert planned(90, **sizes)["variant"] == "sa_decode_cuda_sm90_rows_d576"

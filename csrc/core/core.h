@@ -83,6 +83,9 @@ const char *sa_refusal_invariant(const sinkattn_problem *problem, const sinkattn
 const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_not_invariant_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_not_invariant_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_many_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_many_rows_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_many_rows_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);

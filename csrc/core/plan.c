@@ -21,7 +21,9 @@
 #define SA_MAX_WORKERS 65536
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
-#define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
+#define SA_UNSPLIT_TILES 16                  /* CUDA decode: so few key tiles, a window's, are one block's work */
+#define SA_FEW_ROWS 16                       /* CUDA decode: a tile of rows of the kernels for 8.0, which read a cache once for each */
+#define SA_L2_KEYS_BYTES (INT64_C(32) << 20) /* CUDA decode: a smaller cache is read again from the L2 cache; a guess, not measured */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
 static bool has_narrow_values(const sinkattn_problem *p) { return sa_head_dim_v(p) != p->head_dim; }
@@ -151,6 +153,33 @@ const char *sa_refusal_not_invariant_v128(const sinkattn_problem *p, const sinka
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_not_invariant(p, info);
 }
 
+/* Bytes of K and V that the rows of a decode see, were all sequences full. */
+static double bytes_seen(const sinkattn_problem *p) {
+    const int64_t window = sa_min(sa_window_keys(&p->mask), SA_SHORT_LEN) + p->q_len + p->mask.num_sink_tokens;
+    return (double)p->batch * (double)p->num_kv_heads * (double)sa_min(p->k_len, window) *
+           (double)((p->head_dim + sa_head_dim_v(p)) * sa_dtype_bytes(p->dtype));
+}
+
+/* More rows of a kv head than one tile of the kernels for 8.0, from a cache that they would read from memory again; keys that those cannot
+ * take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the parts are theirs. */
+const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const char *why = sa_refusal_not_invariant(p, info);
+    if (why) return why;
+    if (p->page_size % info->tile_k) return "page_size is not a multiple of its tile_k";
+    if (p->head_dim > 512) return NULL;
+    if (p->q_len * (p->num_q_heads / p->num_kv_heads) <= SA_FEW_ROWS) return "a kv head has 16 rows or fewer";
+    if (p->num_splits < 0 || (p->num_splits && p->q_len > 1)) return "num_splits is negative, or of several tokens";
+    return bytes_seen(p) < (double)SA_L2_KEYS_BYTES ? "the L2 cache holds the keys and values" : NULL;
+}
+
+const char *sa_refusal_many_rows_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return has_narrow_values(p) ? narrow_values : sa_refusal_many_rows(p, info);
+}
+
+const char *sa_refusal_many_rows_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_many_rows(p, info);
+}
+
 /* A decode that must have the bits of the forward with the same arch and head_dim, whose tile of rows decides what it serves. */
 const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->packed) return packed_rows;
@@ -255,8 +284,8 @@ static arch_name name_arch(sinkattn_backend backend, int32_t arch) {
 static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *device) {
     if (device->backend == SINKATTN_CUDA && p->head_dim > 512)
         return sa_status(SINKATTN_UNSUPPORTED,
-                "head_dim is %" PRId64 "; on CUDA it must be at most 512, or the decode run on a CPU, or in plain torch by "
-                "sinkattn.reference",
+                "head_dim is %" PRId64 "; on CUDA it must be at most 512, or on 9.0 the rows of one q_len and not invariant, in pages of "
+                "a multiple of 16 keys; or the decode run on a CPU, or in plain torch by sinkattn.reference",
                 p->head_dim);
     if (device->backend == SINKATTN_CUDA && has_packed_rows(p) && p->head_dim > 256)
         return sa_status(SINKATTN_UNSUPPORTED,
