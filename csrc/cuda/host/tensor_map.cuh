@@ -28,6 +28,17 @@ static inline sinkattn_status find_encode(Encode *encode) {
     return sa_ok();
 }
 
+// The driver's own calls need a context, which a thread has from its first launch on; the first call of an autograd's worker may be this.
+static inline sinkattn_status enter_context() {
+    static thread_local bool entered;
+    if (entered) return sa_ok();
+    int ordinal = 0;
+    cudaError_t error = cudaGetDevice(&ordinal);
+    if (error == cudaSuccess) error = cudaSetDevice(ordinal);
+    entered = error == cudaSuccess;
+    return sa_cuda_status("cudaSetDevice", error);
+}
+
 // The map of a tensor [batch, rows, heads, head_dim], in boxes of box_rows rows x box_heads heads x 64.
 static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_problem &p, const sinkattn_tensor &tensor, int64_t batch,
         int64_t rows, int64_t heads, int box_rows, int box_heads, const char *name) {
@@ -41,6 +52,7 @@ static inline sinkattn_status encode_map(CUtensorMap *map, const sinkattn_proble
     const CUtensorMapDataType type = p.dtype == SINKATTN_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     Encode encode = nullptr;
     SA_TRY(find_encode(&encode));
+    SA_TRY(enter_context());
     const CUresult result = encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return sa_ok();
