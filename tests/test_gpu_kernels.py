@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "window": Kind(range(8, 65, 8), 127, 8, "sm90_window", "sm90_window"),
-    "window-d96": Kind(range(72, 97, 8), 127, 8, "sm90_d128_window", "sm90_d128_window"),
+    "window-d96": Kind(range(72, 97, 8), 127, 8, "sm90_d128_window", "sm90_d96"),
     "window-d128": Kind(range(104, 129, 8), 127, 8, "sm90_d128_window", "sm90_d128_window"),
     "window-d192-v128": Kind(range(136, 193, 8), 127, 8, "sm90_d192_v128_window", "sm90_d192_v128_window", 128),
     "d64": Kind(range(8, 65, 8), -1, 8, "sm90_d64", "sm90_d64"),
@@ -91,7 +91,8 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
         assert found == {f"sa_decode_cuda_{name}"}
         met |= found
     for name, head_dims in MANY_ROWS.items():
-        sizes = {"num_q_heads": 24, "q_len": 1, "k_len": 1 << 22, "head_dim_v": DECODED_VALUES.get(name, 0)}
+        sizes = {"num_q_heads": 384, "num_kv_heads": 8, "q_len": 1, "k_len": 1 << 20}
+        sizes["head_dim_v"] = DECODED_VALUES.get(name, 0)
         found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
         assert found == {f"sa_decode_cuda_{name}"}
         met |= found

@@ -22,8 +22,9 @@
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
 #define SA_UNSPLIT_TILES 16                  /* CUDA decode: so few key tiles, a window's, are one block's work */
-#define SA_FEW_ROWS 16                       /* CUDA decode: a tile of rows of the kernels for 8.0, which read a cache once for each */
-#define SA_L2_KEYS_BYTES (INT64_C(32) << 20) /* CUDA decode: a smaller cache is read again from the L2 cache; a guess, not measured */
+#define SA_FEW_ROWS 32                       /* CUDA decode: two tiles of the kernels for 8.0, which read a cache once for each */
+#define SA_L2_KEYS_BYTES (INT64_C(32) << 20) /* CUDA decode: a smaller cache is read again from the L2 cache */
+#define SA_FEW_STREAMS 8                     /* CUDA decode: fewer have so many parts each that their merges take long */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
 static bool has_narrow_values(const sinkattn_problem *p) { return sa_head_dim_v(p) != p->head_dim; }
@@ -105,14 +106,20 @@ const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_va
     return p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS ? SA_TOO_MANY_SINK_TOKENS : refusal_of_window(p, info);
 }
 
-/* The same without sink tokens, and with values of at most 128 columns. */
+/* The same without sink tokens, with values of at most 128 columns, and where the general backward is slower, as
+ * docs/kernels/bwd_wide_window_sm90.md has it. */
 const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (sa_head_dim_v(p) > 128) return "values are wider than 128";
+    if (p->num_q_heads == p->num_kv_heads) return "a kv head has one query head";
     return p->mask.num_sink_tokens ? "there are positional sink tokens" : refusal_of_window(p, info);
 }
 
 const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return has_narrow_values(p) ? narrow_values : sa_refusal_local_wide_window_v128(p, info);
+    if (has_narrow_values(p)) return narrow_values;
+    if (p->head_dim <= 96) return "head_dim is at most 96";
+    if (p->num_q_heads / p->num_kv_heads < 5) return "a kv head has fewer than 5 query heads";
+    if (sa_window_keys(&p->mask) <= 64) return "rows see at most 64 keys";
+    return sa_refusal_local_wide_window_v128(p, info);
 }
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine. */
@@ -160,14 +167,15 @@ static double bytes_seen(const sinkattn_problem *p) {
            (double)((p->head_dim + sa_head_dim_v(p)) * sa_dtype_bytes(p->dtype));
 }
 
-/* More rows of a kv head than one tile of the kernels for 8.0, from a cache that they would read from memory again; keys that those cannot
+/* More rows of a kv head than two tiles of the kernels for 8.0, from a cache that they would read from memory again; keys that those cannot
  * take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the parts are theirs. */
 const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant(p, info);
     if (why) return why;
     if (p->page_size % info->tile_k) return "page_size is not a multiple of its tile_k";
     if (p->head_dim > 512) return NULL;
-    if (p->q_len * (p->num_q_heads / p->num_kv_heads) <= SA_FEW_ROWS) return "a kv head has 16 rows or fewer";
+    if (p->q_len * (p->num_q_heads / p->num_kv_heads) <= SA_FEW_ROWS) return "a kv head has 32 rows or fewer";
+    if (p->head_dim <= 256 && p->batch * p->num_kv_heads < SA_FEW_STREAMS) return "there are fewer than 8 sequences and kv heads";
     if (p->num_splits < 0 || (p->num_splits && p->q_len > 1)) return "num_splits is negative, or of several tokens";
     return bytes_seen(p) < (double)SA_L2_KEYS_BYTES ? "the L2 cache holds the keys and values" : NULL;
 }

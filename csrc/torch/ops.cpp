@@ -11,8 +11,10 @@
 #include <torch/library.h>
 
 #include <array>
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -143,16 +145,18 @@ bool is_small(const sinkattn_problem &p) {
     return products < 65536.0;
 }
 
-// Facts of a device do not change; asking the driver takes longer than planning.
+// Facts of a device change with SINKATTN_CUDA_ARCH alone; asking the driver takes longer than planning.
 sinkattn_device cuda_device(int32_t ordinal) {
     static std::mutex mutex;
-    static std::map<int32_t, sinkattn_device> known;
+    static std::map<std::pair<int32_t, std::string>, sinkattn_device> known;
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = known.find(ordinal);
+    const char *arch = std::getenv("SINKATTN_CUDA_ARCH");
+    const std::pair<int32_t, std::string> asked{ordinal, arch ? arch : ""};
+    const auto found = known.find(asked);
     if (found != known.end()) return found->second;
     sinkattn_device device{};
     raise_on(sinkattn_query_cuda(ordinal, &device));
-    return known[ordinal] = device;
+    return known[asked] = device;
 }
 
 // scratch: the caller's workspace, for captured graphs; absent: allocated here, and gone afterwards.

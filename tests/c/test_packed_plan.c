@@ -86,13 +86,16 @@ static void test_the_wide_windowed_backward_is_planned(void) {
         int64_t head_dim, left, right, sinks, group;
         int32_t head_dim_v;
         const char *name;
-    } cases[] = {{72, 127, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d128_window"}, {128, 128, 0, 0, 64, 0, "sa_bwd_cuda_sm90_d128_window"},
-            {128, 0, 0, 0, 1, 0, "sa_bwd_cuda_sm90_d128_window"}, {128, 129, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d128"},
-            {96, 127, 1, 0, 6, 0, "sa_bwd_cuda_sm90_d96"}, {128, 127, 0, 4, 6, 0, "sa_bwd_cuda_sm90_d128"},
-            {128, 127, 0, 0, 65, 0, "sa_bwd_cuda_sm80_d128"}, {64, 127, 0, 0, 8, 0, "sa_bwd_cuda_sm90_window"},
-            {192, 127, 0, 0, 8, 128, "sa_bwd_cuda_sm90_d192_v128_window"}, {136, 128, 0, 0, 1, 8, "sa_bwd_cuda_sm90_d192_v128_window"},
-            {192, 129, 0, 0, 8, 128, "sa_bwd_cuda_sm90_d192_v128"}, {192, 127, 0, 1, 8, 128, "sa_bwd_cuda_sm90_d192_v128"},
-            {192, 127, 0, 0, 8, 136, "sa_bwd_cuda_sm90_d256"}, {192, 127, 0, 0, 8, 0, "sa_bwd_cuda_sm90_d256"}};
+    } cases[] = {{104, 127, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d128_window"}, {128, 128, 0, 0, 64, 0, "sa_bwd_cuda_sm90_d128_window"},
+            {96, 127, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d96"}, {128, 64, 0, 0, 5, 0, "sa_bwd_cuda_sm90_d128_window"},
+            {128, 63, 0, 0, 5, 0, "sa_bwd_cuda_sm90_d128"}, {128, 127, 0, 0, 4, 0, "sa_bwd_cuda_sm90_d128"},
+            {128, 129, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d128"}, {96, 127, 1, 0, 6, 0, "sa_bwd_cuda_sm90_d96"},
+            {128, 127, 0, 4, 6, 0, "sa_bwd_cuda_sm90_d128"}, {128, 127, 0, 0, 65, 0, "sa_bwd_cuda_sm80_d128"},
+            {64, 127, 0, 0, 8, 0, "sa_bwd_cuda_sm90_window"}, {192, 127, 0, 0, 8, 128, "sa_bwd_cuda_sm90_d192_v128_window"},
+            {136, 128, 0, 0, 2, 8, "sa_bwd_cuda_sm90_d192_v128_window"}, {192, 0, 0, 0, 64, 128, "sa_bwd_cuda_sm90_d192_v128_window"},
+            {192, 127, 0, 0, 1, 128, "sa_bwd_cuda_sm90_d192_v128"}, {192, 129, 0, 0, 8, 128, "sa_bwd_cuda_sm90_d192_v128"},
+            {192, 127, 0, 1, 8, 128, "sa_bwd_cuda_sm90_d192_v128"}, {192, 127, 0, 0, 8, 136, "sa_bwd_cuda_sm90_d256"},
+            {192, 127, 0, 0, 8, 0, "sa_bwd_cuda_sm90_d256"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_problem problem = packed_problem(2 * cases[i].group, cases[i].head_dim, cases[i].left);
         problem.op = SINKATTN_BWD;
