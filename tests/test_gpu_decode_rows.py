@@ -109,18 +109,16 @@ MASKS: dict[str, dict[str, int]] = {
     "prefix": {"left": 64, "num_sink_tokens": 700},
 }  # fmt: skip
 ROWS = {
-    "128x1": (128, 1),
     "128x4": (128, 4),
     "16x4": (16, 4),
     "33x1": (33, 1),
     "17x3": (17, 3),
-    "64x1": (64, 1),
     "5x13": (5, 13),
 }
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("page_size", [0, 16, 48, 64, 256])
+@pytest.mark.parametrize("page_size", [0, 16, 48, 256])
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_rows_are_the_cpus(widths: str, page_size: int, rows: str) -> None:
     ratio, q_len = ROWS[rows]
@@ -149,8 +147,8 @@ def test_pivots_that_move(widths: str, scale: float) -> None:
     torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-4, atol=1e-2, equal_nan=True)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3, 8, 40])
-@pytest.mark.parametrize("ratio", [33, 64, 128])
+@pytest.mark.parametrize("num_splits", [1, 3, 40])
+@pytest.mark.parametrize("ratio", [33, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("widths", ["64", "40", "128", "192-128", "256", "200-72", "512", "264", "512-latent"])
 def test_num_splits_has_the_bits_of_tiles_of_16_rows(
