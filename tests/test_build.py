@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -281,7 +282,9 @@ def package(folder: Path, *commands: str | Path) -> None:
     """setup.py's own files go to the folder; what is compiled already is taken from the build folder."""
     (folder / "egg").mkdir()
     egg = ("egg_info", "--egg-base", folder / "egg")
-    done = run(sys.executable, "setup.py", "-q", *egg, *commands, SOURCE_DATE_EPOCH="1700000000")
+    with Path(__file__).open() as lock:  # a listing fails over files of a packing beside it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = run(sys.executable, "setup.py", "-q", *egg, *commands, SOURCE_DATE_EPOCH="1700000000")
     assert done.returncode == 0, done.stderr
 
 
