@@ -106,21 +106,23 @@ const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_va
     return p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS ? SA_TOO_MANY_SINK_TOKENS : refusal_of_window(p, info);
 }
 
+static const char *refusal_of_plain_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return p->mask.num_sink_tokens ? "there are positional sink tokens" : refusal_of_window(p, info);
+}
+
 /* The same without sink tokens, for narrow values of at most 128 columns and for values as wide as keys; both where the general
  * backward was slower, as docs/kernels/bwd_wide_window_sm90.md has it. */
 const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (!has_narrow_values(p)) return "values are as wide as keys";
     if (sa_head_dim_v(p) > 128) return "values are wider than 128";
-    if (p->num_q_heads == p->num_kv_heads) return "a kv head has one query head";
-    return p->mask.num_sink_tokens ? "there are positional sink tokens" : refusal_of_window(p, info);
+    return p->num_q_heads == p->num_kv_heads ? "a kv head has one query head" : refusal_of_plain_window(p, info);
 }
 
 const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (has_narrow_values(p)) return narrow_values;
     if (p->head_dim <= 96) return "head_dim is at most 96";
     if (p->num_q_heads / p->num_kv_heads < 5) return "a kv head has fewer than 5 query heads";
-    if (sa_window_keys(&p->mask) <= 64) return "rows see at most 64 keys";
-    return p->mask.num_sink_tokens ? "there are positional sink tokens" : refusal_of_window(p, info);
+    return sa_window_keys(&p->mask) <= 64 ? "rows see at most 64 keys" : refusal_of_plain_window(p, info);
 }
 
 /* All heads of a token fit a tile of rows; there is something to describe to the copy engine. */

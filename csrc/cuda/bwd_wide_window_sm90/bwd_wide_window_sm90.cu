@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Backward for causal windows of up to 128 keys before a row on sm_90, head_dim 72 to 128, or up to 192 with values of at most 128 columns.
+// Backward for causal windows of up to 128 keys before a row on sm_90: head_dim 104 to 128, or to 192 with values of at most 128 columns.
 //
 //     rows    dQ by row tiles; lse, g - delta and the term of ds_aux of each row           rows.cuh
 //     keys    dK and dV by blocks of 128 keys, over the rows that see them                 keys.cuh

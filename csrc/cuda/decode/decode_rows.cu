@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decode of many rows on sm_90: more than 16 rows of a kv head, query tokens times its query heads, against a cache, dense or paged. K and
+// Decode of many rows on sm_90: more than 32 rows of a kv head, query tokens times its query heads, against a cache, dense or paged. K and
 // V are read once for 64 rows.
 //
 //     loader warp        K0 | V0 | K1 | V1 | ...                        by TMA, boxes of 16 keys; of one latent, K alone
