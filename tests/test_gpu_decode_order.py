@@ -45,7 +45,7 @@ def rows_of_a_prefill(
     return q, k, v, s_aux, *ops.flash_attn_fwd(q, k, v, s_aux, None, None, None, None, None, left, 0, 0)
 
 
-@pytest.mark.parametrize(("left", "head_dim"), [(-1, 64), (700, 64), (127, 64), (127, 128), (60, 96)])
+@pytest.mark.parametrize(("left", "head_dim"), [(-1, 64), (700, 64), (127, 64), (127, 128), (60, 96), (-1, 96)])
 @pytest.mark.parametrize(("size", "signs"), [(1, 0), (12, 0), (60, 0), (4, -1), (12, -1), (12, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pivots_that_move(dtype: torch.dtype, size: float, signs: float, left: int, head_dim: int) -> None:

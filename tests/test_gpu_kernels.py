@@ -41,7 +41,7 @@ KINDS = {
     "window-d128": Kind(range(104, 129, 8), 127, 8, "sm90_d128_window", "sm90_d128_window"),
     "window-d192-v128": Kind(range(136, 193, 8), 127, 8, "sm90_d192_v128_window", "sm90_d192_v128_window", 128),
     "d64": Kind(range(8, 65, 8), -1, 8, "sm90_d64", "sm90_d64"),
-    "d96": Kind(range(72, 97, 8), -1, 8, "sm90_d128", "sm90_d96"),
+    "d96": Kind(range(72, 97, 8), -1, 8, "sm90_d96", "sm90_d96"),
     "d128": Kind(range(104, 129, 8), -1, 8, "sm90_d128", "sm90_d128"),
     "d256": Kind(range(136, 257, 8), -1, 8, "sm90_d256", "sm90_d256"),
     "d192-v128": Kind(range(136, 193, 8), -1, 8, "sm90_d192_v128", "sm90_d192_v128", 128),
@@ -65,7 +65,8 @@ INVARIANT = ("sm80_prefill", "sm90_window", "sm90_chain_d64", "sm90_chain_d128")
 PACKED = {
     "sm80_packed_d64": (64, 0, -1, 200), "sm80_packed_d128": (128, 0, -1, 200), "sm80_packed_d256": (256, 0, -1, 200),
     "sm90_packed_d64": (64, 0, -1, 8), "sm90_packed_d128": (128, 0, -1, 8), "sm90_packed_d256": (256, 0, -1, 8),
-    "sm90_packed_d192_v128": (192, 128, -1, 8), "sm90_packed_window": (64, 0, 127, 8),
+    "sm90_packed_d96": (96, 0, -1, 8), "sm90_packed_d192_v128": (192, 128, -1, 8),
+    "sm90_packed_window": (64, 0, 127, 8),
 }  # fmt: skip
 
 
@@ -253,6 +254,19 @@ def test_sink_of_minus_inf_is_no_sink_bit_for_bit(name: str, lengths: tuple[int,
     without = everything(leaves, None, KINDS[name].left, dout)
     assert all(torch.equal(a, b) for a, b in zip(with_sink, without, strict=True))
     assert not ds_aux.any()
+
+
+@pytest.mark.parametrize("size", [1, 12])
+@pytest.mark.parametrize("head_dim", KINDS["d96"].head_dims)
+def test_d96_has_the_bits_of_d128(head_dim: int, size: int) -> None:
+    q, k, v, s_aux = gpt_oss_like(2, 500, head_dim)
+    for left in (-1, 300):
+        options = {"s_aux": s_aux, "window_size": (left, 0), "softmax_scale": 0.1, "return_lse": True}
+        out, lse = sinkattn.flash_attn_func(size * q, k, v, **options)
+        wide = [torch.nn.functional.pad(x, (0, 104 - head_dim)) for x in (size * q, k, v)]
+        wide_out, wide_lse = sinkattn.flash_attn_func(*wide, **options)
+        assert torch.equal(out, wide_out[..., :head_dim])
+        assert torch.equal(lse, wide_lse)
 
 
 @pytest.mark.parametrize("name", TUNED)

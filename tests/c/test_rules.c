@@ -70,7 +70,10 @@ static void test_the_forward_of_sm90_is_planned(void) {
     } cases[] = {
             {90, 64, 0, 16, "sa_fwd_cuda_sm90_d64"},
             {90, 64, 8, 16, "sa_fwd_cuda_sm90_d64"},
-            {90, 72, 0, 16, "sa_fwd_cuda_sm90_d128"},
+            {90, 72, 0, 16, "sa_fwd_cuda_sm90_d96"},
+            {90, 96, 64, 384, "sa_fwd_cuda_sm90_d96"},
+            {90, 96, 0, 386, "sa_fwd_cuda_sm80_d128"},
+            {90, 104, 0, 16, "sa_fwd_cuda_sm90_d128"},
             {90, 128, 64, 16, "sa_fwd_cuda_sm90_d128"},
             {90, 136, 0, 16, "sa_fwd_cuda_sm90_d256"},
             {90, 136, 128, 16, "sa_fwd_cuda_sm90_d192_v128"},

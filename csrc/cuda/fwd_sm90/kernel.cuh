@@ -17,8 +17,8 @@
 // rare row that outgrows its pivot is scored again. Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's
 // bits are its own.
 //
-// Registers: S, P and O take 128 of 160 at head_dim 64, 124 at 128; 136 of 232 at 192 with values of 128, 188 at 256, with two math
-// warpgroups. Shared memory: one or two tiles of Q, kStages of K and V, 176 and 216 KiB, 216 and 224.
+// Registers: S, P and O take 128 of 160 at head_dim 64, 108 at 96, 124 at 128; 136 of 232 at 192 with values of 128, 188 at 256, with two
+// math warpgroups. Shared memory: one or two tiles of Q, kStages of K and V, 176 KiB, 216, 216, 216 and 224.
 #pragma once
 
 #include "cuda/fwd_sm90/cached.cuh"

@@ -25,14 +25,14 @@ template <class Element_, class Keys_, class Shape> struct Config : Shape {
     using Keys = Keys_;
     using Shape::kHeadDim, Shape::kHeadDimV, Shape::kTileQ, Shape::kTileK, Shape::kStages, Shape::kRowStages, Shape::kQueries;
     static constexpr int kMathWarpgroups = kTileQ / 64, kThreads = 128 * (kMathWarpgroups + 1), kCheckers = Keys::kCached ? 1 : 2;
-    static constexpr int kHalves = kHeadDim / 64, kHalvesV = kHeadDimV / 64; // pieces of 64 columns of a row, k*Half bytes apart
+    static constexpr int kHalves = (kHeadDim + 63) / 64, kHalvesV = (kHeadDimV + 63) / 64; // of 64 columns of a row, k*Half bytes apart
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
     static constexpr int kLoaderRegisters = kMathWarpgroups == 2 ? 40 : 32, kMathRegisters = kMathWarpgroups == 2 ? 232 : 160;
     static constexpr bool kStagesOut = kQueries > 1;           // out leaves through the stage of the queries, else from registers
     static constexpr bool kStoresBounds = kMathWarpgroups > 2; // what a token sees is stored, else computed at each use
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
-    static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0,
-            "swizzled rows, rows of a wgmma, keys of a wgmma");
+    static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0,
+            "columns of two products of S, rows of a wgmma, keys of a wgmma");
     static_assert(kLoaderRegisters + kMathWarpgroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
 };
 
