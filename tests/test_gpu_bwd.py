@@ -140,22 +140,36 @@ def test_gradients_in_rounds(left: int, right: int, num_sink_tokens: int, lens: 
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
+@pytest.mark.parametrize("lens", ["varlen-q290.0.7.101.1-k290.5.200.60.1-tail5", "q250x2-k250x2"])
+@pytest.mark.parametrize("mask", ["causal", "causal-w128", "causal-w128-sink3", "sink0"])
+@pytest.mark.parametrize(
+    "heads", ["d64-g71", "d128-g128", "d64-g96", "d128-g71", "d128-g72-h2", "d256-g71", "d192-v128-g96"]
+)
+def test_gradients_of_many_query_heads(heads: str, mask: str, lens: str) -> None:
+    """Slices of 8 heads, the last of 71 with 7."""
+    assert_right_on_device(Case.parse(f"{heads}-{mask}-{lens}-poison-bf16-seed1"))
+
+
 @pytest.mark.parametrize(
     ("window", "num_sink_tokens"), [((-1, 0), 0), ((-1, -1), 0), ((9300, 0), 0), ((300, 0), 140), ((130, 20), 1)]
 )
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "ratio"),
-    [(64, 64, 8), (64, 64, 5), (96, 96, 4), (128, 128, 8), (128, 128, 12), (256, 256, 8), (192, 128, 8)],
+    [
+        *((64, 64, 8), (64, 64, 5), (96, 96, 4), (128, 128, 8), (128, 128, 12), (256, 256, 8), (192, 128, 8)),
+        *((64, 64, 71), (128, 128, 96)),
+    ],
 )
 def test_rounds_are_the_same_alone_and_in_whole_items(
     window: tuple[int, int], num_sink_tokens: int, head_dim: int, head_dim_v: int, ratio: int
 ) -> None:
     """Alone an item is a round; in a batch of many key blocks it is a whole block, and adds its rounds itself."""
+    heads = 8 if ratio < 64 else 1
     mask = {"window_size": window, "num_sink_tokens": num_sink_tokens}
     torch.manual_seed(0)
-    q = torch.randn(9, 1030, 8 * ratio, head_dim, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 9, 1030, 8, head_dim, device="cuda", dtype=torch.bfloat16)
-    v, s_aux = v[..., :head_dim_v], torch.randn(8 * ratio, device="cuda")
+    q = torch.randn(9, 1030, heads * ratio, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 9, 1030, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    v, s_aux = v[..., :head_dim_v], torch.randn(heads * ratio, device="cuda")
     whole = gradients(q, k, v, s_aux, **mask)
     cu = torch.arange(10, dtype=torch.int32, device="cuda") * 1030
     packed = gradients(*(x.flatten(0, 1) for x in (q, k, v)), s_aux, cu, **mask)

@@ -17,6 +17,7 @@
 #include "mask.h"
 #include "numerics.h"
 #include "split.h"
+#include "workspace.h"
 
 #define SA_MAX_WORKERS 65536
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
@@ -125,9 +126,9 @@ const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkat
     return sa_window_keys(&p->mask) <= 64 ? "rows see at most 64 keys" : refusal_of_plain_window(p, info);
 }
 
-/* All heads of a token fit a tile of rows; there is something to describe to the copy engine. */
+/* All heads of a token, or a slice of them, fit a tile of rows; there is something to describe to the copy engine. */
 const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
+    if (sa_bwd_sm90_slice_heads(p) > info->tile_q) return "more query heads a kv head than its tile_q, and no multiple of 8";
     return has_elements(p) ? NULL : "there are no rows or no keys";
 }
 

@@ -75,15 +75,24 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_SLOTS_BYTES (INT64_C(64) << 20)
 #define SA_ROUND_BYTES (INT64_C(18) << 20)
 
+int64_t sa_bwd_sm90_slices(const sinkattn_problem *p) {
+    const int64_t group = group_of(p);
+    const bool fits = p->num_kv_heads == 1 || group % SA_SLICE_HEADS == 0;
+    return group > SA_MOST_HEADS && fits ? sa_ceil_div(group, SA_SLICE_HEADS) : 1;
+}
+
+int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p) { return sa_bwd_sm90_slices(p) > 1 ? SA_SLICE_HEADS : group_of(p); }
+
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    const int64_t heads = p->num_kv_heads, group = group_of(p), tokens = info->tile_q / group,
-                  tile_bytes = info->tile_q * info->max_head_dim * 4, longest = sa_ceil_div(p->q_len, tokens),
-                  most_tiles = SA_MOST_BYTES / tile_bytes, slot_tiles = SA_SLOTS_BYTES / tile_bytes,
-                  round_tiles = SA_ROUND_BYTES / tile_bytes,
+    const int64_t slices = sa_bwd_sm90_slices(p), heads = p->num_kv_heads * slices, group = sa_bwd_sm90_slice_heads(p),
+                  tokens = info->tile_q / group, tile_bytes = info->tile_q * info->max_head_dim * 4,
+                  longest = sa_ceil_div(p->q_len, tokens), most_tiles = SA_MOST_BYTES / tile_bytes,
+                  slot_tiles = SA_SLOTS_BYTES / tile_bytes, round_tiles = SA_ROUND_BYTES / tile_bytes,
                   local_tiles = (info->max_head_dim == 64 ? SA_MOST_BYTES : SA_LOCAL_BYTES) / tile_bytes;
     const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
     sa_bwd_sm90_layout to;
+    to.heads = heads;
     to.entries = p->batch + p->packed;
     to.tiles = (p->packed ? sa_packed_tiles(p->q_len, tokens, p->batch + 1) : p->batch * longest) * heads;
     const int64_t blocks = p->packed ? sa_packed_tiles(p->k_len, info->tile_k, to.entries) : p->batch * sa_ceil_div(p->k_len, info->tile_k);
@@ -118,6 +127,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.carries = !may_have_rounds || room->merges ? 0 : blocks * heads;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     if (has_long) to.carries += p->packed ? sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1) : blocks;
+    if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
     to.own_carries = may_have_rounds && room->merges ? plan->workers : 0;
     int64_t at = 0;

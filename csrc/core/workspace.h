@@ -39,9 +39,15 @@ sa_invariant_layout sa_invariant_layout_of(const sinkattn_problem *problem);
 /* sm_80's backward: rows that have statistics. */
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *problem);
 
-/* The general backward of sm_90. entries, tiles, items, carries, own_carries: how many there are, items those of a kv head. */
+/* The general backward of sm_90 takes more than SA_MOST_HEADS query heads a kv head in slices, which are kv heads to all but the sums of
+ * dK and dV: items hand those from slice to slice. A slice that is not whole is the last of all heads, past which copies read zeros. */
+enum { SA_MOST_HEADS = 64, SA_SLICE_HEADS = 8 };
+int64_t sa_bwd_sm90_slices(const sinkattn_problem *problem); /* of a kv head; 1 where it has few heads, or cannot be cut */
+int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *problem);
+
+/* heads: slices of all kv heads. entries, tiles, items, carries, own_carries: how many there are, items those of a slice. */
 typedef struct sa_bwd_sm90_layout {
-    int64_t entries, tiles, items, carries, own_carries;
+    int64_t heads, entries, tiles, items, carries, own_carries;
     int64_t entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at, key_terms_at, bytes;
     sa_chain_room room;
 } sa_bwd_sm90_layout;

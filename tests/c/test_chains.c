@@ -97,7 +97,8 @@ static void test_chains_meet_all_tiles_in_order(void) {
     }
 }
 
-/* The rounds of a block are added one after another by items that come in this order; then dK and dV are written once. */
+/* The rounds of a block are added one after another by items that come in this order; then dK and dV are written once, of
+ * each head after the head before, as slices add to one another. */
 static void test_rounds_of_a_block_are_added_in_order(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
@@ -115,7 +116,9 @@ static void test_rounds_of_a_block_are_added_in_order(void) {
                 CHECK_ITEM(added[block]++ == part++, &s, n);
                 if (s.chains.split) CHECK_ITEM(begin == item.tiles.begin, &s, n);
             }
-            if (part == item.num_parts || item.tiles.begin == item.tiles.end) written[block]++;
+            if (part != item.num_parts && item.tiles.begin < item.tiles.end) continue;
+            written[block]++;
+            CHECK_ITEM(item.head == 0 || written[block - s.chains.blocks], &s, n);
         }
         for (int32_t block = 0; block < all; block++) CHECK_ITEM(written[block] == 1, &s, block);
         free(added);
@@ -218,6 +221,20 @@ static void test_rounds_have_room(void) {
     CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
 }
 
+/* 71 query heads are 9 slices, whose dK and dV pass through a place a key block; 64 are whole. */
+static void test_many_query_heads_are_cut_into_slices(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    sinkattn_problem problem = {.op = SINKATTN_BWD, .batch = 1, .num_q_heads = 71, .num_kv_heads = 1, .head_dim = 64, .q_len = 4096};
+    problem.dtype = SINKATTN_BF16;
+    problem.k_len = problem.q_len;
+    sinkattn_plan plan;
+    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
+    const sa_bwd_sm90_layout cut = sa_bwd_sm90_layout_of(&problem, &plan);
+    CHECK(cut.heads == 9 && cut.room.num_heads == 9 && cut.carries >= problem.k_len / kKeys, "%d slices", (int)cut.heads);
+    problem.num_q_heads = 64;
+    CHECK(sa_bwd_sm90_slices(&problem) == 1, "%s", problem_text(&problem));
+}
+
 const test chain_tests[] = {TEST(chains_meet_all_tiles_in_order), TEST(rounds_of_a_block_are_added_in_order),
         TEST(rounds_do_not_depend_on_the_batch), TEST(items_of_a_head_have_numbers), TEST(blocks_with_sink_tokens_have_rounds),
-        TEST(few_blocks_have_rounds), TEST(rounds_have_room), {0}};
+        TEST(few_blocks_have_rounds), TEST(rounds_have_room), TEST(many_query_heads_are_cut_into_slices), {0}};

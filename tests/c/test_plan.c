@@ -255,7 +255,7 @@ static void test_the_cuda_backward_is_planned(void) {
     }
 }
 
-/* On 9.0 every mask, where a token's heads fit a tile of rows. */
+/* On 9.0 every mask, where a token's heads, or slices of 8 of them, fit a tile of rows. */
 static void test_the_backward_of_sm90_is_planned(void) {
     static const struct {
         int32_t arch, head_dim_v;
@@ -274,8 +274,10 @@ static void test_the_backward_of_sm90_is_planned(void) {
             {90, 8, 200, 8, 100, "sm90_d256"},
             {90, 0, 64, 256, 100, "sm90_d64"},
             {90, 0, 64, 258, 100, "sm80_d64"},
+            {90, 0, 64, 272, 100, "sm90_d64"},
             {90, 0, 128, 128, 100, "sm90_d128"},
             {90, 0, 128, 130, 100, "sm80_d128"},
+            {90, 0, 128, 144, 100, "sm90_d128"},
             {90, 0, 256, 128, 100, "sm90_d256"},
             {90, 0, 256, 130, 100, "sm80_d256"},
             {90, 128, 192, 130, 100, "sm80_d256"},

@@ -278,7 +278,7 @@ template <class C, TermsOf kTerms> struct Math {
             Gradients dk, dv;
             for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
             smem.kv_full.wait({items.n});
-            if (item.has_tiles()) prepare_keys<C>(smem, item);
+            if (item.has_tiles()) prepare_keys<C>(smem, p, item);
             for (;;) {
 #pragma unroll
                 for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
@@ -288,7 +288,7 @@ template <class C, TermsOf kTerms> struct Math {
                 else
                     meet_tiles(dk, dv, item);
                 if (item.round_begin == item.tiles.begin) break;
-                add_carry<C>(p, buffers, item, item.part_of(item.round_begin), dk, dv);
+                add_round<C>(p, buffers, item, item.part_of(item.round_begin), dk, dv);
                 next_round<C>(item);
             }
             if (smem.hides && item.has_tiles()) add_hidden<C>(dv, smem, args, p, item, math_warpgroup, 0, args.fwd.problem.head_dim);
@@ -297,8 +297,9 @@ template <class C, TermsOf kTerms> struct Math {
             __syncwarp();
             smem.kv_empty[0].arrive();
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
-            if (item.num_parts > 1) add_carry<C>(p, buffers, item, part, dk, dv);
-            if (part == item.num_parts - 1) write_keys<C>(dk, dv, poison, args, p, item, math_warpgroup);
+            if (item.num_parts > 1) add_round<C>(p, buffers, item, part, dk, dv);
+            if (part == item.num_parts - 1 && add_slice<C>(p, buffers, item, dk, dv))
+                write_keys<C>(dk, dv, poison, args, p, item, math_warpgroup);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item);
             __syncwarp();
             smem.item_empty.release(items);

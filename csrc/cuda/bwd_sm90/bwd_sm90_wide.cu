@@ -186,7 +186,7 @@ template <class C, TermsOf kTerms> struct WideMath {
             KeyGradients<C> sums;
             for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
             smem.kv_full.wait({items.n});
-            if (item.has_tiles()) prepare_keys<C>(smem, item);
+            if (item.has_tiles()) prepare_keys<C>(smem, p, item);
             for (;;) {
                 sums.clear();
                 if (!item.has_tiles()) break;
@@ -206,7 +206,7 @@ template <class C, TermsOf kTerms> struct WideMath {
             smem.kv_empty[0].arrive();
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
             if (item.num_parts > 1) sums.carry(p, buffers, item, part);
-            if (part == item.num_parts - 1) sums.write(poison, args, p, item, math_warpgroup);
+            if (part == item.num_parts - 1 && sums.add_slice(p, buffers, item)) sums.write(poison, args, p, item, math_warpgroup);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item);
             __syncwarp();
             smem.item_empty.release(items);

@@ -17,6 +17,8 @@ namespace sa::bwd_sm90 {
 // Of both math warpgroups; 0 is __syncthreads. Warpgroup g takes the token at kTokenBarrier + g.
 enum NamedBarrier : int { kMathBarrier = 1, kTokenBarrier = 2 };
 
+constexpr int kNoToken = INT32_MAX / 2; // of a row that does not exist: past every sequence
+
 struct Maps {
     CUtensorMap q, k, v, dout;
 };
@@ -49,7 +51,7 @@ template <class C, bool kIsWide = C::kIsWide> struct Smem {
 template <class C> __device__ __forceinline__ void prepare_rows(Smem<C> &smem, const sinkattn_bwd_args &args, const BwdProblem &p) {
     for (int row = threadIdx.x; row < C::kRows; row += C::kThreads) {
         const int token = row / p.group;
-        smem.token[row] = row < p.tokens * p.group ? token : INT32_MAX / 2; // past every sequence
+        smem.token[row] = row < p.tokens * p.group ? token : kNoToken;
         smem.dq_offset[row] = token * args.dq.row_stride + (row - token * p.group) * args.dq.head_stride;
     }
     if (p.tokens * p.group < C::kRows) { // rows that no copy writes must not hold NaN
@@ -128,7 +130,7 @@ __device__ __forceinline__ void load_tiles(
             smem.kv_full[0].arrive();
             continue;
         }
-        const int head = item.kv_head;
+        const int head = item.slice / p.slices, first_head = item.slice * p.group;
         smem.kv_full[0].arrive_expect((C::kHalves + C::kHalvesV) * C::kKeyHalf);
         for (int half = 0; half < C::kHalves; half++) {
             load(smem.keys + half * C::kKeyHalf, &maps.k, smem.kv_full[0], half, head, item.k_begin + item.key, item.batch);
@@ -144,20 +146,20 @@ __device__ __forceinline__ void load_tiles(
                 const int64_t nth = item.first_tile + tile.t;
                 barrier_arrive_expect(full, C::kHalves * half_bytes + stats_bytes);
                 for (int half = 0; half < C::kHalves; half++)
-                    load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
+                    load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, first_head, row, item.batch);
                 bulk_load(&smem.stats[ring.stage()], buffers.stats + nth * (stats_bytes / 4), stats_bytes, full);
                 const Ring<C::kDoutStages> douts = {ring.n};
                 uint64_t *dout_full = smem.dout_full[douts.stage()];
                 smem.dout_empty.acquire(douts);
                 barrier_arrive_expect(dout_full, C::kHalvesV * half_bytes);
                 for (int half = 0; half < C::kHalvesV; half++)
-                    load(smem.douts[douts.stage()] + half * C::kRowHalf, &maps.dout, dout_full, half, head * p.group, row, item.batch);
+                    load(smem.douts[douts.stage()] + half * C::kRowHalf, &maps.dout, dout_full, half, first_head, row, item.batch);
             } else {
                 barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
                 const int row = item.q_begin + tile.t * p.tokens;
                 for (int half = 0; half < C::kHalves; half++) {
-                    load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, head * p.group, row, item.batch);
-                    load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, head * p.group, row, item.batch);
+                    load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, first_head, row, item.batch);
+                    load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, first_head, row, item.batch);
                 }
                 const int64_t nth = item.first_tile + tile.t;
                 bulk_load(&smem.stats[ring.stage()], buffers.stats + nth * (stats_bytes / 4), stats_bytes, full);

@@ -16,7 +16,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     const sinkattn_problem &problem = args.fwd.problem;
     const sa_bwd_sm90_layout sizes = sa_bwd_sm90_layout_of(&problem, &plan);
     static_assert(C::kTileFloats == C::kRows * C::kHeadDim, "as the planner counts them");
-    const int64_t items = sizes.items * problem.num_kv_heads, item_writers = sa_ceil_div(items, 128);
+    const int64_t items = sizes.items * sizes.heads, item_writers = sa_ceil_div(items, 128);
     if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",
                 static_cast<long long>(sizes.tiles), static_cast<long long>(items));
@@ -24,11 +24,13 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.num_entries = sizes.entries;
     p.num_carries = sizes.carries;
     p.room = sizes.room;
-    p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);
+    p.group = static_cast<int>(sa_bwd_sm90_slice_heads(&problem));
+    p.slices = static_cast<int>(sa_bwd_sm90_slices(&problem));
+    p.num_q_heads = static_cast<int>(problem.num_q_heads);
     p.tokens = C::kRows / p.group;
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
-    p.num_tiles = sizes.tiles / problem.num_kv_heads;
+    p.num_tiles = sizes.tiles / sizes.heads;
     p.num_items = sizes.items;
     p.dense_tiles = static_cast<int>(sa_ceil_div(problem.q_len, p.tokens));
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);

@@ -33,12 +33,13 @@ template <class C> __device__ __forceinline__ void next_round(Item &item) {
 }
 
 // Finds the rows that see each key. Zeroes elements of K that are not finite and puts NaN into that key's V: it returns through dP.
-template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, Item &item) {
+template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const BwdProblem &p, Item &item) {
     const int i = threadIdx.x - 128, key = item.key + i;
     if (i < C::kKeys) {
         smem.seen_by[i] = key < item.band.k_len ? sa_keys_rows(&item.band, {key, key + 1}) : sa_range{0, 0};
         smem.poisoned[i] = false;
     }
+    if (p.slices > 1 && i < C::kRows) smem.token[i] = i % p.group < p.heads_of(item.slice) ? i / p.group : kNoToken;
     if (i == 0) {
         smem.hides = false;
         set_round(item, item.tiles.end);
@@ -204,7 +205,7 @@ template <class C, int kSize>
 __device__ __forceinline__ void finish_tile(float (&dq)[kSize], const float *sum, int first_float4s, bool is_alone, const Smem<C> &smem,
         const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int t, int tile_row, int first_column) {
     const int first = t * p.tokens;
-    auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.kv_head * p.group);
+    auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, item.batch, item.q_begin + first, item.slice * p.group);
     if (!is_alone) {
 #pragma unroll
         for (int i = 0; i < kSize / 4; i++) {
@@ -243,7 +244,7 @@ __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, 
     }
     bar_sync<C::kMathThreads>(kMathBarrier);
     const int head = thread;
-    if (head >= p.group) return;
+    if (head >= p.heads_of(item.slice)) return;
     float sum = 0.0f;
     for (int warp = 0; warp < C::kMathWarps; warp++) {
         int first = head; // of the warp's columns, the first whose row is the head's
@@ -253,7 +254,7 @@ __device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, 
         }
         for (int column = first; column < kColumns; column += p.group) sum += sums[warp * kColumns + column];
     }
-    buffers.key_terms[(item.kv_head * p.group + head) * p.num_items + item.nth] = -sum;
+    buffers.key_terms[(item.slice * p.group + head) * p.num_items + item.nth] = -sum;
 }
 
 // Adds the values of dO that clean_rows zeroed, in masked tiles, to dV of the keys that their rows see.
@@ -266,7 +267,7 @@ __device__ __forceinline__ void add_hidden(float (&dv)[kSize], const Smem<C> &sm
         const int t = n / C::kRows, row = n % C::kRows;
         const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
         if ((t >= item.tiles.full_begin && t < item.tiles.full_end) || token >= item.band.q_len) continue;
-        const int64_t head = item.kv_head * p.group + row % p.group;
+        const int64_t head = item.slice * p.group + row % p.group;
         add_nonfinite<typename C::Element>(dv,
                 static_cast<const uint16_t *>(args.dout.data) + sa_offset(&args.dout, item.batch, item.q_begin + token, head) +
                         first_column,
@@ -274,19 +275,18 @@ __device__ __forceinline__ void add_hidden(float (&dv)[kSize], const Smem<C> &sm
     }
 }
 
-// Adds dK and dV of the earlier rounds to those of round `part`, and stores the sums for the next one.
+// Adds dK and dV in a carry to the sums, unless they are the first, and stores the sums for the next, unless they are the last.
 template <class C, class... Sums>
-__device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part, Sums &...sums) {
-    const bool is_shared = item.carry >= 0;
-    unsigned long long *turns = buffers.carry_turns + item.carry;
-    if (is_shared) wait_for_turn(turns, item.carry_turn);
-    const int64_t carry = is_shared ? item.carry : p.num_carries + blockIdx.x;
+__device__ __forceinline__ void add_carry(
+        const BwdBuffers &buffers, int64_t carry, bool is_shared, unsigned turn, bool is_first, bool is_last, Sums &...sums) {
+    unsigned long long *turns = buffers.carry_turns + carry;
+    if (is_shared) wait_for_turn(turns, turn);
     auto *at = reinterpret_cast<float4 *>(buffers.carries + carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
     const auto add = [&](auto &d) {
         constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize % 32 == 0 ? 8 : 4; // loads in flight
 #pragma unroll
         for (int first = 0; first < kSize; first += 4 * kBatch, at += kBatch * C::kMathThreads) {
-            if (part > 0) {
+            if (!is_first) {
                 float4 before[kBatch];
 #pragma unroll
                 for (int i = 0; i < kBatch; i++) before[i] = __ldcg(at + i * C::kMathThreads);
@@ -298,7 +298,7 @@ __device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers 
                     d[first + 4 * i + 3] += before[i].w;
                 }
             }
-            if (part == item.num_parts - 1) continue;
+            if (is_last) continue;
 #pragma unroll
             for (int i = 0; i < kBatch; i++) {
                 const float *of = d + first + 4 * i;
@@ -309,7 +309,25 @@ __device__ __forceinline__ void add_carry(const BwdProblem &p, const BwdBuffers 
     (add(sums), ...);
     if (!is_shared) return;
     bar_sync<C::kMathThreads>(kMathBarrier);
-    if (threadIdx.x == 128) store_release(turns, item.carry_turn + 1);
+    if (threadIdx.x == 128) store_release(turns, turn + 1);
+}
+
+// Adds dK and dV of the earlier rounds to those of round `part`.
+template <class C, class... Sums>
+__device__ __forceinline__ void add_round(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part, Sums &...sums) {
+    const bool is_shared = item.carry >= 0;
+    const int64_t carry = is_shared ? item.carry : p.num_carries + blockIdx.x;
+    add_carry<C>(buffers, carry, is_shared, item.carry_turn, part == 0, part == item.num_parts - 1, sums...);
+}
+
+// Adds dK and dV of the kv head's earlier slices; true for the last one.
+template <class C, class... Sums>
+__device__ __forceinline__ bool add_slice(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, Sums &...sums) {
+    if (p.slices == 1) return true;
+    const int nth = item.slice % p.slices;
+    const bool is_last = nth == p.slices - 1;
+    add_carry<C>(buffers, item.slice_carry, true, nth, nth == 0, is_last, sums...);
+    return is_last;
 }
 
 // What is added to the factors of dK and dV of the thread's two keys: NaN, if K was not finite and some row sees the key.
@@ -332,8 +350,8 @@ __device__ __forceinline__ void write_keys(float (&dk)[C::kHeadDim / 2], float (
         const float added = poison[r];
         auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
         if (real) {
-            to_dk += sa_offset(&args.dk, item.batch, item.k_begin + key, item.kv_head);
-            to_dv += sa_offset(&args.dv, item.batch, item.k_begin + key, item.kv_head);
+            to_dk += sa_offset(&args.dk, item.batch, item.k_begin + key, item.slice / p.slices);
+            to_dv += sa_offset(&args.dv, item.batch, item.k_begin + key, item.slice / p.slices);
         }
         write_row<typename C::Element>(to_dk, dk, r, p.scale + added, 0, args.fwd.problem.head_dim, real);
         write_row<typename C::Element>(to_dv, dv, r, 1.0f + added, 0, args.fwd.problem.head_dim, real);

@@ -129,9 +129,15 @@ template <class C> struct KeyGradients {
     }
     __device__ __forceinline__ void carry(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part) {
         if constexpr (kHasMiddle)
-            add_carry<C>(p, buffers, item, part, dk, dv, middle);
+            add_round<C>(p, buffers, item, part, dk, dv, middle);
         else
-            add_carry<C>(p, buffers, item, part, dk, dv);
+            add_round<C>(p, buffers, item, part, dk, dv);
+    }
+    __device__ __forceinline__ bool add_slice(const BwdProblem &p, const BwdBuffers &buffers, const Item &item) {
+        if constexpr (kHasMiddle)
+            return bwd_sm90::add_slice<C>(p, buffers, item, dk, dv, middle);
+        else
+            return bwd_sm90::add_slice<C>(p, buffers, item, dk, dv);
     }
     __device__ __forceinline__ void write(
             const float (&poison)[2], const sinkattn_bwd_args &args, const BwdProblem &p, const Item &item, int math_warpgroup) {
@@ -143,8 +149,8 @@ template <class C> struct KeyGradients {
             const float added = poison[r];
             auto *to_dk = static_cast<uint16_t *>(args.dk.data), *to_dv = static_cast<uint16_t *>(args.dv.data);
             if (is_real) {
-                to_dk += sa_offset(&args.dk, item.batch, item.k_begin + key, item.kv_head);
-                to_dv += sa_offset(&args.dv, item.batch, item.k_begin + key, item.kv_head);
+                to_dk += sa_offset(&args.dk, item.batch, item.k_begin + key, item.slice / p.slices);
+                to_dv += sa_offset(&args.dv, item.batch, item.k_begin + key, item.slice / p.slices);
             }
             write_row<typename C::Element>(to_dk, dk, r, p.scale + added, 128 * math_warpgroup, head_dim, is_real);
             if constexpr (kHasMiddle)

@@ -21,13 +21,14 @@ struct Entry {
     sa_sequence sequence;
     int64_t first_tile, first_use, first_item, first_carry;
     bool has_sink;
+    int first_block; // of the sequences before it, key blocks of one kv head; only with slices
 };
 
-// A key block of a kv head, and the row tiles of a chain that see some of it (core/chains.h). Copied whole, so no byte is left unwritten.
+// A key block of a slice, and the row tiles of a chain that see some of it (core/chains.h). Copied whole, so no byte is left unwritten.
 struct alignas(16) Item {
     int exists;                  // an int, as all here, so that no byte is padding
     int batch, q_begin, k_begin; // of the sequence
-    int kv_head, key;
+    int slice, key;              // slice: of all kv heads
     sa_band band;
     sa_row_tiles tiles;
     int finish_end;             // tiles before it have no later key block
@@ -38,6 +39,7 @@ struct alignas(16) Item {
     int part, num_parts;        // the first round that the item adds, and all of the block
     int carry;                  // index of the block's carried dK and dV, -1 where the item has all rounds
     unsigned carry_turn;        // whose turn it is there when the item's first round is added
+    int slice_carry;            // where dK and dV of the block are handed from slice to slice
     int nth;                    // index of the item's terms in its head
     int round_begin, round_end; // tiles of the round that the math works on, which sets them
 
@@ -51,10 +53,12 @@ static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD
 struct BwdProblem {
     int64_t num_entries, num_carries; // carries that items share; one a block follows them
     sa_chain_room room;
-    int group, tokens; // heads and tokens of a tile of rows
+    int group, tokens, slices, num_q_heads; // heads and tokens of a tile of rows; slices of a kv head
     float scale, scale_log2;
-    int64_t num_tiles, num_items; // upper bounds for one kv head
-    int dense_tiles;              // of a kv head of a sequence, where all are alike
+    int64_t num_tiles, num_items; // upper bounds for one slice
+    int dense_tiles;              // of a slice of a sequence, where all are alike
+
+    __device__ __forceinline__ int heads_of(int slice) const { return min(group, num_q_heads - slice * group); }
 };
 
 struct BwdBuffers {
@@ -172,7 +176,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
         if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
     }
     __syncthreads();
-    int64_t tiles = 0, uses = 0, items = 0, carries = 0;
+    int64_t tiles = 0, uses = 0, items = 0, carries = 0, blocks = 0;
     for (int64_t base = 0; base <= p.num_entries; base += kTableThreads) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
@@ -186,6 +190,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
         entry.first_use = block_scan(own_uses, uses, sum) - own_uses;
         entry.first_item = block_scan(own_items, items, sum) - own_items;
         entry.first_carry = block_scan(own_carries, carries, sum) - own_carries;
+        if (p.slices > 1) entry.first_block = static_cast<int>(block_scan(chains.blocks, blocks, sum) - chains.blocks);
         if (b <= p.num_entries) buffers.entries[b] = entry;
     }
 }
@@ -217,7 +222,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
         if (n >= all) return;
     }
     const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, static_cast<int32_t>(n - entry.first_item));
-    const int copy = own.head / p.room.num_heads, kv_head = own.head - copy * p.room.num_heads;
+    const int copy = own.head / p.room.num_heads, slice = own.head - copy * p.room.num_heads;
     const Entry of_copy = entry_of(args, p, buffers, e + copy);
     const sa_sequence sequence = of_copy.sequence;
     Item item = {};
@@ -225,11 +230,11 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     item.batch = static_cast<int>(sequence.batch);
     item.q_begin = static_cast<int>(sequence.q_begin);
     item.k_begin = static_cast<int>(sequence.k_begin);
-    item.kv_head = kv_head;
+    item.slice = slice;
     item.key = own.block * C::kKeys;
     item.band = band;
     item.tiles = own.tiles;
-    item.first_tile = static_cast<int>(p.room.num_heads * of_copy.first_tile) + kv_head * chains.tiles;
+    item.first_tile = static_cast<int>(p.room.num_heads * of_copy.first_tile) + slice * chains.tiles;
     item.use = static_cast<int>(entry.first_use) + own.use;
     item.step = own.step;
     item.idle_use = static_cast<int>(entry.first_use) + own.idle_use;
@@ -244,6 +249,9 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
         item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * sa_num_carries(&chains)) + own.block;
         item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
     }
+    const auto kv_heads = static_cast<int>(args.fwd.problem.num_kv_heads); // the last carries are those between slices
+    item.slice_carry =
+            static_cast<int>(p.num_carries) - 1 - slice / p.slices - (of_copy.first_block + copy * chains.blocks + own.block) * kv_heads;
     item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + copy * (sa_num_chain_items(&chains) / chains.heads) + own.nth;
     const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)};
     item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
@@ -255,7 +263,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     }
     buffers.items[n] = item;
     if (item.exists || !buffers.row_terms) return;
-    for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; head++) buffers.key_terms[head * p.num_items + item.nth] = 0.0f;
+    for (int i = 0; i < p.heads_of(slice); i++) buffers.key_terms[(slice * p.group + i) * p.num_items + item.nth] = 0.0f;
 }
 
 // By the n-th block behind those of row tiles: an item a thread, and what the items begin with.
@@ -287,14 +295,13 @@ __device__ __forceinline__ void store_deltas(float *to, const uint4 (&out)[kBatc
     }
 }
 
-// A block prepares one row tile of a kv head; the last blocks write items instead. Neighbouring heads have neighbouring blocks, as their
+// A block prepares one row tile of a slice; the last blocks write items instead. Neighbouring heads have neighbouring blocks, as their
 // rows are neighbours in memory.
 template <class C>
 __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
     constexpr int kLanes = C::kHalvesV * 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep, kBatch = 4; // loads at a time
     __shared__ float deltas[C::kRows], terms[C::kRows];
-    const auto heads = static_cast<int>(args.fwd.problem.num_kv_heads), n = static_cast<int>(blockIdx.x), nth_tile = n / heads,
-               kv_head = n - nth_tile * heads;
+    const int heads = p.room.num_heads, n = static_cast<int>(blockIdx.x), nth_tile = n / heads, slice = n - nth_tile * heads;
     if (nth_tile >= p.num_tiles) return begin_items<C>(args, p, buffers, n - static_cast<int>(p.num_tiles) * heads);
     const bool is_packed = args.fwd.problem.packed;
     const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile) : nth_tile / p.dense_tiles;
@@ -307,10 +314,11 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
     const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens), has_sink = buffers.row_terms && entry.has_sink;
     // Reads the row's statistics first: p_sink is computed from them while the longer reads of out and dO are in flight.
-    const int row = threadIdx.x, token = row / p.group, first_head = kv_head * p.group, head = first_head + row - token * p.group;
+    const int row = threadIdx.x, token = row / p.group, first_head = slice * p.group, head = first_head + row - token * p.group;
+    const bool is_row = row < rows && head < p.num_q_heads;
     float found = 0.0f, g = 0.0f;
     double s_aux = 0.0;
-    if (row < rows) {
+    if (is_row) {
         const int64_t at = sa_row_index(&args.fwd.problem, &sequence, head, first + token);
         found = static_cast<const float *>(args.fwd.lse)[at];
         if (args.dlse) g = static_cast<const float *>(args.dlse)[at];
@@ -330,7 +338,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
                 return static_cast<uint16_t *>(tensor.data) +
                        (sa_offset(&tensor, sequence.batch, sequence.q_begin + first + own_token, first_head + own_head) + column);
             };
-            const bool is_real = (first_step + i) * kStep + lane_row < rows;
+            const bool is_real = (first_step + i) * kStep + lane_row < rows && first_head + own_head < p.num_q_heads;
             if (is_real && column < head_dim_v) {
                 out[i] = *reinterpret_cast<const uint4 *>(at(args.fwd.out));
                 dout[i] = *reinterpret_cast<const uint4 *>(at(args.dout));
@@ -342,19 +350,19 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
             own_head += step_heads;
             if (own_head >= p.group) own_head -= p.group, own_token++;
         }
-        if (first_step == 0 && has_sink && row < rows) p_sink = static_cast<float>(sa_exp_minus(s_aux, found));
+        if (first_step == 0 && has_sink && is_row) p_sink = static_cast<float>(sa_exp_minus(s_aux, found));
         store_deltas<typename C::Element, kLanes>(deltas + first_step * kStep + lane_row, out, dout);
     }
     __syncthreads();
     const bool is_dead = found == -INFINITY;
     float lse = 0.0f, bias = 0.0f, term = 0.0f;
-    if (row < rows) {
+    if (is_row) {
         lse = is_dead ? 0.0f : found * kLog2e;
         bias = g - deltas[row];
         // p_sink (g - sum_j P dP) without its part -p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
         if (has_sink) term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
     }
-    const int64_t tile = heads * entry.first_tile + kv_head * num_tiles_of(sequence, p.tokens) + t;
+    const int64_t tile = heads * entry.first_tile + slice * num_tiles_of(sequence, p.tokens) + t;
     float *stats = buffers.stats + tile * stats_length<C>(buffers.row_terms);
     if (row < C::kRows) {
         stats[row] = lse;
@@ -366,7 +374,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
         terms[row] = term;
     }
     __syncthreads();
-    if (row < p.group) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = sum_head(terms, p, row);
+    if (row < p.heads_of(slice)) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = sum_head(terms, p, row);
 }
 
 // A block sums the terms of one head's ds_aux, in an order that depends on sizes alone.
