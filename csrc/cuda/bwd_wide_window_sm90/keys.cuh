@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bw
         smem.block_empty.acquire(blocks);
         if (!describe_block(smem.blocks[blocks.stage()], n, args.fwd, p)) continue;
         const Block &block = smem.blocks[blocks.stage()];
-        if (lane == 0) smem.block_full.arrive(blocks);
+        smem.block_full.arrive(blocks);
         const int batch = static_cast<int>(block.sequence.batch), kv_head = block.kv_head;
         smem.kv_empty.acquire(Ring<1>{blocks.n});
         if (lane == 0) smem.kv_full[0].arrive_expect(kPieces * C::kKeyHalf);
@@ -116,10 +116,8 @@ __device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bw
         blocks.n++;
     }
     smem.block_empty.acquire(blocks);
-    if (lane == 0) {
-        smem.blocks[blocks.stage()].exists = false;
-        smem.block_full.arrive(blocks);
-    }
+    if (lane == 0) smem.blocks[blocks.stage()].exists = false;
+    smem.block_full.arrive(blocks);
 }
 
 // By the checker warp: zeroes rows behind the sequence, whose statistics may be anything, and values of Q and dO that are not finite, since
@@ -151,7 +149,7 @@ template <class C> __device__ __forceinline__ void check_rows(KeysSmem<C> &smem,
                 for (int x = lane; x < static_cast<int>(sizeof smem.douts[0]) / 16; x += 32)
                     if (zero_nonfinite<Element, 1>(smem.douts[stage] + 16 * x, 16, 0)) block.hides = true;
             }
-            if (any || rows < p.tile_rows()) async_fence();
+            async_fence();
             smem.row_ready.arrive(ring);
         }
         smem.block_empty.release(blocks);
@@ -336,8 +334,7 @@ template <class C> struct KeysMath {
 #pragma unroll 1
         for (int t = 0; t < count; t++, ring.n++) {
             smem.row_ready.wait(ring);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
+            smem.row_empty.release(ring);
         }
     }
 
@@ -379,15 +376,14 @@ template <class C> struct KeysMath {
                     else
                         add_tile<true>(dk, dv, stage, t);
                 }
-                if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
+                async_fence(); // of the statistics that were read, before a copy overwrites them
+                smem.row_empty.release(ring);
             }
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) smem.kv_empty[0].arrive();
+            smem.kv_empty[0].arrive();
             skip_tiles(warp_uniform(block.num_tiles) - tiles.end);
             if (block.hides) add_hidden(dv, block);
             write(dk, dv, block);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) smem.block_empty.release(blocks);
+            smem.block_empty.release(blocks);
         }
     }
 };
@@ -401,15 +397,15 @@ __global__ __launch_bounds__(kThreads, 1) void keys_kernel(
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&maps.q, &maps.dout, &maps.k, &maps.v}) tensor_map_prefetch(map);
         for (int i = 0; i < 2; i++) {
-            smem.block_full[i].init(1);
-            smem.block_empty[i].init(kMathThreads / 32 + 32);
+            smem.block_full[i].init(32);
+            smem.block_empty[i].init(kMathThreads + 32);
         }
         smem.kv_full[0].init(1);
-        smem.kv_empty[0].init(kMathThreads / 32);
+        smem.kv_empty[0].init(kMathThreads);
         for (int i = 0; i < C::kStages; i++) {
             smem.row_full[i].init(1);
             smem.row_ready[i].init(32);
-            smem.row_empty[i].init(kMathThreads / 32);
+            smem.row_empty[i].init(kMathThreads);
         }
         barrier_init_fence();
     }

@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_
         smem.span_empty.acquire(spans);
         if (!describe_span(smem.spans[spans.stage()], n, spans.n, ring.n, args.fwd, p)) continue;
         const Span &span = smem.spans[spans.stage()];
-        if (lane == 0) smem.span_full.arrive(spans);
+        smem.span_full.arrive(spans);
         const int batch = static_cast<int>(span.sequence.batch), kv_head = span.kv_head;
         smem.kv_empty.acquire(Ring<1>{spans.n});
         if (lane == 0) smem.kv_full[0].arrive_expect(kPieces * C::kKeyHalf);
@@ -117,10 +117,8 @@ __device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_
         spans.n++;
     }
     smem.span_empty.acquire(spans);
-    if (lane == 0) {
-        smem.spans[spans.stage()].exists = false;
-        smem.span_full.arrive(spans);
-    }
+    if (lane == 0) smem.spans[spans.stage()].exists = false;
+    smem.span_full.arrive(spans);
 }
 
 // By the checker warps: a masked pair's dS = 0 times K must be zero. Math warpgroups may be reading K for S meanwhile, whose masked scores
@@ -139,8 +137,8 @@ template <class C> __device__ __forceinline__ void check_keys(RowsSmem<C> &smem)
             bar_sync<kCheckers>(kCheckerBarrier);
             for (int x = thread; x < static_cast<int>(sizeof smem.keys) / 16; x += kCheckers)
                 if (zero_nonfinite<Element, 1>(smem.keys + 16 * x, 16, 0)) smem.poisoned[x % (C::kKeyHalf / 16) / 8] = true;
-            async_fence();
         }
+        async_fence(); // also of what was read, before a copy overwrites it
         if (thread == 0) smem.any_poisoned = any;
         smem.kv_ready[0].arrive();
         smem.span_empty.release(spans);
@@ -323,7 +321,7 @@ template <class C> struct RowsMath {
         wgmma_wait<0>();
         pin(dp0);
         pin(dp1);
-        if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
+        smem.row_empty.release(ring);
         suspects |= find_suspects(dp0);
         hide(dp0, seen, 0, 0);
         hide(dp1, seen, kPieceSteps, 0);
@@ -378,7 +376,7 @@ template <class C> struct RowsMath {
             wgmma_wait<0>();
             dq.pin_all();
         }
-        if (threadIdx.x % 32 == 0) smem.row_empty.release(ring);
+        smem.row_empty.release(ring);
     }
 
     __device__ __forceinline__ void write(const Wide<C> &dq, const Span &span, int first_token) const {
@@ -418,11 +416,8 @@ template <class C> struct RowsMath {
             }
             spans.n = span.number;
             smem.kv_ready.wait(Ring<1>{spans.n}); // also where no tile of the span was this warpgroup's
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) {
-                smem.kv_empty[0].arrive();
-                smem.span_empty.release(spans);
-            }
+            smem.kv_empty[0].arrive();
+            smem.span_empty.release(spans);
         }
     }
 };
@@ -436,15 +431,15 @@ __global__ __launch_bounds__(kThreads, 1) void rows_kernel(const __grid_constant
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&maps.q, &maps.dout, &maps.k, &maps.v}) tensor_map_prefetch(map);
         for (int i = 0; i < 2; i++) {
-            smem.span_full[i].init(1);
-            smem.span_empty[i].init(kMathThreads / 32 + kCheckers);
+            smem.span_full[i].init(32);
+            smem.span_empty[i].init(kMathThreads + kCheckers);
         }
         smem.kv_full[0].init(1);
         smem.kv_ready[0].init(kCheckers);
-        smem.kv_empty[0].init(kMathThreads / 32);
+        smem.kv_empty[0].init(kMathThreads);
         for (int i = 0; i < C::kStages; i++) {
             smem.row_full[i].init(1);
-            smem.row_empty[i].init(4);
+            smem.row_empty[i].init(128);
         }
         barrier_init_fence();
     }
