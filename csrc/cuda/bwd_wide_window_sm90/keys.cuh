@@ -6,9 +6,12 @@
 //     checker warp        rows that are not finite, or that do not exist, become 0 where the first launch suspects any
 //     2 math warpgroups   S = K Q^T, dP = V dO^T | P, dS | dV += P dO, dK += dS Q          64 keys each
 //
-// A block is 128 keys of a kv head, and the row tiles that see some of them, ascending from the first such row on, with all heads of the
+// A block is 128 keys of a kv head, and the row tiles that see some of them, counted from the first such row on, with all heads of the
 // GQA group: dK and dV are summed in registers and rounded once. P and dS are operands from registers; nothing passes between warpgroups.
 // A tile's rows are columns here.
+//
+// The first tiles see keys of the first warpgroup alone, the last ones keys of the second: they come first, one of each in turn, so that
+// neither warpgroup waits for the other's.
 #pragma once
 
 #include "cuda/bwd_wide_window_sm90/smem.cuh"
@@ -28,7 +31,14 @@ struct Block {
     sa_sequence sequence;
     sa_band band;
     int key, kv_head, first_token, num_tiles; // first_token: the first row that sees a key of the block
+    int num_pairs;                            // of a tile that only the first warpgroup needs and one that only the second needs
     bool exists, hides;                       // hides: the checker zeroed some of dO
+
+    // The n-th tile that is loaded.
+    __device__ __forceinline__ int tile(int n) const {
+        if (n >= 2 * num_pairs) return n - num_pairs;
+        return n % 2 ? num_tiles - num_pairs + n / 2 : n / 2;
+    }
 };
 
 template <class C> struct KeysSmem {
@@ -72,6 +82,12 @@ __device__ __forceinline__ bool describe_block(Block &to, unsigned n, const sink
         const sa_range rows = rows_of(to.band, to.key, kBlockKeys);
         to.first_token = rows.begin;
         to.num_tiles = sa_tile_from(rows.end - rows.begin, p.tokens);
+        const sa_range of_first = rows_of(to.band, to.key, 64), of_second = rows_of(to.band, to.key + 64, 64);
+        to.num_pairs = 0;
+        if (of_first.begin < of_first.end && of_second.begin < of_second.end)
+            to.num_pairs = min(min(sa_tile_of(of_second.begin - rows.begin, p.tokens),
+                                       to.num_tiles - sa_tile_from(of_first.end - rows.begin, p.tokens)),
+                    to.num_tiles / 2);
     }
     __syncwarp();
     return true;
@@ -97,11 +113,11 @@ __device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bw
         if (lane < kPieces)
             tensor_load(keys, lane < C::kHalves ? &maps.k : &maps.v, smem.kv_full[0], 64 * half, kv_head,
                     static_cast<int>(block.sequence.k_begin) + block.key, batch);
-        int token = block.first_token;
 #pragma unroll 1
-        for (const uint32_t end = ring.n + block.num_tiles; ring.n != end; ring.n++, token += p.tokens) {
+        for (int use = 0; use < block.num_tiles; use++, ring.n++) {
             // In flight: K and V of the block; at most kStages tiles.
             const uint32_t stage = ring.stage();
+            const int token = block.first_token + block.tile(use) * p.tokens;
             smem.row_empty.acquire(ring);
             if (lane == 0) smem.row_full[stage].arrive_expect(p.tile_rows() * static_cast<int>(kPieces * kRowBytes + sizeof(RowStats)));
             __syncwarp();
@@ -131,10 +147,10 @@ template <class C> __device__ __forceinline__ void check_rows(KeysSmem<C> &smem,
         Block &block = smem.blocks[blocks.stage()];
         if (!block.exists) return;
         const int num_tiles = block.num_tiles;
-        for (int t = 0; t < num_tiles; t++, ring.n++) {
+        for (int n = 0; n < num_tiles; n++, ring.n++) {
             const uint32_t stage = ring.stage();
             smem.row_full.wait(ring);
-            const int rows = min(p.tokens, block.band.q_len - block.first_token - t * p.tokens) * p.group; // that exist
+            const int rows = min(p.tokens, block.band.q_len - block.first_token - block.tile(n) * p.tokens) * p.group; // that exist
             bool suspect = false;
             for (int row = lane; row < rows; row += 32) suspect |= smem.stats[stage][row].suspect != 0;
             const bool any = __any_sync(0xffffffffu, suspect);
@@ -330,14 +346,6 @@ template <class C> struct KeysMath {
         return {warp_uniform(tiles.begin), warp_uniform(tiles.end), warp_uniform(tiles.full_begin), warp_uniform(tiles.full_end)};
     }
 
-    __device__ __forceinline__ void skip_tiles(int count) {
-#pragma unroll 1
-        for (int t = 0; t < count; t++, ring.n++) {
-            smem.row_ready.wait(ring);
-            smem.row_empty.release(ring);
-        }
-    }
-
     __device__ __forceinline__ void run() {
         for (Ring<2> blocks;; blocks.n++) {
             smem.block_full.wait(blocks);
@@ -358,12 +366,16 @@ template <class C> struct KeysMath {
             }
             bar_sync<128>(kMathBarrier + math_warpgroup);
             smem.kv_full.wait(Ring<1>{blocks.n});
-            skip_tiles(tiles.begin);
 #pragma unroll 1
-            for (int t = tiles.begin; t < tiles.end; t++, ring.n++) {
+            for (int n = 0; n < warp_uniform(block.num_tiles); n++, ring.n++) {
                 // In flight at the top: no wgmma.
                 const uint32_t stage = warp_uniform(ring.stage());
+                const int t = warp_uniform(block.tile(n));
                 smem.row_ready.wait(ring);
+                if (t < tiles.begin || t >= tiles.end) { // of the other warpgroup alone
+                    smem.row_empty.release(ring);
+                    continue;
+                }
                 const bool is_full = t >= tiles.full_begin && t < tiles.full_end;
                 if constexpr (C::kHeadDim > 128) {
                     if (is_full)
@@ -380,7 +392,6 @@ template <class C> struct KeysMath {
                 smem.row_empty.release(ring);
             }
             smem.kv_empty[0].arrive();
-            skip_tiles(warp_uniform(block.num_tiles) - tiles.end);
             if (block.hides) add_hidden(dv, block);
             write(dk, dv, block);
             smem.block_empty.release(blocks);
