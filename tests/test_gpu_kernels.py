@@ -29,6 +29,7 @@ class Kind(NamedTuple):
     fwd: str
     bwd: str
     head_dim_v: int = 0
+    kv_heads: int = 1
 
     @property
     def largest(self) -> int:
@@ -45,9 +46,9 @@ KINDS = {
     "d128": Kind(range(104, 129, 8), -1, 8, "sm90_d128", "sm90_d128"),
     "d256": Kind(range(136, 257, 8), -1, 8, "sm90_d256", "sm90_d256"),
     "d192-v128": Kind(range(136, 193, 8), -1, 8, "sm90_d192_v128", "sm90_d192_v128", 128),
-    "d64-wide-group": Kind(range(8, 65, 8), -1, 200, "sm80_d64", "sm80_d64"),
-    "d128-wide-group": Kind(range(72, 129, 8), -1, 200, "sm80_d128", "sm80_d128"),
-    "d256-wide-group": Kind(range(136, 257, 8), -1, 200, "sm80_d256", "sm80_d256"),
+    "d64-wide-group": Kind(range(8, 65, 8), -1, 201, "sm80_d64", "sm80_d64", 0, 2),
+    "d128-wide-group": Kind(range(72, 129, 8), -1, 201, "sm80_d128", "sm80_d128", 0, 2),
+    "d256-wide-group": Kind(range(136, 257, 8), -1, 201, "sm80_d256", "sm80_d256", 0, 2),
 }
 BY_CASE = [name for name, kind in KINDS.items() if kind.ratio == 8]
 TUNED = [name for name in BY_CASE if not KINDS[name].head_dim_v]
@@ -70,6 +71,9 @@ PACKED = {
 }  # fmt: skip
 
 
+FEW_ROWS = {"d64_few_rows": 64, "d128_few_rows": 128}
+
+
 def planned(op: str, head_dim: int, device: dict[str, Any], **sizes: Any) -> dict[str, Any]:
     sizes = {"num_kv_heads": 1, "q_len": 40, "k_len": 60, "window_size_right": 0} | sizes
     return sinkattn.plan(op, device, dtype="bf16", batch=1, head_dim=head_dim, **sizes)
@@ -79,7 +83,8 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
     """By test_build.py, which asks without a device."""
     met = set()
     for kind in KINDS.values():
-        sizes = {"num_q_heads": kind.ratio, "window_size_left": kind.left, "head_dim_v": kind.head_dim_v}
+        sizes = {"num_q_heads": kind.kv_heads * kind.ratio, "num_kv_heads": kind.kv_heads}
+        sizes |= {"window_size_left": kind.left, "head_dim_v": kind.head_dim_v}
         for op, name in (("fwd", kind.fwd), ("bwd", kind.bwd)):
             found = {planned(op, head_dim, hopper, **sizes)["variant"] for head_dim in kind.head_dims}
             assert found == {f"sa_{op}_cuda_{name}"}
@@ -102,6 +107,10 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
                  "head_dim_v": head_dim_v}  # fmt: skip
         assert planned("decode", head_dim, hopper, **sizes)["variant"] == f"sa_decode_cuda_{name}"
         met.add(f"sa_decode_cuda_{name}")
+    for name, head_dim in FEW_ROWS.items():
+        few = {"num_q_heads": 16, "num_kv_heads": 2, "k_len": 2048}
+        assert planned("fwd", head_dim, hopper, **few)["variant"] == f"sa_fwd_cuda_sm90_{name}"
+        met.add(f"sa_fwd_cuda_sm90_{name}")
     assert met == {row["name"] for row in _C.variants() if row["backend"] == "cuda"}
 
 
@@ -113,7 +122,7 @@ def test_every_head_dim_of_every_kernel(name: str, head_dim: int) -> None:
     kind = KINDS[name]
     q_lens, k_lens = ((70, 0, 9), (90, 5, 9)) if kind.ratio == 8 else ((9, 3), (30, 3))
     case = Case(
-        head_dim=head_dim, head_dim_v=kind.head_dim_v, left=kind.left, right=0, ratio=kind.ratio, layout="varlen",
+        head_dim=head_dim, head_dim_v=kind.head_dim_v, left=kind.left, right=0, ratio=kind.ratio, kv_heads=kind.kv_heads, layout="varlen",
         q_lens=q_lens, k_lens=k_lens, tail=3, poison=True, dtype="bf16" if head_dim % 16 else "fp16", seed=head_dim,
     )  # fmt: skip
     assert_right_on_device(case)
@@ -267,6 +276,29 @@ def test_d96_has_the_bits_of_d128(head_dim: int, size: int) -> None:
         wide_out, wide_lse = sinkattn.flash_attn_func(*wide, **options)
         assert torch.equal(out, wide_out[..., :head_dim])
         assert torch.equal(lse, wide_lse)
+
+
+@pytest.mark.parametrize("size", [1, 12])
+@pytest.mark.parametrize("mask", [(-1, 0), (1000, 0), (300, 4)])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_few_rows_have_the_bits_of_many(head_dim: int, mask: tuple[int, int], size: int) -> None:
+    q, k, v, s_aux = gpt_oss_like(1, 2500, head_dim)
+    q *= size
+    options = {"s_aux": s_aux, "window_size": (mask[0], 0), "num_sink_tokens": mask[1], "return_lse": True}
+    out, lse = sinkattn.flash_attn_func(q, k, v, **options)
+    for begin, end in ((2436, 2500), (2400, 2401)):
+        few = sinkattn.flash_attn_func(q[:, begin:end], k[:, :end], v[:, :end], **options)
+        assert torch.equal(few[0], out[:, begin:end])
+        assert torch.equal(few[1], lse[:, :, begin:end])
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_few_rows_are_right(head_dim: int) -> None:
+    case = Case(
+        head_dim=head_dim, left=1000, right=0, ratio=5, kv_heads=2, q_lens=(70, 70), k_lens=(2300, 2300), poison=True,
+        dtype="bf16" if head_dim % 64 else "fp16", seed=head_dim,
+    )  # fmt: skip
+    assert_right_on_device(case)
 
 
 @pytest.mark.parametrize("name", TUNED)

@@ -67,6 +67,7 @@ typedef struct sa_variant {
 const char *sa_refusal_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+const char *sa_refusal_few_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_whole_tokens_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 const char *sa_refusal_wide_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);

@@ -23,6 +23,7 @@
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
 #define SA_UNSPLIT_TILES 16                  /* CUDA decode: so few key tiles, a window's, are one block's work */
+#define SA_FEW_TILES 132                     /* forward of few rows: blocks that an H200 runs at once */
 #define SA_FEW_ROWS 32                       /* CUDA decode: two tiles of the kernels for 8.0, which read a cache once for each */
 #define SA_L2_KEYS_BYTES (INT64_C(32) << 20) /* CUDA decode: a smaller cache is read again from the L2 cache */
 #define SA_FEW_STREAMS 8                     /* CUDA decode: fewer have so many parts each that their merges take long */
@@ -57,6 +58,16 @@ const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_va
     if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
     if (!has_elements(p)) return "there are no rows or no keys";
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
+}
+
+/* The same where tiles of so few rows fit the GPU at once, so that more of it works. */
+const char *sa_refusal_few_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const char *why = sa_refusal_whole_tokens(p, info);
+    if (why) return why;
+    if (p->packed) return "rows are packed";
+    if (p->k_len < 2048) return "there are fewer than 2048 keys";
+    const int64_t tokens = info->tile_q / (p->num_q_heads / p->num_kv_heads);
+    return p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, tokens) <= SA_FEW_TILES ? NULL : "its tiles of rows are more than 132";
 }
 
 /* The same with values of at most 128 columns. */
@@ -212,26 +223,15 @@ const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkatt
 }
 
 /* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits. */
-const char *sa_refusal_packed_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    (void)info;
-    return p->packed ? NULL : "it is for packed rows";
-}
-
-const char *sa_refusal_packed_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return p->packed ? sa_refusal_one_width(p, info) : "it is for packed rows";
-}
-
-const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return p->packed ? sa_refusal_whole_tokens(p, info) : "it is for packed rows";
-}
-
-const char *sa_refusal_packed_whole_tokens_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return p->packed ? sa_refusal_whole_tokens_v128(p, info) : "it is for packed rows";
-}
-
-const char *sa_refusal_packed_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return p->packed ? sa_refusal_one_key_tile(p, info) : "it is for packed rows";
-}
+#define SA_PACKED(rule) \
+    const char *sa_refusal_packed_##rule(const sinkattn_problem *p, const sinkattn_variant_info *info) { \
+        return p->packed ? sa_refusal_##rule(p, info) : "it is for packed rows"; \
+    }
+SA_PACKED(any)
+SA_PACKED(one_width)
+SA_PACKED(whole_tokens)
+SA_PACKED(whole_tokens_v128)
+SA_PACKED(one_key_tile)
 
 /* Why the row cannot take the problem, NULL when it can. */
 static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
@@ -386,6 +386,8 @@ static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info 
 
 /* A backward on sm_90 has items of keys too, and chunks with long caches have more of those than of rows. */
 static int64_t most_busy(const sinkattn_problem *p, const sinkattn_variant_info *info, const sinkattn_plan *plan) {
+    if (p->op == SINKATTN_FWD && info->arch == 90 && !p->packed) /* tiles of whole tokens */
+        return p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, info->tile_q / (p->num_q_heads / p->num_kv_heads));
     if (p->op != SINKATTN_BWD || info->backend != SINKATTN_CUDA) return plan->num_items;
     return sa_max(plan->num_items, p->num_kv_heads * (p->packed ? 1 : p->batch) * sa_ceil_div(p->k_len, info->tile_k));
 }
@@ -428,10 +430,13 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
                 sa_ceil_div(device->workers, p->num_kv_heads));
         explain_parts(p, &row->info, device->workers / sa_max(1, p->batch * p->num_kv_heads), tiles, plan);
     }
+    const char *said = NULL;
     for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
         if (row->info.op != p->op || row->info.backend != device->backend) continue;
         const sinkattn_variant_info *info = &row->info;
         const char *why = sa_finds_room(row, p, device) ? refusal(row, p) : "a block takes more than 99 KiB of shared memory";
+        if (said && why && strcmp(why, said) == 0 && info->tile_k == sa_variant_at(i - 1)->info.tile_k) continue;
+        said = info->arch >= 90 && sa_runs_on(info, device) ? why : NULL;
         if (sa_runs_on(info, device))
             say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, why);
         else

@@ -65,7 +65,7 @@ const char *problem_text(const sinkattn_problem *problem);
 /* Executors: a thread a worker, and one thread that takes the workers backwards. */
 extern const sinkattn_executor threads, backwards;
 
-/* The forward whose order of sums this one has: the wide windowed forwards have the general ones', and d96 has d128's. */
+/* The forward whose order of sums this one has: those of windows and of few rows have the general ones', d96 has d128's. */
 const sinkattn_variant_info *forward_of_order(const sinkattn_variant_info *forward);
 
 #endif

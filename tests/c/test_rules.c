@@ -102,6 +102,40 @@ static void test_the_forward_of_sm90_is_planned(void) {
     }
 }
 
+/* Tiles of 64 rows while they are at most 132, against 2048 keys and more. */
+static void test_the_few_rows_edge(void) {
+    const struct {
+        int64_t batch, num_q_heads, q_len, k_len, head_dim;
+        const char *name;
+    } cases[] = {{1, 64, 128, 8192, 128, "sm90_d128_few_rows"}, {1, 64, 128, 2048, 72, "sm90_d128_few_rows"},
+            {1, 64, 129, 8192, 128, "sm90_d128"}, {1, 64, 64, 2047, 128, "sm90_d128"}, {2, 64, 65, 8192, 64, "sm90_d64"},
+            {2, 64, 64, 8192, 64, "sm90_d64_few_rows"}};
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sinkattn_problem problem = causal_window(SINKATTN_FWD, 4000);
+        problem.packed = 0;
+        problem.batch = cases[i].batch;
+        problem.num_q_heads = cases[i].num_q_heads;
+        problem.num_kv_heads = 8;
+        problem.q_len = cases[i].q_len;
+        problem.k_len = cases[i].k_len;
+        problem.head_dim = cases[i].head_dim;
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        const char *name = status.code == SINKATTN_OK ? sinkattn_variant(plan.variant)->name + strlen("sa_fwd_cuda_") : status.message;
+        CHECK(strcmp(name, cases[i].name) == 0, "case %zu: %s", i, name);
+    }
+    sinkattn_problem problem = causal_window(SINKATTN_FWD, 4000); /* tiles of 10 tokens, so 7 a kv head */
+    problem.packed = 0;
+    problem.batch = 1;
+    problem.num_q_heads = 6 * problem.num_kv_heads;
+    problem.q_len = 64;
+    problem.k_len = 8192;
+    sinkattn_plan plan;
+    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK && plan.workers == 7 * problem.num_kv_heads, "%d workers",
+            (int)plan.workers);
+}
+
 /* At head_dim 72 to 128, and with values of at most 128 columns to 192, the same from a multiple of 16 on, with groups that fill seven
  * eighths of the rows. */
 static void test_the_wide_tiles_edge(void) {
@@ -430,5 +464,5 @@ static void test_what_is_not_compiled_is_planned_and_not_run(void) {
 const test rule_tests[] = {TEST(what_is_not_compiled_is_planned_and_not_run), TEST(the_forward_of_sm90_is_planned),
         TEST(the_decode_is_planned), TEST(values_narrower_than_keys), TEST(the_workspace_of_narrow_values), TEST(room_for_a_block),
         TEST(rows_and_devices), TEST(the_local_windows_edge), TEST(the_single_tiles_edge), TEST(workers_of_few_rows),
-        TEST(which_decodes_have_one_key_tile), TEST(the_wide_tiles_edge), TEST(invariant_decodes_follow_a_forward), TEST(partials_that_fit),
-        TEST(sink_tokens_beyond_the_keys), TEST(scales_at_the_edge), TEST(packed_rows_over_a_cache), {0}};
+        TEST(which_decodes_have_one_key_tile), TEST(the_few_rows_edge), TEST(the_wide_tiles_edge), TEST(invariant_decodes_follow_a_forward),
+        TEST(partials_that_fit), TEST(sink_tokens_beyond_the_keys), TEST(scales_at_the_edge), TEST(packed_rows_over_a_cache), {0}};

@@ -146,7 +146,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         }
         if (threadIdx.x >= 128 - 32 * C::kCheckers) check_tiles<C>(smem);
     } else {
-        registers_up<C::kMathRegisters>();
+        if constexpr (C::kMathWarpgroups > 1) registers_up<C::kMathRegisters>();
         Math<C>{smem, args, keys, maps, p, warp_uniform(threadIdx.x / 128) - 1, threadIdx.x % 128 == 0, {}}.run();
     }
 #else
@@ -208,14 +208,18 @@ sinkattn_status launch_cached(const sinkattn_decode_args &args, const sinkattn_p
     return launch_dtype<Shape>(args.fwd, keys, plan, context);
 }
 
-// The forward of tensors, and that of packed rows over a cache, a decode. Of variants.def's rows sm90_<name> and sm90_packed_<name>.
-#define SA_FWD_SM90_LAUNCHERS(name, head_dim, head_dim_v, stages, row_stages, queries) \
+// The forward of tensors, of variants.def's row sm90_<name>.
+#define SA_FWD_SM90_LAUNCHER(name, head_dim, head_dim_v, stages, row_stages, queries) \
     extern "C" sinkattn_status sa_fwd_cuda_sm90_##name( \
             const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) { \
         using Tiles = Shape<head_dim, head_dim_v, sa_fwd_cuda_sm90_##name##_tile_q, sa_fwd_cuda_sm90_##name##_tile_k, stages, row_stages, \
                 queries>; \
         return launch_dtype<Tiles>(*static_cast<const sinkattn_fwd_args *>(arguments), TensorKeys{}, plan, context); \
-    } \
+    }
+
+// And that of packed rows over a cache, a decode, of sm90_packed_<name>.
+#define SA_FWD_SM90_LAUNCHERS(name, head_dim, head_dim_v, stages, row_stages, queries) \
+    SA_FWD_SM90_LAUNCHER(name, head_dim, head_dim_v, stages, row_stages, queries) \
     extern "C" sinkattn_status sa_decode_cuda_sm90_packed_##name( \
             const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) { \
         using Tiles = Shape<head_dim, head_dim_v, sa_decode_cuda_sm90_packed_##name##_tile_q, sa_decode_cuda_sm90_packed_##name##_tile_k, \
