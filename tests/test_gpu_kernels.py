@@ -122,7 +122,8 @@ def test_every_head_dim_of_every_kernel(name: str, head_dim: int) -> None:
     kind = KINDS[name]
     q_lens, k_lens = ((70, 0, 9), (90, 5, 9)) if kind.ratio == 8 else ((9, 3), (30, 3))
     case = Case(
-        head_dim=head_dim, head_dim_v=kind.head_dim_v, left=kind.left, right=0, ratio=kind.ratio, kv_heads=kind.kv_heads, layout="varlen",
+        head_dim=head_dim, head_dim_v=kind.head_dim_v, left=kind.left, right=0, ratio=kind.ratio,
+        kv_heads=kind.kv_heads, layout="varlen",
         q_lens=q_lens, k_lens=k_lens, tail=3, poison=True, dtype="bf16" if head_dim % 16 else "fp16", seed=head_dim,
     )  # fmt: skip
     assert_right_on_device(case)
