@@ -31,13 +31,13 @@ namespace {
 template <class C> __device__ __forceinline__ void init_barriers(typename C::Smem &smem) {
     for (int i = 0; i < C::kStages; i++) {
         smem.k_full[i].init(1);
-        smem.k_empty[i].init(C::kLatent ? 12 : 4); // warps that read the keys
+        smem.k_empty[i].init(C::kLatent ? 128 + kValueThreads : 128); // threads that read the keys
         smem.v_full[i].init(1);
-        smem.v_empty[i].init(8);
+        smem.v_empty[i].init(kValueThreads);
     }
     for (int i = 0; i < C::kSlots; i++) {
-        smem.p_full[i].init(4);
-        smem.p_empty[i].init(C::kSplitsColumns ? 8 : 4);
+        smem.p_full[i].init(128);
+        smem.p_empty[i].init(C::kSplitsColumns ? kValueThreads : 128);
     }
     barrier_init_fence();
 }

@@ -80,8 +80,7 @@ template <class C> struct Scores {
         const bool moves = __any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f);
         if (thread % 32 == 0) smem.moves[n][thread / 32] = moves;
         async_fence();
-        __syncwarp();
-        if (thread % 32 == 0) smem.p_full.arrive(slots);
+        smem.p_full.arrive(slots);
         slots.n++;
     }
 
@@ -131,8 +130,7 @@ template <class C> struct Scores {
             wgmma_abt<Element, C::kHeadDim, kRowHalf, C::kKeyHalf>(s, q, shared_address(smem.keys(ring.stage())));
             wgmma_wait<0>(); // S complete; products of values of earlier steps still running
             pin(s);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) smem.k_empty.release(ring);
+            smem.k_empty.release(ring);
             if (params.scale_log2 < 0.0f) // its sign moves to the scores, whose maximum becomes the pivot
 #pragma unroll
                 for (int i = 0; i < C::kKeys / 2; i++) s[i] = -s[i];

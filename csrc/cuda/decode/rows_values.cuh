@@ -37,6 +37,7 @@ template <class C> struct Values {
             const uint4 chunk = *reinterpret_cast<const uint4 *>(chunk_at(x));
             for (const uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) bad |= any_nonfinite<Element>(pair);
         }
+        async_fence(); // of values that were read, before a copy overwrites them
         if (!bar_any<128>(kHideBarrier + warpgroup, bad)) return;
         const decode::Row rows[2] = {smem.rows[warpgroup_row(0)], smem.rows[warpgroup_row(1)]};
 #pragma unroll 1
@@ -85,8 +86,7 @@ template <class C> struct Values {
         wgmma_commit();
         wgmma_wait<0>(); // the other value warpgroup's product and the scores of later stages still running
         for (auto &columns : o[kTeam]) pin(columns);
-        __syncwarp();
-        if (thread() % 32 == 0) smem.p_empty.release(use);
+        smem.p_empty.release(use);
     }
 
     // The i-th own step of a stage, which begins with `step` of the part and is the n-th of all.
@@ -176,8 +176,7 @@ template <class C> struct Values {
             full_barriers.wait(ring);
             unsigned char *values = smem.values(ring.stage()) + first_column() / 64 * C::kKeyHalf;
             take_own_steps(o, values, step, full, steps_before + static_cast<uint32_t>(step - first));
-            __syncwarp();
-            if (thread() % 32 == 0) empty_barriers.release(ring);
+            empty_barriers.release(ring);
         }
         steps_before += static_cast<uint32_t>(max(0, last - first));
         bar_sync<kValueThreads + 128>(kPartBarrier); // the scores' factors are there; nobody reads the ring
