@@ -90,10 +90,9 @@ sinkattn_status launch_keys(
             "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(KeysSmem<C>), context.stream, args, maps, p);
 }
 
-// kSteps, kRowStages: of the rows kernel where a tile sees at most two pieces of keys; kKeyStages: of the keys kernel.
+// kSteps, kRowStages: of the rows kernel; kKeyStages: of the keys kernel.
 template <class W, int kSteps, int kRowStages, int kKeyStages>
 sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    constexpr int kMostSteps = 13;
     const sinkattn_problem &problem = args.fwd.problem;
     const int64_t window_keys = sa_window_keys(&problem.mask);
     Problem p = {};
@@ -112,8 +111,10 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     SA_TRY(map_rows(&maps.dout, of_values, args.dout, p.tokens, p.group, "dout"));
     if (find_span_tokens(window_keys, p.tokens, 2 * kPieceKeys) > 0)
         SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, true>>(args, plan, context, p, maps)));
-    else
-        SA_TRY((launch_rows<RowsConfig<W, kMostSteps, 2, false>>(args, plan, context, p, maps)));
+    else if constexpr (W::kHeadDim > 128)
+        SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, false>>(args, plan, context, p, maps)));
+    else // the planner takes 5 query heads or more: 12 tokens of 129 keys each see at most 155 in whole steps
+        return sa_status(SINKATTN_UNSUPPORTED, "a tile of rows sees more than %d keys", 2 * kPieceKeys);
     SA_TRY((launch_keys<KeysConfig<W, kKeyStages>>(args, plan, context, p, maps)));
     if (!args.ds_aux) return sa_ok();
     return launch_blocks<sink_kernel>(
