@@ -139,7 +139,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.slots_at = take(&at, room->num_slots * tile_bytes);
     to.carries_at = take(&at, (to.carries + to.own_carries) * 2 * info->tile_k * info->max_head_dim * 4);
     to.row_terms_at = take(&at, p->s_aux_dtype ? group * to.tiles * 4 : 0);
-    to.key_terms_at = take(&at, p->s_aux_dtype ? p->num_q_heads * to.items * 4 : 0);
+    to.key_terms_at = take(&at, p->s_aux_dtype ? p->num_q_heads * to.items * 2 * 4 : 0); /* a math warpgroup's each */
     to.bytes = at + SA_WORKSPACE_ALIGNMENT - 1;
     return to;
 }

@@ -87,7 +87,8 @@ template <class C, TermsOf kTerms> struct Math {
     }
 
     // Waits for S and dP, and packs P and dS as operands.
-    template <bool kMasked> __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, int t) {
+    template <bool kMasked>
+    __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, const Item &item, int t) {
         const RowStats<C> &stats = smem.stats[ring.stage()];
         Seen seen;
         if (kMasked) {
@@ -95,7 +96,7 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage());
+            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage(), item);
         }
         if (!kMasked) {
             wgmma_wait<1>();
@@ -113,7 +114,8 @@ template <class C, TermsOf kTerms> struct Math {
     }
 
     // The same in two branches, so that ptxas does not move the wait for dP before P.
-    __device__ __forceinline__ void find_operands_late(Scores &s, Scores &dp, Operands &weights, Operands &ds, bool is_full, int t) {
+    __device__ __forceinline__ void find_operands_late(
+            Scores &s, Scores &dp, Operands &weights, Operands &ds, bool is_full, const Item &item, int t) {
         const RowStats<C> &stats = smem.stats[ring.stage()];
         Seen seen;
         if (is_full) {
@@ -125,7 +127,7 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage());
+            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage(), item);
             find_weights<C, true>(s, stats, seen, p.scale_log2, math_warpgroup);
         }
         if (is_full) {
@@ -184,9 +186,9 @@ template <class C, TermsOf kTerms> struct Math {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
             if (t >= item.tiles.full_begin && t < item.tiles.full_end)
-                find_operands<false>(s, dp, weights, ds, t);
+                find_operands<false>(s, dp, weights, ds, item, t);
             else
-                find_operands<true>(s, dp, weights, ds, t);
+                find_operands<true>(s, dp, weights, ds, item, t);
             const uint32_t stage = warp_uniform(ring.stage());
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
@@ -224,7 +226,7 @@ template <class C, TermsOf kTerms> struct Math {
         for (int t = item.round_end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 2) handed to its adder, dS(t + 1) in shared memory.
             Operands weights, ds;
-            find_operands_late(s, dp, weights, ds, t >= item.tiles.full_begin && t < item.tiles.full_end, t);
+            find_operands_late(s, dp, weights, ds, t >= item.tiles.full_begin && t < item.tiles.full_end, item, t);
             const uint32_t stage = warp_uniform(ring.stage()); // of the row tile, and of its dS
             smem.ds_empty.acquire(ring);
             write_ds<C>(smem, ds, math_warpgroup, stage);
@@ -276,9 +278,11 @@ template <class C, TermsOf kTerms> struct Math {
                 return;
             }
             Gradients dk, dv;
-            for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
             smem.kv_full.wait({items.n});
-            if (item.has_tiles()) prepare_keys<C>(smem, p, item);
+            if (item.has_tiles()) {
+                prepare_keys<C>(smem, p, item, math_warpgroup);
+                for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
+            }
             for (;;) {
 #pragma unroll
                 for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
@@ -291,7 +295,8 @@ template <class C, TermsOf kTerms> struct Math {
                 add_round<C>(p, buffers, item, item.part_of(item.round_begin), dk, dv);
                 next_round<C>(item);
             }
-            if (smem.hides && item.has_tiles()) add_hidden<C>(dv, smem, args, p, item, math_warpgroup, 0, args.fwd.problem.head_dim);
+            if (item.has_tiles() && smem.hides[items.stage()])
+                add_hidden<C>(dv, smem, args, p, item, math_warpgroup, 0, args.fwd.problem.head_dim);
             float poison[2];
             find_poison<C>(poison, smem, item, math_warpgroup); // before the keys' stage is released
             __syncwarp();
@@ -300,7 +305,7 @@ template <class C, TermsOf kTerms> struct Math {
             if (item.num_parts > 1) add_round<C>(p, buffers, item, part, dk, dv);
             if (part == item.num_parts - 1 && add_slice<C>(p, buffers, item, dk, dv))
                 write_keys<C>(dk, dv, poison, args, p, item, math_warpgroup);
-            if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item);
+            if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item, math_warpgroup);
             __syncwarp();
             smem.item_empty.release(items);
         }

@@ -76,7 +76,8 @@ template <class C, TermsOf kTerms> struct WideMath {
     }
 
     // Waits for S and dP, and packs P and dS as operands.
-    template <bool kMasked> __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, int t) {
+    template <bool kMasked>
+    __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, const Item &item, int t) {
         const RowStats<C> &stats = smem.stats[ring.stage()];
         Seen seen;
         if (kMasked) {
@@ -84,7 +85,7 @@ template <class C, TermsOf kTerms> struct WideMath {
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), dout_ring().stage());
+            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), dout_ring().stage(), item);
         }
         if (!kMasked) {
             wgmma_wait<1>();
@@ -139,9 +140,9 @@ template <class C, TermsOf kTerms> struct WideMath {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
             if (t >= item.tiles.full_begin && t < item.tiles.full_end)
-                find_operands<false>(s, dp, weights, ds, t);
+                find_operands<false>(s, dp, weights, ds, item, t);
             else
-                find_operands<true>(s, dp, weights, ds, t);
+                find_operands<true>(s, dp, weights, ds, item, t);
             const uint32_t stage = warp_uniform(ring.stage()), dout_stage = warp_uniform(dout_ring().stage());
             smem.operands_empty.acquire(Ring<1>{ring.n});
             write_operands<C>(shared_address(smem.weights), weights, math_warpgroup);
@@ -184,9 +185,11 @@ template <class C, TermsOf kTerms> struct WideMath {
             smem.item_full.wait(items);
             if (!item.exists) return;
             KeyGradients<C> sums;
-            for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
             smem.kv_full.wait({items.n});
-            if (item.has_tiles()) prepare_keys<C>(smem, p, item);
+            if (item.has_tiles()) {
+                prepare_keys<C>(smem, p, item, math_warpgroup);
+                for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
+            }
             for (;;) {
                 sums.clear();
                 if (!item.has_tiles()) break;
@@ -195,7 +198,7 @@ template <class C, TermsOf kTerms> struct WideMath {
                 sums.carry(p, buffers, item, item.part_of(item.round_begin));
                 next_round<C>(item);
             }
-            if (smem.hides && item.has_tiles()) {
+            if (item.has_tiles() && smem.hides[items.stage()]) {
                 const int first_column = KeyGradients<C>::kWidthV * math_warpgroup;
                 const int64_t columns = sa_head_dim_v(&args.fwd.problem) - first_column;
                 add_hidden<C>(sums.dv, smem, args, p, item, math_warpgroup, first_column, columns);
@@ -207,7 +210,7 @@ template <class C, TermsOf kTerms> struct WideMath {
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
             if (item.num_parts > 1) sums.carry(p, buffers, item, part);
             if (part == item.num_parts - 1 && sums.add_slice(p, buffers, item)) sums.write(poison, args, p, item, math_warpgroup);
-            if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item);
+            if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item, math_warpgroup);
             __syncwarp();
             smem.item_empty.release(items);
         }

@@ -14,8 +14,8 @@
 
 namespace sa::bwd_sm90 {
 
-// Of both math warpgroups; 0 is __syncthreads. Warpgroup g takes the token at kTokenBarrier + g.
-enum NamedBarrier : int { kMathBarrier = 1, kTokenBarrier = 2 };
+// Of both math warpgroups; 0 is __syncthreads. Warpgroup g takes the token at kTokenBarrier + g; its warps meet at kOwnBarrier + g.
+enum NamedBarrier : int { kMathBarrier = 1, kTokenBarrier = 2, kOwnBarrier = 4 };
 
 constexpr int kNoToken = INT32_MAX / 2; // of a row that does not exist: past every sequence
 
@@ -33,9 +33,9 @@ template <class C, bool kIsWide = C::kIsWide> struct Smem {
     int64_t dq_offset[C::kRows];                 // of each row of a tile, in elements from its first
     int token[C::kRows];                         // of each row of a tile, counted in the tile
     Item items[2];
-    sa_range seen_by[C::kKeys];     // rows that see each key
-    bool poisoned[C::kKeys], hides; // keys of K that were not finite; whether clean_rows zeroed any dO
-    bool finish_alone[C::kSums];    // the tile to be finished has no earlier key block
+    sa_range seen_by[C::kKeys];        // rows that see each key
+    bool poisoned[C::kKeys], hides[2]; // keys of K that were not finite; whether clean_rows zeroed any dO of each of `items`
+    bool finish_alone[C::kSums];       // the tile to be finished has no earlier key block
     Barriers<2> item_full, item_empty;
     Barriers<1> kv_full, kv_empty;
     Barriers<C::kStages> row_full, row_empty;
@@ -122,6 +122,7 @@ __device__ __forceinline__ void load_tiles(
             item.exists = false;
             return item_full.arrive();
         }
+        smem.hides[items.stage()] = false;
         item_full.arrive_expect(sizeof(Item));
         bulk_load(&item, buffers.items + n, sizeof(Item), item_full);
         smem.kv_empty.acquire({items.n});

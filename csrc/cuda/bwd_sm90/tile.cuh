@@ -14,16 +14,16 @@ namespace sa::bwd_sm90 {
 template <class C> __device__ __forceinline__ int first_key(int math_warpgroup) { return C::kIsWide ? 0 : 64 * math_warpgroup; }
 template <class C> __device__ __forceinline__ int first_row(int math_warpgroup) { return C::kIsWide ? C::kColumns * math_warpgroup : 0; }
 
-// Zeroes values that are not finite, and calls bad(row) for their rows.
-template <class C, int kBytes, int kHalfBytes, class Bad> __device__ __forceinline__ void zero_rows(unsigned char *tile, const Bad &bad) {
-    for (int x = pinned(threadIdx.x - 128); x < kBytes / 16; x += C::kMathThreads)
-        if (zero_nonfinite<typename C::Element, 1>(tile + 16 * x, 16, 0)) bad(x % (kHalfBytes / 16) / 8);
-}
-
-// By one thread: the round of the tiles before `end`.
-__device__ __forceinline__ void set_round(Item &item, int end) {
-    item.round_end = end;
-    item.round_begin = max(sa_round_begin(item.blind, item.round_tiles, end), item.tiles.begin);
+// Zeroes values that are not finite in thread i's share of the chunks of 64 columns of rows, and calls bad(row) before.
+template <class C, int kThreads, class Bad>
+__device__ __forceinline__ void zero_rows(unsigned char *rows, int bytes, int i, const Bad &bad) {
+#pragma unroll 1
+    for (int x = i; x < bytes / 16; x += kThreads) {
+        if (!any_nonfinite<typename C::Element, 1>(rows + 16 * x, 16, 0)) continue;
+        bad(x / 8);
+        __threadfence_block();
+        zero_nonfinite<typename C::Element, 1>(rows + 16 * x, 16, 0);
+    }
 }
 
 template <class C> __device__ __forceinline__ void next_round(Item &item) {
@@ -32,28 +32,33 @@ template <class C> __device__ __forceinline__ void next_round(Item &item) {
     bar_sync<C::kMathThreads>(kMathBarrier);
 }
 
-// Finds the rows that see each key. Zeroes elements of K that are not finite and puts NaN into that key's V: it returns through dP.
-template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const BwdProblem &p, Item &item) {
-    const int i = threadIdx.x - 128, key = item.key + i;
-    if (i < C::kKeys) {
-        smem.seen_by[i] = key < item.band.k_len ? sa_keys_rows(&item.band, {key, key + 1}) : sa_range{0, 0};
-        smem.poisoned[i] = false;
+// Finds the rows that see each key. Zeroes elements of K that are not finite and puts NaN into that key's V: it returns through dP. A
+// warpgroup with keys of its own does not wait for the other: it meets the other's keys in dQ alone, behind the other's dS.
+template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const BwdProblem &p, const Item &item, int math_warpgroup) {
+    constexpr int kOwnKeys = 64, kThreads = C::kIsWide ? C::kMathThreads : 128;
+    const int i = pinned(threadIdx.x - 128) % kThreads, first = first_key<C>(math_warpgroup), key = item.key + first + i;
+    const auto meet = [&] { bar_sync<kThreads>(C::kIsWide ? kMathBarrier : kOwnBarrier + math_warpgroup); };
+    if (i < kOwnKeys) {
+        smem.seen_by[first + i] = key < item.band.k_len ? sa_keys_rows(&item.band, {key, key + 1}) : sa_range{0, 0};
+        smem.poisoned[first + i] = false;
     }
     if (p.slices > 1 && i < C::kRows) smem.token[i] = i % p.group < p.heads_of(item.slice) ? i / p.group : kNoToken;
-    if (i == 0) {
-        smem.hides = false;
-        set_round(item, item.tiles.end);
-    }
-    bar_sync<C::kMathThreads>(kMathBarrier);
-    zero_rows<C, sizeof smem.keys, C::kKeyHalf>(smem.keys, [&](int key) {
-        smem.poisoned[key] = true;
-        *reinterpret_cast<uint16_t *>(smem.values + swizzled(key, 0)) = 0x7fff;
+    meet();
+#pragma unroll 1
+    for (int half = 0; half < C::kHalves; half++) {
+        unsigned char *own = smem.keys + half * C::kKeyHalf + first * kRowBytes;
+        if (!any_nonfinite<typename C::Element, kThreads>(own, kOwnKeys * kRowBytes, i)) continue;
+        zero_rows<C, kThreads>(own, kOwnKeys * kRowBytes, i, [&](int row) {
+            smem.poisoned[first + row] = true;
+            *reinterpret_cast<uint16_t *>(smem.values + swizzled(first + row, 0)) = 0x7fff;
+        });
         async_fence(); // here, as after the loop it would wait for the previous item's stores every time
-    });
-    bar_sync<C::kMathThreads>(kMathBarrier);
+    }
+    meet();
 }
 
-// A row of Q or dO that is not finite makes its whole column of S or dP not finite, so one of the thread's two keys suffices.
+// Whether the warp's products tell of values that are not finite: a row of Q or dO with one makes its whole column of S or dP not finite,
+// so one of the thread's two keys suffices.
 template <class C>
 __device__ __forceinline__ bool any_nonfinite_product(const float (&s)[C::kColumns / 2], const float (&dp)[C::kColumns / 2]) {
     float zero = 0.0f;
@@ -61,15 +66,21 @@ __device__ __forceinline__ bool any_nonfinite_product(const float (&s)[C::kColum
     for (int n = 0; n < C::kColumns / 8; n++)
 #pragma unroll
         for (int i = 4 * n; i < 4 * n + 2; i++) zero = fmaf(s[i], 0.0f, fmaf(dp[i], 0.0f, zero));
-    return bar_any<C::kMathThreads>(kMathBarrier, zero != 0.0f);
+    return __any_sync(0xffffffffu, zero != 0.0f);
 }
 
-// Zeroes values of Q and dO that are not finite. NaN returns to P through lse, to dS through g - delta, to dV by add_hidden.
-template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage, int dout_stage) {
-    zero_rows<C, sizeof smem.queries[0], C::kRowHalf>(smem.queries[stage], [&](int row) { smem.stats[stage].lse[row] = NAN; });
-    zero_rows<C, sizeof smem.douts[0], C::kRowHalf>(smem.douts[dout_stage], [&](int) { smem.hides = true; });
+// Zeroes values of Q and dO that are not finite. NaN returns to P through lse, to dS through g - delta, to dV by add_hidden. Each warp that
+// finds some in its products does so, for itself: warps do not meet. Others' products may read a row before or after; after, they find NaN
+// in lse, and `hides`, which are stored first.
+template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage, int dout_stage, const Item &item) {
+    const int lane = threadIdx.x % 32;
+    for (int half = 0; half < C::kHalves; half++)
+        zero_rows<C, 32>(smem.queries[stage] + half * C::kRowHalf, C::kRowHalf, lane, [&](int row) { smem.stats[stage].lse[row] = NAN; });
+    for (int half = 0; half < C::kHalvesV; half++)
+        zero_rows<C, 32>(
+                smem.douts[dout_stage] + half * C::kRowHalf, C::kRowHalf, lane, [&](int) { smem.hides[&item - smem.items] = true; });
     async_fence();
-    bar_sync<C::kMathThreads>(kMathBarrier);
+    __syncwarp();
 }
 
 template <class C, int kSize> __device__ __forceinline__ void dq_product(float (&dq)[kSize], uint32_t ds, uint32_t keys) {
@@ -225,36 +236,38 @@ __device__ __forceinline__ void finish_tile(float (&dq)[kSize], const float *sum
     }
 }
 
-// Writes the item's terms of ds_aux, one a head.
+// Writes the warpgroup's terms of ds_aux of the item, one a head. The next item's begin behind a barrier of prepare_keys.
 template <class C, TermsOf kTerms>
-__device__ __forceinline__ void write_terms(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, const Item &item) {
+__device__ __forceinline__ void write_terms(
+        Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int math_warpgroup) {
     constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kColumns;
-    const int thread = threadIdx.x - 128;
-    auto *sums = reinterpret_cast<float *>(smem.ds); // of each warp
-    auto *own = sums + thread / 32 * kColumns;
-    bar_sync<C::kMathThreads>(kMathBarrier); // both math warpgroups have finished the products that read dS: its buffer is free
-    for (int i = 0; i < kNumTerms<C, kTerms>; i++) {
-        float sum = smem.terms[i][thread];
-        if constexpr (kTerms == kTermsOfAny) {
-            own[32 * i + lane_column()] = sum;
-        } else {
-            for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-            if (threadIdx.x % 32 < 4) own[fragment_column() + i] = sum;
-        }
-    }
-    bar_sync<C::kMathThreads>(kMathBarrier);
-    const int head = thread;
-    if (head >= p.heads_of(item.slice)) return;
+    const int thread = threadIdx.x - 128, head = thread % 128;
     float sum = 0.0f;
-    for (int warp = 0; warp < C::kMathWarps; warp++) {
-        int first = head; // of the warp's columns, the first whose row is the head's
+    if (item.has_tiles()) {
+        // A warp's columns, 32 in a row of terms, take the place of its lanes' sums.
+        for (int i = 0; i < kNumTerms<C, kTerms>; i++) {
+            float x = smem.terms[i][thread];
+            if constexpr (kTerms == kTermsOfAny) {
+                __syncwarp();
+                smem.terms[i][thread / 32 * 32 + lane_column()] = x;
+            } else {
+                for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+                __syncwarp();
+                if (thread % 32 < 4) smem.terms[0][thread / 32 * 32 + fragment_column() + i] = x;
+            }
+        }
+        bar_sync<128>(kOwnBarrier + math_warpgroup);
+        int first = head; // of the columns, the first whose row is the head's
         if constexpr (C::kIsWide) {
-            const int before = first_row<C>(warp / 4) % p.group;
+            const int before = first_row<C>(math_warpgroup) % p.group;
             first = head - before + (head < before ? p.group : 0);
         }
-        for (int column = first; column < kColumns; column += p.group) sum += sums[warp * kColumns + column];
+        for (int column = head < p.group ? first : kColumns; column < kColumns; column += p.group)
+#pragma unroll
+            for (int warp = 0; warp < 4; warp++) sum += smem.terms[column / 32][128 * math_warpgroup + 32 * warp + column % 32];
     }
-    buffers.key_terms[(item.slice * p.group + head) * p.num_items + item.nth] = -sum;
+    if (head >= p.heads_of(item.slice)) return;
+    buffers.key_terms[((item.slice * p.group + head) * p.num_items + item.nth) * 2 + math_warpgroup] = -sum;
 }
 
 // Adds the values of dO that clean_rows zeroed, in masked tiles, to dV of the keys that their rows see.

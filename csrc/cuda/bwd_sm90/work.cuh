@@ -41,12 +41,18 @@ struct alignas(16) Item {
     unsigned carry_turn;        // whose turn it is there when the item's first round is added
     int slice_carry;            // where dK and dV of the block are handed from slice to slice
     int nth;                    // index of the item's terms in its head
-    int round_begin, round_end; // tiles of the round that the math works on, which sets them
+    int round_begin, round_end; // tiles of the round that the math works on, which sets them after the first
 
     __device__ __forceinline__ bool has_tiles() const { return tiles.begin < tiles.end; }
     // The number among the block's rounds, later rows first, of the one with tile t.
     __device__ __forceinline__ int part_of(int t) const { return part + (tiles.end - 1 - blind) / round_tiles - (t - blind) / round_tiles; }
 };
+
+// By one thread: the round of the tiles before `end`.
+__device__ __forceinline__ void set_round(Item &item, int end) {
+    item.round_end = end;
+    item.round_begin = max(sa_round_begin(item.blind, item.round_tiles, end), item.tiles.begin);
+}
 
 static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD_SM90_ITEM_BYTES, "as the planner counts them");
 
@@ -68,7 +74,7 @@ struct BwdBuffers {
     unsigned long long *turns, *carry_turns; // whose turn it is at each slot and carry
     float *stats;                            // RowStats of each tile
     float *slots, *carries;
-    float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles] and [num_q_heads][num_items]; NULL where it is not wanted
+    float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles], [num_q_heads][num_items][2]; NULL where it is not wanted
 };
 
 // lse: in log2 units, 0 for a row without keys and sink; bias: g - delta; p_sink: only with ds_aux.
@@ -261,9 +267,11 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
         item.tiles.full_begin = full.begin;
         item.tiles.full_end = full.end;
     }
+    if (item.has_tiles()) set_round(item, item.tiles.end);
     buffers.items[n] = item;
     if (item.exists || !buffers.row_terms) return;
-    for (int i = 0; i < p.heads_of(slice); i++) buffers.key_terms[(slice * p.group + i) * p.num_items + item.nth] = 0.0f;
+    for (int i = 0; i < 2 * p.heads_of(slice); i++)
+        buffers.key_terms[((slice * p.group + i / 2) * p.num_items + item.nth) * 2 + i % 2] = 0.0f;
 }
 
 // By the n-th block behind those of row tiles: an item a thread, and what the items begin with.
@@ -385,8 +393,8 @@ static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(
     const Entry &end = buffers.entries[p.num_entries];
     double sum = 0.0;
     for (int64_t i = threadIdx.x; i < end.first_tile; i += kSinkThreads) sum += buffers.row_terms[head * p.num_tiles + i];
-    for (int64_t i = threadIdx.x; i < end.first_item / p.room.num_heads; i += kSinkThreads)
-        sum += buffers.key_terms[head * p.num_items + i];
+    for (int64_t i = threadIdx.x; i < end.first_item / p.room.num_heads * 2; i += kSinkThreads)
+        sum += buffers.key_terms[head * p.num_items * 2 + i];
     for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
