@@ -176,6 +176,19 @@ template <class C, TermsOf kTerms> struct Math {
         dq_ring.n += C::kParts;
     }
 
+    // Waits for the last dQ of a round. Behind the item's last round no product reads K and V: they are released before dQ is handed over,
+    // and true returned, unless the warp has yet to read what changes with them.
+    __device__ __forceinline__ bool release_keys(float (&dq)[32], const Item &item) {
+        wgmma_wait<0>();
+        pin(dq);
+        const bool *own = smem.poisoned + first_key<C>(math_warpgroup) + warpgroup_row(0);
+        const bool hides = smem.hides[&item - smem.items],
+                   releases = item.round_begin == item.tiles.begin && p.slices == 1 && !hides && !own[0] && !own[8];
+        if (!__all_sync(0xffffffffu, releases)) return false;
+        smem.kv_empty[0].arrive();
+        return true;
+    }
+
     // Walks over the row tiles of a round of the item, the last one first.
     __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, const Item &item) {
         Scores s, dp;
@@ -217,7 +230,7 @@ template <class C, TermsOf kTerms> struct Math {
 
     // The same with dQ of a tile behind dK of the next, so that the warpgroups need not meet. A token holds them half a tile apart, one in
     // products while the other is in arithmetic; no result depends on it.
-    __device__ __forceinline__ void meet_tiles_late(Gradients &dk, Gradients &dv, const Item &item) {
+    __device__ __forceinline__ bool meet_tiles_late(Gradients &dk, Gradients &dv, const Item &item) {
         Scores s, dp;
         float dq[32];
         begin_scores(s);
@@ -264,7 +277,9 @@ template <class C, TermsOf kTerms> struct Math {
         }
         smem.ds_full.wait(last);
         begin_dq(dq, of);
+        const bool has_released = release_keys(dq, item);
         hand_over<0>(dq, item, item.round_begin, of);
+        return has_released;
     }
 
     __device__ __forceinline__ void run() {
@@ -278,6 +293,7 @@ template <class C, TermsOf kTerms> struct Math {
                 return;
             }
             Gradients dk, dv;
+            bool has_released = false;
             smem.kv_full.wait({items.n});
             if (item.has_tiles()) {
                 prepare_keys<C>(smem, p, item, math_warpgroup);
@@ -288,19 +304,21 @@ template <class C, TermsOf kTerms> struct Math {
                 for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
                 if (!item.has_tiles()) break;
                 if constexpr (C::kIsLate)
-                    meet_tiles_late(dk, dv, item);
+                    has_released = meet_tiles_late(dk, dv, item);
                 else
                     meet_tiles(dk, dv, item);
                 if (item.round_begin == item.tiles.begin) break;
                 add_round<C>(p, buffers, item, item.part_of(item.round_begin), dk, dv);
                 next_round<C>(item);
             }
-            if (item.has_tiles() && smem.hides[items.stage()])
-                add_hidden<C>(dv, smem, args, p, item, math_warpgroup, 0, args.fwd.problem.head_dim);
-            float poison[2];
-            find_poison<C>(poison, smem, item, math_warpgroup); // before the keys' stage is released
-            __syncwarp();
-            smem.kv_empty[0].arrive();
+            float poison[2] = {0.0f, 0.0f};
+            if (!has_released) {
+                if (item.has_tiles() && smem.hides[items.stage()])
+                    add_hidden<C>(dv, smem, args, p, item, math_warpgroup, 0, args.fwd.problem.head_dim);
+                find_poison<C>(poison, smem, item, math_warpgroup); // before the keys' stage is released
+                __syncwarp();
+                smem.kv_empty[0].arrive();
+            }
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
             if (item.num_parts > 1) add_round<C>(p, buffers, item, part, dk, dv);
             if (part == item.num_parts - 1 && add_slice<C>(p, buffers, item, dk, dv))
