@@ -96,7 +96,7 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage(), item);
+            if (any_nonfinite_row<C>(smem, ring.stage(), ring.stage(), s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage(), item);
         }
         if (!kMasked) {
             wgmma_wait<1>();
@@ -127,7 +127,7 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (any_nonfinite_product<C>(s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage(), item);
+            if (any_nonfinite_row<C>(smem, ring.stage(), ring.stage(), s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage(), item);
             find_weights<C, true>(s, stats, seen, p.scale_log2, math_warpgroup);
         }
         if (is_full) {

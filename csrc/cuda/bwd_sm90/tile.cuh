@@ -14,16 +14,12 @@ namespace sa::bwd_sm90 {
 template <class C> __device__ __forceinline__ int first_key(int math_warpgroup) { return C::kIsWide ? 0 : 64 * math_warpgroup; }
 template <class C> __device__ __forceinline__ int first_row(int math_warpgroup) { return C::kIsWide ? C::kColumns * math_warpgroup : 0; }
 
-// Zeroes values that are not finite in thread i's share of the chunks of 64 columns of rows, and calls bad(row) before.
+// Zeroes values that are not finite in thread i's share of the chunks of 64 columns of rows, and calls bad(row) for their rows.
 template <class C, int kThreads, class Bad>
 __device__ __forceinline__ void zero_rows(unsigned char *rows, int bytes, int i, const Bad &bad) {
 #pragma unroll 1
-    for (int x = i; x < bytes / 16; x += kThreads) {
-        if (!any_nonfinite<typename C::Element, 1>(rows + 16 * x, 16, 0)) continue;
-        bad(x / 8);
-        __threadfence_block();
-        zero_nonfinite<typename C::Element, 1>(rows + 16 * x, 16, 0);
-    }
+    for (int x = i; x < bytes / 16; x += kThreads)
+        if (zero_nonfinite<typename C::Element, 1>(rows + 16 * x, 16, 0)) bad(x / 8);
 }
 
 template <class C> __device__ __forceinline__ void next_round(Item &item) {
@@ -57,30 +53,39 @@ template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, c
     meet();
 }
 
-// Whether the warp's products tell of values that are not finite: a row of Q or dO with one makes its whole column of S or dP not finite,
-// so one of the thread's two keys suffices.
+// Whether Q or dO of the tile has values that are not finite; if so, no product reads it any more. A row with one makes its whole column of
+// S or dP not finite, so one of the thread's two keys suffices, and all warps that have the column find it: only then do they meet.
 template <class C>
-__device__ __forceinline__ bool any_nonfinite_product(const float (&s)[C::kColumns / 2], const float (&dp)[C::kColumns / 2]) {
+__device__ __forceinline__ bool any_nonfinite_row(
+        const Smem<C> &smem, int stage, int dout_stage, const float (&s)[C::kColumns / 2], const float (&dp)[C::kColumns / 2]) {
     float zero = 0.0f;
 #pragma unroll
     for (int n = 0; n < C::kColumns / 8; n++)
 #pragma unroll
         for (int i = 4 * n; i < 4 * n + 2; i++) zero = fmaf(s[i], 0.0f, fmaf(dp[i], 0.0f, zero));
-    return __any_sync(0xffffffffu, zero != 0.0f);
+    if constexpr (C::kIsWide) return bar_any<C::kMathThreads>(kMathBarrier, zero != 0.0f);
+    if (!__any_sync(0xffffffffu, zero != 0.0f)) return false;
+    using Element = typename C::Element;
+    const int lane = threadIdx.x % 32; // sums that overflow and keys that are not finite are some warps' alone
+    const bool bad = any_nonfinite<Element, 32>(smem.queries[stage], sizeof smem.queries[0], lane) ||
+                     any_nonfinite<Element, 32>(smem.douts[dout_stage], sizeof smem.douts[0], lane);
+    if (!__any_sync(0xffffffffu, bad)) return false;
+    bar_sync<C::kMathThreads>(kMathBarrier);
+    return true;
 }
 
-// Zeroes values of Q and dO that are not finite. NaN returns to P through lse, to dS through g - delta, to dV by add_hidden. Each warp that
-// finds some in its products does so, for itself: warps do not meet. Others' products may read a row before or after; after, they find NaN
-// in lse, and `hides`, which are stored first.
+// By all math threads: zeroes values of Q and dO that are not finite. NaN returns to P through lse, to dS through g - delta, to dV by
+// add_hidden.
 template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage, int dout_stage, const Item &item) {
-    const int lane = threadIdx.x % 32;
+    const int i = pinned(threadIdx.x - 128);
     for (int half = 0; half < C::kHalves; half++)
-        zero_rows<C, 32>(smem.queries[stage] + half * C::kRowHalf, C::kRowHalf, lane, [&](int row) { smem.stats[stage].lse[row] = NAN; });
+        zero_rows<C, C::kMathThreads>(
+                smem.queries[stage] + half * C::kRowHalf, C::kRowHalf, i, [&](int row) { smem.stats[stage].lse[row] = NAN; });
     for (int half = 0; half < C::kHalvesV; half++)
-        zero_rows<C, 32>(
-                smem.douts[dout_stage] + half * C::kRowHalf, C::kRowHalf, lane, [&](int) { smem.hides[&item - smem.items] = true; });
+        zero_rows<C, C::kMathThreads>(
+                smem.douts[dout_stage] + half * C::kRowHalf, C::kRowHalf, i, [&](int) { smem.hides[&item - smem.items] = true; });
     async_fence();
-    __syncwarp();
+    bar_sync<C::kMathThreads>(kMathBarrier);
 }
 
 template <class C, int kSize> __device__ __forceinline__ void dq_product(float (&dq)[kSize], uint32_t ds, uint32_t keys) {
