@@ -25,7 +25,7 @@ template <class C> struct Scores {
     Ring<C::kSlots> slots;
 
     // Sets scores of step j to -inf where the row does not see the key. tile: of 16 keys.
-    template <int j> __device__ __forceinline__ void mask(float (&s)[C::kKeys / 2], int32_t tile) const {
+    __device__ __forceinline__ void mask(float (&s)[C::kKeys / 2], int j, int32_t tile) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const decode::Row row = smem.rows[warpgroup_row(i)];
@@ -37,8 +37,7 @@ template <class C> struct Scores {
     }
 
     // Scores of step j become weights; alpha: what the rows of the team's O are multiplied by first.
-    template <int j>
-    __device__ __forceinline__ void weigh(float (&s)[C::kKeys / 2], Team &team, float (&alpha)[2], float scale_log2) const {
+    __device__ __forceinline__ void weigh(float (&s)[C::kKeys / 2], int j, Team &team, float (&alpha)[2], float scale_log2) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float *own = s + 8 * j + 2 * i;
@@ -58,10 +57,11 @@ template <class C> struct Scores {
         }
     }
 
-    // Writes the weights of step j and alpha to the next slot.
-    template <int j> __device__ __forceinline__ void hand_on(const float (&s)[C::kKeys / 2], const float (&alpha)[2]) {
+    // Writes the weights of step j and alpha to the next slot but `ahead`, once it is free.
+    __device__ __forceinline__ void store(const float (&s)[C::kKeys / 2], int j, const float (&alpha)[2], uint32_t ahead) {
+        const Ring<C::kSlots> its{slots.n + ahead};
         const int thread = threadIdx.x % 128, row = store_row(thread);
-        const uint32_t n = slots.stage();
+        const uint32_t n = its.stage();
         const auto tile = static_cast<uint32_t>(n / C::kTileSlots * kRowHalf);
         const int chunk = static_cast<int>(n % C::kTileSlots * (C::kSlotBytes / 16)) + store_chunk(thread);
         const uint32_t to = shared_address(smem.weights) + tile;
@@ -72,30 +72,42 @@ template <class C> struct Scores {
             high[i] = pair.high;
             rest[i] = pair.rest;
         }
-        smem.p_empty.acquire(slots);
+        smem.p_empty.acquire(its);
         stmatrix_x4(swizzled(to, kRowBytes, row, chunk), high);
         if constexpr (C::kSplitsP) stmatrix_x4(swizzled(to, kRowBytes, row, chunk + 2), rest);
         if (thread % 4 == 0)
             for (int i = 0; i < 2; i++) smem.alpha[n][warpgroup_row(thread, i)] = alpha[i];
         const bool moves = __any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f);
         if (thread % 32 == 0) smem.moves[n][thread / 32] = moves;
-        async_fence();
-        smem.p_full.arrive(slots);
-        slots.n++;
     }
 
-    template <int j>
+    // Hands on the slots that were written last.
+    __device__ __forceinline__ void hand_on(uint32_t count) {
+        async_fence();
+        for (uint32_t i = 0; i < count; i++, slots.n++) smem.p_full.arrive(slots);
+    }
+
+    // All steps' weights before the first is stored: chains of arithmetic that do not wait for each other. kWhole: the part has all steps of
+    // the stage.
+    template <bool kWhole>
     __device__ __forceinline__ void take_steps(
             float (&s)[C::kKeys / 2], Team (&teams)[C::kTeams], int32_t step, int32_t last, const sa_range &full) {
-        if constexpr (j < C::kSteps) {
-            if (step + j >= last) return;
-            float alpha[2];
+        constexpr bool kAtOnce = kWhole && C::kSlots >= C::kSteps;
+        float alpha[C::kSteps][2];
+#pragma unroll
+        for (int j = 0; j < C::kSteps; j++)
             if (static_cast<uint32_t>(step + j - full.begin) >= static_cast<uint32_t>(max(0, full.end - full.begin)))
-                mask<j>(s, sa_key_tile_at(&smem.part.stream.tiles, step + j));
-            weigh<j>(s, teams[j % C::kTeams], alpha, fabsf(params.scale_log2));
-            hand_on<j>(s, alpha);
-            take_steps<j + 1>(s, teams, step, last, full);
+                mask(s, j, sa_key_tile_at(&smem.part.stream.tiles, step + j));
+#pragma unroll
+        for (int j = 0; j < C::kSteps; j++)
+            if (kWhole || step + j < last) weigh(s, j, teams[j % C::kTeams], alpha[j], fabsf(params.scale_log2));
+#pragma unroll
+        for (int j = 0; j < C::kSteps; j++) {
+            if (!kWhole && step + j >= last) break;
+            store(s, j, alpha[j], kAtOnce ? j : 0);
+            if (!kAtOnce) hand_on(1);
         }
+        if (kAtOnce) hand_on(C::kSteps);
     }
 
     // Joins the teams, in their order, as decode/merge.cuh's Partials does: their factors, and the part's pivot and sum.
@@ -134,7 +146,10 @@ template <class C> struct Scores {
             if (params.scale_log2 < 0.0f) // its sign moves to the scores, whose maximum becomes the pivot
 #pragma unroll
                 for (int i = 0; i < C::kKeys / 2; i++) s[i] = -s[i];
-            take_steps<0>(s, teams, step, last, full);
+            if (step + C::kSteps <= last)
+                take_steps<true>(s, teams, step, last, full);
+            else
+                take_steps<false>(s, teams, step, last, full);
         }
         join(teams);
     }
