@@ -85,7 +85,8 @@ template <class C, TermsOf kTerms> struct WideMath {
             wgmma_wait<0>();
             pin(s);
             pin(dp);
-            if (any_nonfinite_row<C>(smem, ring.stage(), dout_ring().stage(), s, dp)) clean_rows<C>(smem, ring.stage(), dout_ring().stage(), item);
+            if (any_nonfinite_row<C>(smem, ring.stage(), dout_ring().stage(), s, dp))
+                clean_rows<C>(smem, ring.stage(), dout_ring().stage(), item);
         }
         if (!kMasked) {
             wgmma_wait<1>();

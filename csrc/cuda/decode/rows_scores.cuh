@@ -87,8 +87,8 @@ template <class C> struct Scores {
         for (uint32_t i = 0; i < count; i++, slots.n++) smem.p_full.arrive(slots);
     }
 
-    // All steps' weights before the first is stored: chains of arithmetic that do not wait for each other. kWhole: the part has all steps of
-    // the stage.
+    // All steps' weights before the first is stored: chains of arithmetic that do not wait for each other. kWhole: the part has all steps
+    // of the stage.
     template <bool kWhole>
     __device__ __forceinline__ void take_steps(
             float (&s)[C::kKeys / 2], Team (&teams)[C::kTeams], int32_t step, int32_t last, const sa_range &full) {
