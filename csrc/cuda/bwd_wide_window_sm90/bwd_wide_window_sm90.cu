@@ -39,6 +39,8 @@ __global__ __launch_bounds__(kSinkThreads) void sink_kernel(
     sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
 }
 
+constexpr int kSpanStart = 16; // tokens that take as long as the start of a span: a guess
+
 // Tokens of a span whose keys lie in so many steps, from a multiple of 16 on: whole tiles, of which one must fit.
 int find_span_tokens(int64_t window_keys, int tokens, int keys) {
     return static_cast<int>(keys - (kStepKeys - 1) - (window_keys - 1)) / tokens * tokens;
@@ -56,7 +58,16 @@ sinkattn_status launch_rows(
     const sinkattn_problem &problem = args.fwd.problem;
     sinkattn_problem of_values = problem;
     of_values.head_dim = sa_head_dim_v(&problem);
-    p.span_tokens = find_span_tokens(sa_window_keys(&problem.mask), p.tokens, C::kKeys);
+    // Of the lengths that fit, the one whose last round of spans leaves the fewest blocks idle. It changes no bit.
+    const int most_tokens = find_span_tokens(sa_window_keys(&problem.mask), p.tokens, C::kKeys);
+    int64_t least = INT64_MAX;
+    for (int tokens = most_tokens; tokens > 0; tokens -= p.tokens) {
+        const int64_t rounds = sa_ceil_div(count_pieces(problem, problem.q_len, tokens) * problem.num_kv_heads, plan.workers);
+        const int64_t work = rounds * (tokens + kSpanStart);
+        if (work >= least) continue;
+        least = work;
+        p.span_tokens = tokens;
+    }
     const int64_t spans = count_pieces(problem, problem.q_len, p.span_tokens), items = spans * problem.num_kv_heads;
     if (items > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld spans of rows; a launch holds at most 2^31", static_cast<long long>(items));
@@ -132,7 +143,7 @@ sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, c
 } // namespace
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_d128_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {
-    return launch_dtype<128, 128, 12, 4, 4>(args, plan, context);
+    return launch_dtype<128, 128, 16, 2, 4>(args, plan, context);
 }
 
 extern "C" sinkattn_status sa_bwd_cuda_sm90_d192_v128_window(const void *args, const sinkattn_plan *plan, const sinkattn_context *context) {

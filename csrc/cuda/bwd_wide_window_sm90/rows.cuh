@@ -6,7 +6,7 @@
 //     3 checker warps     K of the span: values that are not finite become 0, and their keys are marked
 //     2 math warpgroups   S = Q K^T, dP = dO V^T | P, delta, dS | dQ = dS K          each its own tiles
 //
-// A span is as many row tiles of one sequence and kv head as 64 tokens hold (fewer with fewer kSteps), and its keys lie in shared memory:
+// A span is row tiles of one sequence and kv head whose keys lie in shared memory:
 // kSteps steps of 16 keys from the step of the first key that its first token sees. Steps lie at multiples of 16 keys from key 0 of the
 // sequence, sums run over them in ascending order and keys that a row does not see add zeros: so a row's bits do not depend on the tile.
 //
@@ -45,10 +45,12 @@ struct Span {
 template <class C> struct RowsSmem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalvesV * C::kRowHalf];
+    sinkattn_bwd_args args; // of the launch: registers are too few to keep fields, and shared memory is nearer than a pointer to constants
+    Problem problem;
     Span spans[2];
     bool poisoned[C::kKeys], any_poisoned; // keys whose K was not finite
     Barriers<2> span_full, span_empty;
-    Barriers<1> kv_full, kv_ready, kv_empty; // ready: K is checked
+    Barriers<1> k_full, k_ready, k_empty, v_full, v_empty; // ready: K is checked
     Barriers<C::kStages> row_full, row_empty;
 };
 
@@ -96,12 +98,15 @@ __device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_
         const Span &span = smem.spans[spans.stage()];
         smem.span_full.arrive(spans);
         const int batch = static_cast<int>(span.sequence.batch), kv_head = span.kv_head;
-        smem.kv_empty.acquire(Ring<1>{spans.n});
-        if (lane == 0) smem.kv_full[0].arrive_expect(kPieces * C::kKeyHalf);
+        const int key = static_cast<int>(span.sequence.k_begin) + span.first_key;
+        smem.k_empty.acquire(Ring<1>{spans.n});
+        if (lane == 0) smem.k_full[0].arrive_expect(C::kHalves * C::kKeyHalf);
         __syncwarp();
-        if (lane < kPieces)
-            tensor_load(keys, lane < C::kHalves ? &maps.k : &maps.v, smem.kv_full[0], 64 * half, kv_head,
-                    static_cast<int>(span.sequence.k_begin) + span.first_key, batch);
+        if (lane < C::kHalves) tensor_load(keys, &maps.k, smem.k_full[0], 64 * half, kv_head, key, batch);
+        smem.v_empty.acquire(Ring<1>{spans.n});
+        if (lane == 0) smem.v_full[0].arrive_expect(C::kHalvesV * C::kKeyHalf);
+        __syncwarp();
+        if (lane >= C::kHalves && lane < kPieces) tensor_load(keys, &maps.v, smem.v_full[0], 64 * half, kv_head, key, batch);
         int row = static_cast<int>(span.sequence.q_begin) + span.first_token;
 #pragma unroll 1
         for (const uint32_t end = ring.n + span.num_tiles; ring.n != end; ring.n++, row += p.tokens) {
@@ -130,7 +135,7 @@ template <class C> __device__ __forceinline__ void check_keys(RowsSmem<C> &smem)
         smem.span_full.wait(spans);
         const bool exists = smem.spans[spans.stage()].exists;
         if (!exists) return;
-        smem.kv_full.wait(Ring<1>{spans.n});
+        smem.k_full.wait(Ring<1>{spans.n});
         const bool any = bar_any<kCheckers>(kCheckerBarrier, any_nonfinite<Element, kCheckers>(smem.keys, sizeof smem.keys, thread));
         if (any) {
             for (int key = thread; key < C::kKeys; key += kCheckers) smem.poisoned[key] = false;
@@ -140,7 +145,7 @@ template <class C> __device__ __forceinline__ void check_keys(RowsSmem<C> &smem)
         }
         async_fence(); // also of what was read, before a copy overwrites it
         if (thread == 0) smem.any_poisoned = any;
-        smem.kv_ready[0].arrive();
+        smem.k_ready[0].arrive();
         smem.span_empty.release(spans);
     }
 }
@@ -161,8 +166,7 @@ struct ThreadRow {
     int token, head;
     bool exists;
 
-    __device__ __forceinline__ ThreadRow(int r, const Problem &of, const Span &span, int first_token) {
-        const Problem &p = *pinned(&of);
+    __device__ __forceinline__ ThreadRow(int r, const Problem &p, const Span &span, int first_token) {
         const int row = warpgroup_row(static_cast<unsigned>(pinned(static_cast<int>(threadIdx.x)) % 128), r), within = p.row_token(row);
         token = first_token + within;
         head = row - within * p.group;
@@ -178,10 +182,9 @@ __device__ __forceinline__ int64_t stats_index(const sinkattn_bwd_args &args, co
 // LSE in log2 units, as exponentials need it.
 __device__ __forceinline__ float lse_in_log2(float lse) { return lse == -INFINITY ? 0.0f : lse * kLog2e; }
 
-// LSE in log2 units, and g, of the thread's rows.
+// LSE and g of the thread's rows; infinity where there is none.
 __device__ __forceinline__ void load_stats(
-        float (&lse)[2], float (&g)[2], const sinkattn_bwd_args &all, const Problem &p, const Span &span, int first_token) {
-    const sinkattn_bwd_args &args = *pinned(&all); // pinned: else its fields take registers throughout the loop
+        float (&lse)[2], float (&g)[2], const sinkattn_bwd_args &args, const Problem &p, const Span &span, int first_token) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const ThreadRow row(r, p, span, first_token);
@@ -189,7 +192,7 @@ __device__ __forceinline__ void load_stats(
         g[r] = 0.0f;
         if (!row.exists) continue;
         const int64_t at = stats_index(args, p, span, row);
-        lse[r] = lse_in_log2(static_cast<const float *>(args.fwd.lse)[at]);
+        lse[r] = static_cast<const float *>(args.fwd.lse)[at];
         if (args.dlse) g[r] = static_cast<const float *>(args.dlse)[at];
     }
 }
@@ -231,7 +234,9 @@ template <class C> struct RowsMath {
     }
 
     // s becomes P. first: the piece's first step in the tile; of steps before `own` another piece has the pairs.
-    __device__ __forceinline__ void find_weights(Piece &s, const Columns &seen, const float (&lse)[2], int first, int own, int step) const {
+    __device__ __forceinline__ void find_weights(
+            Piece &s, const Columns &seen, const float (&all_lse)[2], int first, int own, int step) const {
+        const float lse[2] = {lse_in_log2(all_lse[0]), lse_in_log2(all_lse[1])};
         if (smem.any_poisoned) {
             for (int r = 0; r < 2; r++)
 #pragma unroll
@@ -269,18 +274,17 @@ template <class C> struct RowsMath {
     }
 
     // delta: of this thread's columns. bias: g - delta, 0 for a row without keys. Four lanes share two rows; the first one writes.
-    __device__ __forceinline__ void finish_rows(float (&bias)[2], const float (&delta)[2], const float (&g)[2], uint32_t suspects,
-            const Columns &seen, const Span &span, int first_token) const {
+    __device__ __forceinline__ void finish_rows(float (&bias)[2], const float (&delta)[2], const float (&all_lse)[2], const float (&g)[2],
+            uint32_t suspects, const Columns &seen, const Span &span, int first_token) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             bias[r] = g[r] - quad_sum(delta[r]);
-            const ThreadRow row(r, p, span, first_token);
+            const ThreadRow row(r, smem.problem, span, first_token);
             if (row.exists && threadIdx.x % 4 == 0) {
-                const sinkattn_bwd_args &own = *pinned(&args);
-                const float lse = static_cast<const float *>(own.fwd.lse)[stats_index(own, p, span, row)], s_aux = span.s_aux[row.head];
+                const float lse = all_lse[r], s_aux = span.s_aux[row.head];
                 float p_sink = s_aux == lse ? 1.0f : exp2_approx((s_aux - lse) * kLog2e);
                 if (s_aux == -INFINITY) p_sink = 0.0f;
-                pinned(&p)->stats_of(own.fwd.problem, span.sequence, span.kv_head, row.token)[row.head] = {
+                smem.problem.stats_of(smem.args.fwd.problem, span.sequence, span.kv_head, row.token)[row.head] = {
                         lse_in_log2(lse), bias[r], p_sink == 0.0f ? 0.0f : p_sink * bias[r], suspects >> r & 1};
             }
             if (seen.begin[r] == seen.end[r]) bias[r] = 0.0f;
@@ -299,22 +303,24 @@ template <class C> struct RowsMath {
         dq.template add_product<C::kKeyHalf>(ds, shared_address(smem.keys) + step * kStepKeys * kRowBytes, adds);
     }
 
-    // dQ of a tile whose keys lie in two pieces from `step` of the span on.
-    __device__ __forceinline__ void differentiate_once(Wide<C> &dq, const Span &span, int first_token, int step) {
+    // dQ of a tile whose keys lie in two pieces from `step` of the span on. is_last: the warpgroup's last one of the span.
+    __device__ __forceinline__ void differentiate_once(Wide<C> &dq, const Span &span, int first_token, int step, bool is_last) {
         const uint32_t stage = warp_uniform(ring.stage());
         Piece s0, s1, dp0, dp1;
         begin_scores(s0, stage, step);
         begin_scores(s1, stage, step + kPieceSteps);
+        smem.v_full.wait(Ring<1>{span.number});
         begin_dp(dp0, stage, step);
         begin_dp(dp1, stage, step + kPieceSteps);
         // S, dP issued
         float lse[2], g[2], delta[2] = {}, bias[2] = {};
-        load_stats(lse, g, args, p, span, first_token);
-        const Columns seen = find_columns(p, span, first_token, span.first_key + step * kStepKeys);
-        smem.kv_ready.wait(Ring<1>{span.number});
+        load_stats(lse, g, smem.args, smem.problem, span, first_token);
+        const Columns seen = find_columns(smem.problem, span, first_token, span.first_key + step * kStepKeys);
+        smem.k_ready.wait(Ring<1>{span.number});
         wgmma_wait<2>(); // S complete; dP still running
         pin(s0);
         pin(s1);
+        pin(lse); // else it is awaited before S
         uint32_t suspects = find_suspects(s0);
         find_weights(s0, seen, lse, 0, 0, step);
         find_weights(s1, seen, lse, kPieceSteps, 0, step + kPieceSteps);
@@ -322,12 +328,13 @@ template <class C> struct RowsMath {
         pin(dp0);
         pin(dp1);
         smem.row_empty.release(ring);
+        if (is_last) smem.v_empty[0].arrive();
         suspects |= find_suspects(dp0);
         hide(dp0, seen, 0, 0);
         hide(dp1, seen, kPieceSteps, 0);
         add_delta(delta, s0, dp0);
         add_delta(delta, s1, dp1);
-        finish_rows(bias, delta, g, suspects, seen, span, first_token);
+        finish_rows(bias, delta, lse, g, suspects, seen, span, first_token);
         uint32_t ds0[kPieceSteps][4], ds1[kPieceSteps][4];
         find_ds(dp0, s0, bias);
         pack<Element>(ds0, dp0);
@@ -337,18 +344,20 @@ template <class C> struct RowsMath {
         begin_dq(dq, ds1, step + kPieceSteps, true);
         wgmma_wait<0>();
         dq.pin_all();
+        if (is_last) smem.k_empty[0].arrive();
     }
 
     // The same in pieces of which S and dP are computed twice.
-    __device__ __forceinline__ void differentiate_twice(Wide<C> &dq, const Span &span, int first_token, int step) {
+    __device__ __forceinline__ void differentiate_twice(Wide<C> &dq, const Span &span, int first_token, int step, bool is_last) {
         const uint32_t stage = warp_uniform(ring.stage());
         float lse[2], g[2], delta[2] = {}, bias[2] = {};
-        load_stats(lse, g, args, p, span, first_token);
-        const Columns seen = find_columns(p, span, first_token, span.first_key + step * kStepKeys);
+        load_stats(lse, g, smem.args, smem.problem, span, first_token);
+        const Columns seen = find_columns(smem.problem, span, first_token, span.first_key + step * kStepKeys);
         const int last = min(first_token + p.tokens, span.band.q_len) - 1,
                   end = warp_uniform(sa_row_band(&span.band, last).end - span.first_key - step * kStepKeys),
                   num_pieces = max(sa_tile_from(max(end, 0), kPieceKeys), 1);
-        smem.kv_ready.wait(Ring<1>{span.number});
+        smem.k_ready.wait(Ring<1>{span.number});
+        smem.v_full.wait(Ring<1>{span.number});
         uint32_t suspects = 0;
         dq.clear();
 #pragma unroll 1
@@ -366,7 +375,7 @@ template <class C> struct RowsMath {
             hide(dp, seen, first, own);
             if (n < num_pieces) {
                 add_delta(delta, s, dp);
-                if (n == num_pieces - 1) finish_rows(bias, delta, g, suspects, seen, span, first_token);
+                if (n == num_pieces - 1) finish_rows(bias, delta, lse, g, suspects, seen, span, first_token);
                 continue;
             }
             uint32_t ds[kPieceSteps][4];
@@ -377,18 +386,21 @@ template <class C> struct RowsMath {
             dq.pin_all();
         }
         smem.row_empty.release(ring);
+        if (!is_last) return;
+        smem.v_empty[0].arrive();
+        smem.k_empty[0].arrive();
     }
 
     __device__ __forceinline__ void write(const Wide<C> &dq, const Span &span, int first_token) const {
-        const sinkattn_tensor &tensor = *pinned(&args.dq);
+        const sinkattn_tensor &tensor = smem.args.dq;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const ThreadRow row(r, p, span, first_token);
+            const ThreadRow row(r, smem.problem, span, first_token);
             auto *to = static_cast<uint16_t *>(tensor.data);
             to = row.exists ? to + sa_offset(&tensor, span.sequence.batch, span.sequence.q_begin + row.token,
-                                           static_cast<int64_t>(span.kv_head) * p.group + row.head)
+                                           static_cast<int64_t>(span.kv_head) * smem.problem.group + row.head)
                             : nullptr;
-            dq.write(to, r, p.scale, static_cast<int>(args.fwd.problem.head_dim));
+            dq.write(to, r, p.scale, static_cast<int>(smem.args.fwd.problem.head_dim));
         }
     }
 
@@ -397,26 +409,29 @@ template <class C> struct RowsMath {
             smem.span_full.wait(spans);
             const Span &span = smem.spans[spans.stage()];
             if (!warp_uniform(span.exists)) return;
-            smem.kv_full.wait(Ring<1>{spans.n});
+            smem.k_full.wait(Ring<1>{spans.n});
             // Read again at each use: no register is free to keep them.
             const auto nth = [&] { return warp_uniform(static_cast<int>(ring.n - span.first_use)); };
             const auto first_token_of = [&](int n) { return warp_uniform(span.first_token) + n * p.tokens; };
+            if (nth() >= warp_uniform(span.num_tiles)) { // no tile of the span is this warpgroup's
+                smem.v_empty[0].arrive();
+                smem.k_empty[0].arrive();
+            }
             // In flight at the top: no wgmma.
             for (; nth() < warp_uniform(span.num_tiles); ring.n += kWarpgroups) {
                 const int first_token = first_token_of(nth());
                 const int first_key = sa_window_begin(&span.band, sa_position(&span.band, first_token)) - span.first_key;
                 const int step = warp_uniform(min(sa_tile_of(first_key, kStepKeys), C::kSteps - C::kFirstSteps));
+                const bool is_last = nth() + kWarpgroups >= warp_uniform(span.num_tiles);
                 Wide<C> dq;
                 smem.row_full.wait(ring);
                 if constexpr (C::kOnce)
-                    differentiate_once(dq, span, first_token, step);
+                    differentiate_once(dq, span, first_token, step, is_last);
                 else
-                    differentiate_twice(dq, span, first_token, step);
+                    differentiate_twice(dq, span, first_token, step, is_last);
                 write(dq, span, first_token_of(nth()));
             }
             spans.n = span.number;
-            smem.kv_ready.wait(Ring<1>{spans.n}); // also where no tile of the span was this warpgroup's
-            smem.kv_empty[0].arrive();
             smem.span_empty.release(spans);
         }
     }
@@ -434,9 +449,12 @@ __global__ __launch_bounds__(kThreads, 1) void rows_kernel(const __grid_constant
             smem.span_full[i].init(32);
             smem.span_empty[i].init(kMathThreads + kCheckers);
         }
-        smem.kv_full[0].init(1);
-        smem.kv_ready[0].init(kCheckers);
-        smem.kv_empty[0].init(kMathThreads);
+        smem.k_full[0].init(1);
+        smem.k_ready[0].init(kCheckers);
+        smem.v_full[0].init(1);
+        for (Barriers<1> *empty : {&smem.k_empty, &smem.v_empty}) (*empty)[0].init(kMathThreads);
+        smem.args = args;
+        smem.problem = p;
         for (int i = 0; i < C::kStages; i++) {
             smem.row_full[i].init(1);
             smem.row_empty[i].init(128);
