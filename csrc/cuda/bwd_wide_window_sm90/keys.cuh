@@ -10,7 +10,7 @@
 // GQA group: dK and dV are summed in registers and rounded once. P and dS are operands from registers; nothing passes between warpgroups.
 // A tile's rows are columns here.
 //
-// The first tiles see keys of the first warpgroup alone, the last ones keys of the second: they come first, one of each in turn, so that
+// The first tiles see keys of the first warpgroup alone, the last ones keys of the second: they come in pairs, one of each in turn, so that
 // neither warpgroup waits for the other's.
 #pragma once
 
@@ -27,24 +27,33 @@ template <class W, int kStages_> struct KeysConfig : W {
     static constexpr int kStages = kStages_, kKeyHalf = kBlockKeys * kRowBytes;
 };
 
-struct Block {
-    sa_sequence sequence;
-    sa_band band;
-    int key, kv_head, first_token, num_tiles; // first_token: the first row that sees a key of the block
-    int num_pairs;                            // of a tile that only the first warpgroup needs and one that only the second needs
-    bool exists, hides;                       // hides: the checker zeroed some of dO
+// In which order a block's tiles are loaded: pairs of one that only the first warpgroup needs and one that only the second needs, and those
+// between. Every other block begins with those between: neighbours, which run side by side, then read the tiles that they share at nearly
+// the same time, the second of them from the L2 cache.
+struct TileOrder {
+    int num_tiles, num_pairs, first;
 
-    // The n-th tile that is loaded.
     __device__ __forceinline__ int tile(int n) const {
+        n += first;
+        if (n >= num_tiles) n -= num_tiles;
         if (n >= 2 * num_pairs) return n - num_pairs;
         return n % 2 ? num_tiles - num_pairs + n / 2 : n / 2;
     }
+};
+
+struct Block {
+    sa_sequence sequence;
+    sa_band band;
+    int key, kv_head, first_token; // first_token: the first row that sees a key of the block
+    TileOrder order;               // for the loader alone, which tells it by `uses`
+    bool exists, hides;            // hides: the checker zeroed some of dO
 };
 
 template <class C> struct KeysSmem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalvesV * C::kRowHalf];
     RowStats stats[C::kStages][kRows];
+    int uses[C::kStages];         // the tile in each stage; ~tile is a block's last
     sa_range seen_by[kBlockKeys]; // rows that see each key, counted from the block's first one
     Block blocks[2];
     Barriers<2> block_full, block_empty;
@@ -81,13 +90,14 @@ __device__ __forceinline__ bool describe_block(Block &to, unsigned n, const sink
         to.key = place.within * kBlockKeys;
         const sa_range rows = rows_of(to.band, to.key, kBlockKeys);
         to.first_token = rows.begin;
-        to.num_tiles = sa_tile_from(rows.end - rows.begin, p.tokens);
+        const int num_tiles = sa_tile_from(rows.end - rows.begin, p.tokens);
+        int num_pairs = 0;
         const sa_range of_first = rows_of(to.band, to.key, 64), of_second = rows_of(to.band, to.key + 64, 64);
-        to.num_pairs = 0;
         if (of_first.begin < of_first.end && of_second.begin < of_second.end)
-            to.num_pairs = min(min(sa_tile_of(of_second.begin - rows.begin, p.tokens),
-                                       to.num_tiles - sa_tile_from(of_first.end - rows.begin, p.tokens)),
-                    to.num_tiles / 2);
+            num_pairs = min(
+                    min(sa_tile_of(of_second.begin - rows.begin, p.tokens), num_tiles - sa_tile_from(of_first.end - rows.begin, p.tokens)),
+                    num_tiles / 2);
+        to.order = {num_tiles, num_pairs, place.within % 2 * 2 * num_pairs};
     }
     __syncwarp();
     return true;
@@ -114,11 +124,12 @@ __device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bw
             tensor_load(keys, lane < C::kHalves ? &maps.k : &maps.v, smem.kv_full[0], 64 * half, kv_head,
                     static_cast<int>(block.sequence.k_begin) + block.key, batch);
 #pragma unroll 1
-        for (int use = 0; use < block.num_tiles; use++, ring.n++) {
+        for (int use = 0; use < block.order.num_tiles; use++, ring.n++) {
             // In flight: K and V of the block; at most kStages tiles.
             const uint32_t stage = ring.stage();
-            const int token = block.first_token + block.tile(use) * p.tokens;
+            const int tile = block.order.tile(use), token = block.first_token + tile * p.tokens;
             smem.row_empty.acquire(ring);
+            if (lane == 0) smem.uses[stage] = use + 1 < block.order.num_tiles ? tile : ~tile;
             if (lane == 0) smem.row_full[stage].arrive_expect(p.tile_rows() * static_cast<int>(kPieces * kRowBytes + sizeof(RowStats)));
             __syncwarp();
             if (lane < kPieces)
@@ -146,11 +157,12 @@ template <class C> __device__ __forceinline__ void check_rows(KeysSmem<C> &smem,
         smem.block_full.wait(blocks);
         Block &block = smem.blocks[blocks.stage()];
         if (!block.exists) return;
-        const int num_tiles = block.num_tiles;
-        for (int n = 0; n < num_tiles; n++, ring.n++) {
+        for (bool more = block.order.num_tiles > 0; more; ring.n++) {
             const uint32_t stage = ring.stage();
             smem.row_full.wait(ring);
-            const int rows = min(p.tokens, block.band.q_len - block.first_token - block.tile(n) * p.tokens) * p.group; // that exist
+            const int use = smem.uses[stage], t = use < 0 ? ~use : use;
+            more = use >= 0;
+            const int rows = min(p.tokens, block.band.q_len - block.first_token - t * p.tokens) * p.group; // that exist
             bool suspect = false;
             for (int row = lane; row < rows; row += 32) suspect |= smem.stats[stage][row].suspect != 0;
             const bool any = __any_sync(0xffffffffu, suspect);
@@ -215,27 +227,29 @@ template <class C> struct KeysMath {
         return {{bits(seen_by(0)), bits(seen_by(1))}};
     }
 
+    // A field of the statistics of the thread's columns from `first` on.
+    template <float RowStats::*kField, int kSize>
+    static __device__ __forceinline__ void load_field(float (&to)[kSize], const RowStats *stats, int first) {
+#pragma unroll
+        for (int n = 0; n < kSize; n++) to[n] = stats[first + fragment_column() + 8 * (n / 2) + n % 2].*kField;
+    }
     // s, of columns from `first` on, becomes P.
     template <bool kMasked, int kSize>
-    __device__ __forceinline__ void find_weights(float (&s)[kSize], const RowStats *stats, const Seen &seen, int first) const {
-        const RowStats *of = stats + first + fragment_column();
+    __device__ __forceinline__ void find_weights(float (&s)[kSize], const float (&lse)[kSize / 2], const Seen &seen, int first) const {
 #pragma unroll
         for (int i = 0; i < kSize; i++) {
-            const int column = element_column(i);
-            const float weight = exp2_approx(fmaf(s[i], p.scale_log2, -of[column].lse));
-            s[i] = !kMasked || seen(element_row(i), first + column) ? weight : 0.0f;
+            const float weight = exp2_approx(fmaf(s[i], p.scale_log2, -lse[i / 4 * 2 + i % 2]));
+            s[i] = !kMasked || seen(element_row(i), first + element_column(i)) ? weight : 0.0f;
         }
     }
-    // dp becomes dS. weights[from] is P of its first element.
-    template <bool kMasked, int kSize, int kWeights>
+    // dp becomes dS.
+    template <bool kMasked, int kSize>
     __device__ __forceinline__ void find_ds(
-            float (&dp)[kSize], const float (&weights)[kWeights], int from, const RowStats *stats, const Seen &seen, int first) const {
-        const RowStats *of = stats + first + fragment_column();
+            float (&dp)[kSize], const float (&weights)[kSize], const float (&bias)[kSize / 2], const Seen &seen, int first) const {
 #pragma unroll
         for (int i = 0; i < kSize; i++) {
-            const int column = element_column(i);
-            const float ds = weights[from + i] * (dp[i] + of[column].bias);
-            dp[i] = !kMasked || seen(element_row(i), first + column) ? ds : 0.0f;
+            const float ds = weights[i] * (dp[i] + bias[i / 4 * 2 + i % 2]);
+            dp[i] = !kMasked || seen(element_row(i), first + element_column(i)) ? ds : 0.0f;
         }
     }
 
@@ -244,17 +258,20 @@ template <class C> struct KeysMath {
         const RowStats *stats = smem.stats[stage];
         Scores s, dp;
         Operands weights, ds;
+        float lse[kRows / 4], bias[kRows / 4];
         Seen seen;
         begin_scores(s, stage);
         begin_dp(dp, stage, 0);
         if (kMasked) seen = find_seen(t);
         wgmma_wait<1>(); // S complete; dP still running
         pin(s);
-        find_weights<kMasked>(s, stats, seen, 0);
+        load_field<&RowStats::lse>(lse, stats, 0);
+        find_weights<kMasked>(s, lse, seen, 0);
         pack<Element>(weights, s);
         wgmma_wait<0>();
         pin(dp);
-        find_ds<kMasked>(dp, s, 0, stats, seen, 0);
+        load_field<&RowStats::bias>(bias, stats, 0);
+        find_ds<kMasked>(dp, s, bias, seen, 0);
         pack<Element>(ds, dp);
         add_products(dk, dv, weights, ds, stage, 0);
         wgmma_wait<0>();
@@ -270,17 +287,19 @@ template <class C> struct KeysMath {
         if (kMasked) seen = find_seen(t);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float s[kHalf / 2], dp[kHalf / 2];
+            float s[kHalf / 2], dp[kHalf / 2], lse[kHalf / 4], bias[kHalf / 4];
             uint32_t weights[kHalf / 16][4], ds[kHalf / 16][4];
             wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, shared_address(smem.keys) + 64 * math_warpgroup * kRowBytes,
                     shared_address(smem.queries[stage]) + half * kHalf * kRowBytes);
             begin_dp(dp, stage, half * kHalf);
+            load_field<&RowStats::lse>(lse, stats, half * kHalf);
             wgmma_wait<1>(); // S complete; dP still running
             pin(s);
-            find_weights<kMasked>(s, stats, seen, half * kHalf);
+            find_weights<kMasked>(s, lse, seen, half * kHalf);
+            load_field<&RowStats::bias>(bias, stats, half * kHalf);
             wgmma_wait<0>();
             pin(dp);
-            find_ds<kMasked>(dp, s, 0, stats, seen, half * kHalf);
+            find_ds<kMasked>(dp, s, bias, seen, half * kHalf);
             pack<Element>(weights, s);
             pack<Element>(ds, dp);
             add_products(dk, dv, weights, ds, stage, half * kHalf);
@@ -301,7 +320,7 @@ template <class C> struct KeysMath {
     // Adds the values of dO that the checker zeroed to dV of the keys that their rows see.
     __device__ __forceinline__ void add_hidden(float (&dv)[64], const Block &block) const {
 #pragma unroll 1
-        for (int n = 0; n < block.num_tiles * p.tokens * p.group; n++) {
+        for (int n = 0; n < block.order.num_tiles * p.tokens * p.group; n++) {
             const int token = n / p.group, head = block.kv_head * p.group + n % p.group;
             if (block.first_token + token >= block.band.q_len) return;
             add_nonfinite<Element>(dv,
@@ -367,11 +386,12 @@ template <class C> struct KeysMath {
             bar_sync<128>(kMathBarrier + math_warpgroup);
             smem.kv_full.wait(Ring<1>{blocks.n});
 #pragma unroll 1
-            for (int n = 0; n < warp_uniform(block.num_tiles); n++, ring.n++) {
+            for (bool more = warp_uniform(block.order.num_tiles) > 0; more; ring.n++) {
                 // In flight at the top: no wgmma.
                 const uint32_t stage = warp_uniform(ring.stage());
-                const int t = warp_uniform(block.tile(n));
                 smem.row_ready.wait(ring);
+                const int use = warp_uniform(smem.uses[stage]), t = use < 0 ? ~use : use;
+                more = use >= 0;
                 if (t < tiles.begin || t >= tiles.end) { // of the other warpgroup alone
                     smem.row_empty.release(ring);
                     continue;
