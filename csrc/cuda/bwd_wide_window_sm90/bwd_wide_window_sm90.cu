@@ -58,7 +58,7 @@ sinkattn_status launch_rows(
     const sinkattn_problem &problem = args.fwd.problem;
     sinkattn_problem of_values = problem;
     of_values.head_dim = sa_head_dim_v(&problem);
-    // Of the lengths that fit, the one whose last round of spans leaves the fewest blocks idle. It changes no bit.
+    // Of the lengths that fit, the one with the least rounds x (tokens + start). It changes no bit.
     const int most_tokens = find_span_tokens(sa_window_keys(&problem.mask), p.tokens, C::kKeys);
     int64_t least = INT64_MAX;
     for (int tokens = most_tokens; tokens > 0; tokens -= p.tokens) {

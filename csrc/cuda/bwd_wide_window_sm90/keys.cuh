@@ -45,7 +45,7 @@ struct Block {
     sa_sequence sequence;
     sa_band band;
     int key, kv_head, first_token; // first_token: the first row that sees a key of the block
-    TileOrder order;               // for the loader alone, which tells it by `uses`
+    TileOrder order;               // tile() is for the loader, which tells it by `uses`
     bool exists, hides;            // hides: the checker zeroed some of dO
 };
 

@@ -45,7 +45,7 @@ struct Span {
 template <class C> struct RowsSmem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalvesV * C::kRowHalf];
-    sinkattn_bwd_args args; // of the launch: registers are too few to keep fields, and shared memory is nearer than a pointer to constants
+    sinkattn_bwd_args args; // of the launch: no register is free to keep fields, and through a pointer constants take a load from memory
     Problem problem;
     Span spans[2];
     bool poisoned[C::kKeys], any_poisoned; // keys whose K was not finite
@@ -182,7 +182,7 @@ __device__ __forceinline__ int64_t stats_index(const sinkattn_bwd_args &args, co
 // LSE in log2 units, as exponentials need it.
 __device__ __forceinline__ float lse_in_log2(float lse) { return lse == -INFINITY ? 0.0f : lse * kLog2e; }
 
-// LSE and g of the thread's rows; infinity where there is none.
+// LSE and g of the thread's rows; infinity and 0 where there is none.
 __device__ __forceinline__ void load_stats(
         float (&lse)[2], float (&g)[2], const sinkattn_bwd_args &args, const Problem &p, const Span &span, int first_token) {
 #pragma unroll
@@ -413,7 +413,8 @@ template <class C> struct RowsMath {
             // Read again at each use: no register is free to keep them.
             const auto nth = [&] { return warp_uniform(static_cast<int>(ring.n - span.first_use)); };
             const auto first_token_of = [&](int n) { return warp_uniform(span.first_token) + n * p.tokens; };
-            if (nth() >= warp_uniform(span.num_tiles)) { // no tile of the span is this warpgroup's
+            // No tile of the span is this warpgroup's. It skips k_ready and v_full: the other one waits for both before it releases K.
+            if (nth() >= warp_uniform(span.num_tiles)) {
                 smem.v_empty[0].arrive();
                 smem.k_empty[0].arrive();
             }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The score warpgroup of the decode of many rows on sm_90: S = Q K^T of a stage, then step by step the softmax and the weights, as
+// The score warpgroup of the decode of many rows on sm_90: S = Q K^T of a stage, the weights of all its steps, then each to its slot, as
 // decode/tile.cuh has them for its 16 rows: a thread's scores of a step lie as in that kernel's S.
 #pragma once
 
@@ -57,7 +57,7 @@ template <class C> struct Scores {
         }
     }
 
-    // Writes the weights of step j and alpha to the next slot but `ahead`, once it is free.
+    // Writes the weights of step j and alpha to the slot `ahead` after the next, once it is free.
     __device__ __forceinline__ void store(const float (&s)[C::kKeys / 2], int j, const float (&alpha)[2], uint32_t ahead) {
         const Ring<C::kSlots> its{slots.n + ahead};
         const int thread = threadIdx.x % 128, row = store_row(thread);
@@ -87,8 +87,8 @@ template <class C> struct Scores {
         for (uint32_t i = 0; i < count; i++, slots.n++) smem.p_full.arrive(slots);
     }
 
-    // All steps' weights before the first is stored: chains of arithmetic that do not wait for each other. kWhole: the part has all steps
-    // of the stage.
+    // All steps' weights before the first is stored: chains of arithmetic that do not wait for each other. Where slots are fewer than steps,
+    // each is handed on by itself. kWhole: the part has all steps of the stage.
     template <bool kWhole>
     __device__ __forceinline__ void take_steps(
             float (&s)[C::kKeys / 2], Team (&teams)[C::kTeams], int32_t step, int32_t last, const sa_range &full) {
