@@ -9,12 +9,15 @@
 //     3 math warpgroups    QK | softmax | PV | out                          each its own tiles
 //
 // A tile is 64 rows, whole tokens x the heads of a GQA group, against 160 keys, 10 steps of 16, from the step of the first key that its
-// first token sees; 96 keys where the window is shorter. All of them are in registers at once (softmax.cuh). A block has an equal share of
-// all tiles, side by side, which is a span or a few; neighbouring tiles share steps, so that a span loads each key once. The ring's first
-// steps of K are loaded a second time behind its last ones, so that half a tile's keys are one operand wherever they begin. Out leaves
-// from registers.
+// first token sees; fewer keys where the window is shorter. All scores are in registers at once (softmax.cuh). A block has an equal share
+// of all tiles, side by side, which is a span or a few; neighbouring tiles share steps, so that a span loads each key once. The ring's
+// first steps of K are loaded a second time behind its last ones, so that each part of a tile's keys is one operand wherever it begins.
 //
-// Shared memory, 225 and 223 KiB: 20 or 12 steps of K and V, three tiles of Q. Registers: S 80, then P 40 and O 64, of 160.
+// A tile's products are in two parts, of 5 or 6 steps and of the rest: the second part of S runs under the first's masks and maxima, the
+// first part of P V under the second's exponentials. At head_dim 128 a warpgroup has two tiles of Q, and out leaves through the one that
+// it has read, by bulk copies; for wider heads there is no room, and out leaves from registers.
+//
+// Shared memory, 225 and 224 KiB: 14 or 12 steps of K and V, six or three tiles of Q. Registers: S 80, then P 20, S 40 and O 64, of 160.
 
 #include "cuda/fwd_wide_window_sm90/loads.cuh"
 #include "cuda/fwd_wide_window_sm90/smem.cuh"
@@ -25,25 +28,25 @@
 
 namespace sa::fwd_wide_window_sm90 {
 
-// Whether the tile's row is a row of the sequence.
-template <class C> __device__ __forceinline__ bool exists(const Tile<C> &tile, const ThreadRow &row, const Problem &p) {
-    return row.token < p.tokens && tile.span.first_token + tile.n() * p.tokens + row.token < tile.span.sequence.q_len;
-}
-
 // Adds the sink and writes the LSE; factor: what to multiply O by. Four lanes share two rows; the first two lanes write one LSE each.
 template <class C>
-__device__ __forceinline__ void finish_softmax(
-        float (&factor)[2], const Softmax &rows, const sinkattn_fwd_args &args, const Tile<C> &tile, const Problem &p) {
-    const float sums[2] = {quad_sum(rows.sum[0]), quad_sum(rows.sum[1])};
-#pragma unroll
-    for (int i = 0; i < 2; i++) factor[i] = RowEnd(rows.pivot[i], sums[i], tile.span.s_aux[ThreadRow(p, i).head]).factor();
-    const bool second = threadIdx.x % 4 == 1;
-    const ThreadRow row(p, second);
-    if (threadIdx.x % 4 >= 2 || !exists(tile, row, p)) return;
-    const float pivot = second ? rows.pivot[1] : rows.pivot[0], sum = second ? sums[1] : sums[0];
-    const int64_t at = tile.span.lse + row.head * args.problem.q_len + tile.n() * p.tokens + row.token;
-    static_cast<float *>(args.lse)[at] = RowEnd(pivot, sum, tile.span.s_aux[row.head]).lse();
-    if (args.lse_raw) static_cast<float *>(args.lse_raw)[at] = raw_lse(pivot, sum);
+__device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax &softmax, const Smem<C> &smem,
+        const sinkattn_fwd_args &args, const Tile<C> &tile, const Problem &p) {
+    const unsigned thread = thread_again();
+    const Row rows[2] = {smem.rows[warpgroup_row(thread % 128, 0)], smem.rows[warpgroup_row(thread % 128, 1)]};
+    const float sums[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
+    const RowEnd ends[2] = {RowEnd(softmax.pivot[0], sums[0], tile.span.s_aux[rows[0].head]),
+            RowEnd(softmax.pivot[1], sums[1], tile.span.s_aux[rows[1].head])};
+    for (int i = 0; i < 2; i++) factor[i] = rows[i].token == kNoToken ? 0.0f : ends[i].factor(); // Q of no token stays 0 (stage_out)
+    const bool second = thread % 4 == 1;
+    const int token = second ? rows[1].token : rows[0].token;
+    if (thread % 4 >= 2 || token >= tile.span.num_tokens - tile.n * p.tokens) return;
+    const int64_t at = tile.span.lse + tile.n * p.tokens + (second ? rows[1].lse : rows[0].lse);
+    RowEnd end = ends[0];
+    if (second) end = ends[1];
+    static_cast<float *>(args.lse)[at] = end.lse();
+    if (args.lse_raw)
+        static_cast<float *>(args.lse_raw)[at] = raw_lse(second ? softmax.pivot[1] : softmax.pivot[0], second ? sums[1] : sums[0]);
 }
 
 // Adds to O the values that the checker warp zeroed, in the rows that see them.
@@ -60,93 +63,180 @@ __device__ __forceinline__ void add_hidden(
     }
 }
 
-// Writes O, rounded, from registers.
+// Where the thread's rows of O go: from its columns on, or NULL. A lane of four has the first or the last 4 of 8 columns of every other 8.
 template <class C>
-__device__ __forceinline__ void write_out(const float (&o)[C::kHeadDimV / 2], const float (&factor)[2], const sinkattn_fwd_args &args,
-        const Tile<C> &tile, const Problem &p) {
-    const PlannedSpan &span = tile.span;
+__device__ __forceinline__ void find_out(
+        uint16_t *(&to)[2], const Smem<C> &smem, const sinkattn_fwd_args &args, const Tile<C> &tile, const Problem &p) {
+    const unsigned thread = thread_again(), lane = thread % 4;
     for (int i = 0; i < 2; i++) {
-        const ThreadRow row(p, i);
-        const int64_t at = sa_offset(&args.out, span.sequence.batch,
-                span.sequence.q_begin + span.first_token + tile.n() * p.tokens + row.token, span.kv_head * p.group + row.head);
-        auto *to = exists(tile, row, p) ? static_cast<uint16_t *>(args.out.data) + at : nullptr;
-        write_row<typename C::Element>(to, o, i, factor[i], static_cast<int>(args.problem.head_dim));
+        const Row row = smem.rows[warpgroup_row(thread % 128, i)];
+        const int64_t at = tile.span.out + (tile.n * p.tokens + row.token) * args.out.row_stride + row.head * args.out.head_stride;
+        to[i] = static_cast<uint16_t *>(args.out.data) + at + 8 * (lane % 2) + 4 * (lane / 2);
+        if (row.token >= tile.span.num_tokens - tile.n * p.tokens) to[i] = nullptr;
     }
 }
 
-// O of the tile's rows and the factor that it still needs; the LSE is written. Calls scored() once Q is read.
-template <class C, class Scored>
-__device__ __forceinline__ void attend(float (&o)[C::kHeadDimV / 2], float (&factor)[2], Smem<C> &smem, const sinkattn_fwd_args &args,
-        const Tile<C> &tile, const Problem &p, const Scored &scored) {
-    constexpr int kHalf = 4 * C::kSteps;
-    Softmax rows;
+// Writes O, rounded, from registers, 16 columns of a row at a time.
+template <class C>
+__device__ __forceinline__ void write_out(
+        uint16_t *const (&to)[2], const float (&o)[C::kHeadDimV / 2], const float (&factor)[2], int head_dim) {
+    const bool odd = thread_again() % 2;
+    const int columns = head_dim - (odd ? 8 : 0);
+#pragma unroll
+    for (int n = 0; n < C::kHeadDimV / 8; n += 2) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float *x = o + 4 * n + 2 * i;
+            const uint32_t first = pack_halves<typename C::Element>(x[0] * factor[i], x[1] * factor[i]),
+                           second = pack_halves<typename C::Element>(x[4] * factor[i], x[5] * factor[i]),
+                           other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+            if (to[i] && 8 * n < columns)
+                *reinterpret_cast<uint2 *>(to[i] + 8 * n) = odd ? make_uint2(other, second) : make_uint2(first, other);
+        }
+    }
+}
+
+// Issues P V of the tile, and begins its rows' softmax; calls issued() while Q K is in flight. True if weights of the thread are too large
+// for one pivot a row. In flight at the end: P V.
+template <class C, class Issued>
+__device__ __forceinline__ bool attend(
+        float (&o)[C::kHeadDimV / 2], Softmax &rows, Smem<C> &smem, const Tile<C> &tile, const Problem &p, const Issued &issued) {
+    using Element = typename C::Element;
+    constexpr int kFirst = C::kFirstSteps, kSecond = C::kSecondSteps;
     float s[8 * C::kSteps];
-    uint32_t weights[C::kSteps][4];
-    begin_scores<C>(*reinterpret_cast<float (*)[kHalf]>(s), smem, tile, 0);
-    begin_scores<C>(*reinterpret_cast<float (*)[kHalf]>(s + kHalf), smem, tile, C::kHalfSteps);
+    auto &first = *reinterpret_cast<float (*)[8 * kFirst]>(s);
+    auto &second = *reinterpret_cast<float (*)[8 * kSecond]>(s + 8 * kFirst);
+    Sums sums;
+    begin_scores<C>(first, smem, tile, 0);
+    begin_scores<C>(second, smem, tile, kFirst);
+    issued();
     const Columns seen(tile, p);
     const int cut = tile.cut();
+    wgmma_wait<1>(); // the second part of S in flight
+    pin(first);
+    mask_begin<0, kFirst, 0>(first, seen);
+    mask_end<kFirst - 1, 0, 0>(first, seen);
+    first_maxima<C>(rows.pivot, s, cut, p.scale_log2);
     wgmma_wait<0>();
-    pin(s);
-    mask<C>(s, seen);
-    find_pivots<C>(rows, s, cut, p.scale_log2);
-    const bool large = weigh<C>(weights, s, rows, cut, p.scale_log2);
-    if (__any_sync(0xffffffffu, bar_any<128>(kMathBarrier + static_cast<int>(thread_again() / 128),
-                                        large))) { // a vote: ptxas takes the branch for uniform
-        attend_by_regions<C>(o, rows, smem, tile, p);
-        scored();
-        finish_softmax(factor, rows, args, tile, p);
-    } else {
-        begin_values<C, true>(o, weights, smem, tile, 0);
-        scored();
-        finish_softmax(factor, rows, args, tile, p); // P V in flight
-        wgmma_wait<0>();
-        pin(o);
+    pin(second);
+    if (any_without_pivot(rows)) {
+        mask_end<C::kSteps - 1, kFirst, kFirst>(second, seen);
+        find_later_pivots<C>(rows, s, cut, p.scale_log2);
     }
+    uint32_t first_weights[kFirst][4], second_weights[kSecond][4];
+    weigh<C, 0>(first_weights, s, sums, rows, cut, p.scale_log2);
+    sums.end_region<Element>(rows.sum, 0);
+    begin_values<C, true>(o, first_weights, smem, tile, 0);
+    // The first part of P V in flight. ptxas moves no weights of the second part in front of it, across the branches of this mask.
+    mask_end<C::kSteps - 1, kFirst, kFirst>(second, seen);
+    pin(rows.pivot); // so that no register keeps the pivots as they are subtracted
+    weigh<C, kFirst>(second_weights, s, sums, rows, cut, p.scale_log2);
+    begin_values<C, false>(o, second_weights, smem, tile, kFirst);
+    const bool second_large = sums.end_region<Element>(rows.sum, 1), third_large = sums.end_region<Element>(rows.sum, 2);
+    return second_large || third_large;
 }
 
-template <class C> __device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Problem &p) {
-    Ring<C::kQueries> tiles{static_cast<uint32_t>(warp_uniform(threadIdx.x / 128))}; // its next tile; they go to the warpgroups in turn
+// Whether x is true in any thread of the warpgroup, all of which are past the products of Q and K. A vote: ptxas takes it for uniform.
+template <class C> __device__ __forceinline__ bool vote(const Tile<C> &tile, bool x) {
+    return __any_sync(0xffffffffu, bar_any<128>(kMathBarrier + static_cast<int>(tile.queries), x));
+}
+
+// Writes the tile's rows of O through its tile of Q; from registers, where rows of the next sequence follow.
+template <class C>
+__device__ __forceinline__ void stage_out(const float (&o)[C::kHeadDimV / 2], const float (&factor)[2], Smem<C> &smem,
+        const sinkattn_fwd_args &args, const Maps &maps, const Tile<C> &tile, const Problem &p) {
+    const PlannedSpan &span = tile.span;
+    if (!p.batch_tiles && (tile.n + 1) * p.tokens > span.num_tokens) {
+        uint16_t *to[2];
+        find_out(to, smem, args, tile, p);
+        write_out<C>(to, o, factor, static_cast<int>(args.problem.head_dim));
+        return;
+    }
+    unsigned char *const from = smem.queries[tile.queries];
+    const unsigned thread = thread_again();
+    store_accumulator<typename C::Element, C::kQueryHalf>(
+            shared_address(from) + swizzled(store_row(thread), store_chunk(thread)), o, [&](int i) { return factor[i]; });
+    async_fence();
+    bar_sync<128>(kMathBarrier + static_cast<int>(tile.queries));
+    if (thread % 128) return;
+    const int head = static_cast<int>(span.kv_head * p.group), batch = static_cast<int>(span.sequence.batch),
+              row = static_cast<int>(span.sequence.q_begin) + span.first_token + tile.n * p.tokens;
+    for (int half = 0; half < C::kHalvesV; half++) tensor_store(&maps.out, from + half * C::kQueryHalf, 64 * half, head, row, batch);
+    store_commit();
+}
+
+// The n-th tile: waits for its Q and steps, releases Q and the steps before the warpgroup's next tile, and writes its rows.
+template <class C>
+__device__ __forceinline__ void compute_tile(Smem<C> &smem, const sinkattn_fwd_args &args, const Maps &maps, const Tile<C> &tile,
+        Ring<C::kQueries / kWarpgroups> round, const Problem &p) {
+    Softmax rows;
+    float o[C::kHeadDimV / 2], factor[2];
+    uint16_t *to[2];
+    smem.ready.wait(Ring<C::kRing>{tile.use().n + C::kSteps - 1}); // and so are the steps before
+    smem.q_full[tile.queries].wait(round);
+    bool large = attend<C>(o, rows, smem, tile, p, [&] {
+        if (!C::kStaged || thread_again() % 128 || round.n == 0) return;
+        store_wait_read<0>(); // of the previous tile
+        smem.q_empty[tile.queries >= kWarpgroups ? tile.queries - kWarpgroups : tile.queries + kWarpgroups].arrive();
+    });
+    // P V in flight.
+    const unsigned thread = thread_again() % 128;
+    const int lane = static_cast<int>(thread % 32);
+    if constexpr (!C::kStaged) {
+        large = vote(tile, large);
+        if (!large && thread == 0) smem.q_empty[tile.queries].arrive();
+    }
+    finish_softmax(factor, rows, smem, args, tile, p);
+    if constexpr (!C::kStaged) find_out(to, smem, args, tile, p);
+    const bool hidden = __any_sync(0xffffffffu, lane < C::kSteps && smem.nonfinite[tile.stage(min(lane, C::kSteps - 1))]);
+    // Computed here where registers are free.
+    const auto releases = [&] { return lane < min(static_cast<int>(tile.next_use(p) - tile.use().n), C::kSteps); };
+    const bool releases_lane = C::kStaged && releases();
+    if constexpr (C::kStaged) large = vote(tile, large);
+    wgmma_wait<0>();
+    pin(o);
+    if (large) {
+        attend_by_regions<C>(o, rows, smem, tile, p);
+        vote(tile, false);
+        if (!C::kStaged && thread == 0) smem.q_empty[tile.queries].arrive();
+        finish_softmax(factor, rows, smem, args, tile, p);
+    }
+    if (C::kStaged ? releases_lane : releases()) smem.empty[tile.stage(lane)].arrive();
+    if (hidden) add_hidden<C>(o, args, tile, p);
+    if constexpr (C::kStaged)
+        stage_out<C>(o, factor, smem, args, maps, tile, p);
+    else
+        write_out<C>(to, o, factor, static_cast<int>(args.problem.head_dim));
+}
+
+template <class C>
+__device__ __forceinline__ void compute_tiles(Smem<C> &smem, const sinkattn_fwd_args &args, const Maps &maps, const Problem &p) {
+    const int warpgroup = warp_uniform(threadIdx.x / 128);
+    Ring<C::kQueries / kWarpgroups> round; // the warpgroup's uses of its tiles of Q; tiles go to the warpgroups in turn
     for (Ring<kSpans> spans;; spans.n++) {
         smem.planned.wait(spans);
         const PlannedSpan &span = smem.spans[spans.stage()];
-        if (!span.exists) return;
-        const auto first_use = [&](int n) { return n < span.num_tiles ? span.tile_use(p, n) : span.end_use; };
-        // Of the n-th tile's steps, the first that the warpgroup's previous tile did not have.
-        const auto first_new = [&](int n) {
-            const uint32_t first = first_use(n), after = span.tile_use(p, n - kWarpgroups) + C::kSteps;
-            return n >= kWarpgroups && static_cast<int32_t>(after - first) > 0 ? after : first;
-        };
-        // Each step as soon as it is ready: the ring need not hold those from `begin` to `end` at once.
-        const auto release_steps = [&](uint32_t begin, uint32_t ready, uint32_t end) {
+        if (!span.exists) break;
+        // Each step as soon as it is ready: the ring need not hold them all at once.
+        const auto release_steps = [&](uint32_t begin, uint32_t end) {
 #pragma unroll 1
-            for (Ring<C::kRing> ring{begin}; ring.n != end; ring.n++) {
-                if (static_cast<int32_t>(ring.n - ready) >= 0) smem.ready.wait(ring);
+            for (Ring<C::kRing> ring{begin}; static_cast<int32_t>(end - ring.n) > 0; ring.n++) {
+                smem.ready.wait(ring);
                 if (thread_again() % 32 == 0) smem.empty.release(ring);
             }
         };
-        release_steps(span.first_use, span.first_use, first_use(static_cast<int>(tiles.n - span.first_tile)));
+        int n = static_cast<int>(warpgroup + kWarpgroups * round.n - span.first_tile), first = span.first_key + n * p.tokens;
+        release_steps(span.first_use, n < span.num_tiles ? span.key_use + step_of(first) : span.end_use);
         // In flight at the top: no wgmma.
-        for (; static_cast<int32_t>(span.end_tile - tiles.n) > 0; tiles.n += kWarpgroups) {
-            const Tile<C> tile(span, p, tiles);
-            float o[C::kHeadDimV / 2], factor[2];
-            const uint32_t end = span.tile_use(p, tile.n()) + C::kSteps;
-#pragma unroll 1
-            for (Ring<C::kRing> ring{first_new(tile.n())}; ring.n != end; ring.n++) smem.ready.wait(ring);
-            smem.q_full.wait(tiles);
-            attend<C>(o, factor, smem, args, tile, p, [&] {
-                if (thread_again() % 32 == 0) smem.q_empty.release(tiles);
-            });
-            const int lane = static_cast<int>(thread_again() % 32);
-            const bool nonfinite = lane < C::kSteps && smem.nonfinite[tile.stage(min(lane, C::kSteps - 1))];
-            const bool hidden = __any_sync(0xffffffffu, nonfinite);
-            release_steps(span.tile_use(p, tile.n()), span.tile_use(p, tile.n()) + C::kSteps, first_use(tile.n() + kWarpgroups));
-            if (hidden) add_hidden<C>(o, args, tile, p);
-            write_out<C>(o, factor, args, tile, p);
+        for (; n < span.num_tiles; n += kWarpgroups, first += kWarpgroups * p.tokens, round.n++) {
+            const Tile<C> tile(span, n, first, pinned(warpgroup) + kWarpgroups * round.stage());
+            compute_tile<C>(smem, args, maps, tile, round, p);
+            release_steps(tile.use().n + C::kSteps, tile.next_use(p));
         }
         spans.n = span.number; // no register is free to keep it
         smem.span_empty.release(spans);
     }
+    if (threadIdx.x % 128 == 0) store_wait();
 }
 
 template <class C>
@@ -156,7 +246,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_window_kernel(const __grid_c
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
-        for (const CUtensorMap *map : {&maps.q, &maps.k, &maps.v}) tensor_map_prefetch(map);
+        for (const CUtensorMap *map : {&maps.q, &maps.k, &maps.v, &maps.out}) tensor_map_prefetch(map);
         for (int i = 0; i < kSpans; i++) {
             smem.planned[i].init(1);
             smem.span_empty[i].init(kMathThreads + 64);
@@ -168,7 +258,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_window_kernel(const __grid_c
         }
         for (int i = 0; i < C::kQueries; i++) {
             smem.q_full[i].init(1);
-            smem.q_empty[i].init(4);
+            smem.q_empty[i].init(1);
         }
         barrier_init_fence();
     }
@@ -178,12 +268,16 @@ __global__ __launch_bounds__(kThreads, 1) void wide_window_kernel(const __grid_c
         for (int at = first + static_cast<int>(threadIdx.x) * 16; at < C::kQueryHalf; at += kThreads * 16)
             *reinterpret_cast<uint4 *>(smem.queries[0] + piece * C::kQueryHalf + at) = uint4{};
     async_fence();
+    if (threadIdx.x < kTileRows) {
+        const int row = static_cast<int>(threadIdx.x), token = row / p.group, head = row % p.group;
+        smem.rows[row] = {token < p.tokens ? token : kNoToken, head, head * args.problem.q_len + token};
+    }
     if (blockIdx.x == 0) check_lengths(args, error_word);
     __syncthreads();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp < kMathThreads / 32) {
         registers_up<kMathRegisters>();
-        compute_tiles<C>(smem, args, p);
+        compute_tiles<C>(smem, args, maps, p);
         return;
     }
     registers_down<kLoaderRegisters>();
@@ -220,6 +314,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     SA_TRY(map_rows(&maps.q, problem, args.q, p.tokens, p.group, "q"));
     SA_TRY(map_keys(&maps.k, problem, args.k, kStepKeys, "k"));
     SA_TRY(map_keys(&maps.v, values.problem, args.v, kStepKeys, "v"));
+    SA_TRY(map_rows(&maps.out, values.problem, args.out, p.tokens, p.group, "out"));
     const auto blocks = static_cast<unsigned>(sa_min(num_items, plan.workers));
     return launch_blocks<wide_window_kernel<C>>(
             "sa_fwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(Smem<C>), context.stream, values, maps, p, error_word);
@@ -240,7 +335,8 @@ static bool fits(const sinkattn_problem &problem, int64_t keys) {
 #define SA_FWD_WIDE_WINDOW_LAUNCHER(name, head_dim, head_dim_v, ring, queries) \
     extern "C" sinkattn_status sa_fwd_cuda_sm90_##name##_window( \
             const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) { \
-        constexpr int kTileK = sa_fwd_cuda_sm90_##name##_window_tile_k, kRegionK = sa_fwd_cuda_sm90_##name##_tile_k, kShortK = 96; \
+        constexpr int kTileK = sa_fwd_cuda_sm90_##name##_window_tile_k, kRegionK = sa_fwd_cuda_sm90_##name##_tile_k, \
+                      kShortK = kRegionK + kStepKeys; \
         static_assert(sa_fwd_cuda_sm90_##name##_window_tile_q == kTileRows, "rows of a wgmma"); \
         const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments); \
         if (fits(args.problem, kShortK)) \
@@ -248,7 +344,7 @@ static bool fits(const sinkattn_problem &problem, int64_t keys) {
         return launch_dtype<Shape<head_dim, head_dim_v, kTileK, kRegionK, ring, queries>>(args, plan, context); \
     }
 
-SA_FWD_WIDE_WINDOW_LAUNCHER(d128, 128, 128, 20, 3)
+SA_FWD_WIDE_WINDOW_LAUNCHER(d128, 128, 128, 14, 6)
 SA_FWD_WIDE_WINDOW_LAUNCHER(d192_v128, 192, 128, 12, 3)
 
 } // namespace sa::fwd_wide_window_sm90

@@ -26,6 +26,8 @@ __device__ __forceinline__ Span next_span(unsigned &item, unsigned end, const si
         const sa_band band = sa_band_of(
                 &args.problem.mask, static_cast<sa_position_t>(span.sequence.q_len), static_cast<sa_position_t>(span.sequence.k_len));
         span.first_key = sa_window_begin(&p.window, sa_position(&band, span.first_token));
+        span.num_tokens = static_cast<int>(min(span.sequence.q_len - span.first_token, static_cast<int64_t>(span.num_tiles) * p.tokens));
+        span.out = sa_offset(&args.out, span.sequence.batch, span.sequence.q_begin + span.first_token, span.kv_head * p.group);
         span.lse = sa_row_index(&args.problem, &span.sequence, span.kv_head * p.group, span.first_token);
         item += span.num_tiles;
     }
@@ -48,19 +50,20 @@ __device__ __forceinline__ void load_keys(Smem<C> &smem, const sinkattn_fwd_args
     Ring<C::kRing> ring;
     for (Ring<kSpans> spans;; spans.n++) {
         Span span = next_span(item, end, args, p);
-        span.first_step = span.tile_step(p, 0);
+        const int first_step = step_of(span.first_key);
         span.first_use = ring.n;
-        span.end_use = span.tile_use(p, span.num_tiles - 1) + C::kSteps;
+        span.key_use = ring.n - first_step;
+        span.end_use = span.key_use + step_of(span.first_key + (span.num_tiles - 1) * p.tokens) + C::kSteps;
         span.number = spans.n;
         span.first_tile = tiles;
-        span.end_tile = tiles += span.num_tiles;
+        tiles += span.num_tiles;
         smem.span_empty.acquire(spans);
         if (lane == 0) {
             static_cast<Span &>(smem.spans[spans.stage()]) = span;
             smem.planned.arrive(spans);
         }
         if (!span.exists) return;
-        int key = span.first_step * kStepKeys;
+        int key = first_step * kStepKeys;
         for (; ring.n != span.end_use; ring.n++, key += kStepKeys) {
             const uint32_t stage = ring.stage();
             // Zeros, from behind the tensor, where the sequence has no keys.

@@ -27,11 +27,14 @@ template <class Element_, class Shape> struct Config : Shape {
     using Element = Element_;
     using Shape::kHeadDim, Shape::kHeadDimV, Shape::kSteps, Shape::kRegionSteps, Shape::kRing, Shape::kQueries;
     static constexpr int kHalves = kHeadDim / 64, kHalvesV = kHeadDimV / 64; // pieces of 64 columns of a row
-    static constexpr int kHalfSteps = kSteps / 2;                            // of one product of Q and K
-    static constexpr int kMirror = kRegionSteps - 1;                         // the ring's first steps of K lie behind its last ones again
+    // Parts of the products: the first has all of the first region.
+    static constexpr int kFirstSteps = kRegionSteps, kSecondSteps = kSteps - kFirstSteps;
+    static constexpr int kMirror = kRegionSteps - 1; // the ring's first steps of K lie behind its last ones again
     static constexpr int kKeyHalf = (kRing + kMirror) * kStepBytes, kValueHalf = kRing * kStepBytes, kQueryHalf = kTileRows * kRowBytes;
-    static_assert(kSteps % 2 == 0 && kHalfSteps <= kRegionSteps && kSteps <= 2 * kRegionSteps,
-            "a product of Q and K is one operand; a tile meets three key tiles at most");
+    static_assert(
+            kSecondSteps > 0 && kSecondSteps <= kRegionSteps, "a product of Q and K is one operand; a tile meets three key tiles at most");
+    static_assert(kFirstSteps * kStepKeys >= kStepKeys - 1 + kTileRows, "all rows' windows begin in the first part");
+    static constexpr bool kStaged = kQueries > kWarpgroups; // out leaves through the tile of Q, while the next one arrives in the other
     static_assert(kQueries % kWarpgroups == 0, "a warpgroup waits for every use of a stage of Q, so never for a phase beyond the next");
     static_assert(kRing >= kSteps, "a tile's steps lie in the ring");
 };
@@ -47,30 +50,38 @@ struct Problem {
     float scale_log2;
 };
 
+// The step, counted from key 0, of a tile whose first token's window begins at this key.
+__device__ __forceinline__ int step_of(int first_key) { return max(first_key, 0) / kStepKeys; }
+
 // Neighbouring tiles of one sequence and kv head.
 struct Span {
     sa_sequence sequence;
-    int64_t kv_head, lse;                 // lse: offset of the first token and head in lse
+    int64_t kv_head, out, lse;            // out, lse: offsets of the first token and head
     sa_position_t first_token, first_key; // first_key: of the first token's window, which may begin before key 0
-    int num_tiles, first_step;            // first_step: of the first tile, counted from key 0
+    int num_tiles, num_tokens;            // num_tokens: of the sequence, from first_token on
     uint32_t first_use, end_use;          // of the ring, by the span's steps
-    uint32_t first_tile, end_tile;        // of all tiles of the block
+    uint32_t key_use;                     // the use, often before the first, that would hold key 0
+    uint32_t first_tile;                  // of all tiles of the block
     uint32_t number;                      // of the block's spans before it
     bool exists, has_sink;
-
-    // The first step of the n-th tile, counted from key 0; the ring's use that holds it.
-    __device__ __forceinline__ int tile_step(const Problem &p, int n) const { return max(first_key + n * p.tokens, 0) / kStepKeys; }
-    __device__ __forceinline__ uint32_t tile_use(const Problem &p, int n) const { return first_use + tile_step(p, n) - first_step; }
 };
 
 struct PlannedSpan : Span {
     float s_aux[kTileRows]; // of the heads of the GQA group, -inf for none
 };
 
+// A row of a tile: its token, kNoToken past the whole tokens, and q head; lse: offset in lse from the tile's first row.
+struct Row {
+    int token, head;
+    int64_t lse;
+};
+constexpr int kNoToken = 1 << 30;
+
 template <class C> struct Smem {
     alignas(1024) unsigned char queries[C::kQueries][C::kHalves * C::kQueryHalf];
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kValueHalf];
     PlannedSpan spans[kSpans];
+    Row rows[kTileRows];
     Barriers<kSpans> planned, span_empty;
     Barriers<C::kRing> full, ready, empty; // steps; ready: V is checked, and s_aux of the span is written
     Barriers<C::kQueries> q_full, q_empty;
@@ -78,7 +89,7 @@ template <class C> struct Smem {
 };
 
 struct Maps {
-    CUtensorMap q, k, v;
+    CUtensorMap q, k, v, out;
 };
 
 } // namespace sa::fwd_wide_window_sm90

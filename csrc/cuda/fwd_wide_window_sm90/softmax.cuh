@@ -12,23 +12,28 @@
 
 namespace sa::fwd_wide_window_sm90 {
 
-// A tile of a span.
+// The n-th tile of a span.
 template <class C> struct Tile {
     const PlannedSpan &span;
-    const Ring<C::kQueries> queries;
-    const int step; // its first, counted from key 0
-    const uint32_t first_stage;
+    const int n, first, step;            // first: of the first token's window, counted from key 0; step: the tile's first
+    const uint32_t queries, first_stage; // stages of Q and of the first step
 
-    __device__ __forceinline__ Tile(const PlannedSpan &span, const Problem &p, Ring<C::kQueries> queries)
-        : span(span), queries(queries), step(span.tile_step(p, n())),
-          first_stage(warp_uniform(static_cast<int>(Ring<C::kRing>{span.tile_use(p, n())}.stage()))) {}
+    __device__ __forceinline__ Tile(const PlannedSpan &span, int n, int first, uint32_t queries)
+        : span(span), n(n), first(first), step(step_of(first)), queries(queries),
+          first_stage(warp_uniform(static_cast<int>(use().stage()))) {}
 
-    __device__ __forceinline__ int n() const { return static_cast<int>(queries.n - span.first_tile); } // of the span's tiles
+    // The first step's use of the ring.
+    __device__ __forceinline__ Ring<C::kRing> use() const { return {span.key_use + step}; }
 
     // The ring's stage that is `steps` behind the first one.
     __device__ __forceinline__ uint32_t stage(int steps) const {
         const uint32_t stage = first_stage + steps;
         return stage >= C::kRing ? stage - C::kRing : stage;
+    }
+
+    // The use of the first step that the warpgroup's next tile has.
+    __device__ __forceinline__ uint32_t next_use(const Problem &p) const {
+        return n + kWarpgroups < span.num_tiles ? span.key_use + step_of(first + kWarpgroups * p.tokens) : span.end_use;
     }
 
     // The first step of the second region.
@@ -58,19 +63,15 @@ struct Columns {
     int begin[2], end[2], all_begin, all_end;
 
     template <class C> __device__ __forceinline__ Columns(const Tile<C> &tile, const Problem &p) {
-        const int base = tile.step * kStepKeys, first = tile.span.first_key + tile.n() * p.tokens - base,
-                  high = static_cast<int>(tile.span.sequence.k_len) - base;
+        const int base = tile.step * kStepKeys, first = tile.first - base, high = static_cast<int>(tile.span.sequence.k_len) - base;
+        const int column = fragment_column(thread_again());
         for (int i = 0; i < 2; i++) {
             const int at = first + ThreadRow(p, i).token;
-            begin[i] = max(at, 0) - fragment_column();
-            end[i] = min(at + p.last_key + 1, high) - fragment_column();
+            begin[i] = max(at, 0) - column;
+            end[i] = min(at + p.last_key + 1, high) - column;
         }
         all_begin = first + p.tokens - 1;
         all_end = min(first + p.last_key + 1, high);
-    }
-
-    __device__ __forceinline__ bool hides_some_of(int step) const {
-        return kStepKeys * step < all_begin || kStepKeys * (step + 1) > all_end;
     }
 
     __device__ __forceinline__ bool sees(int r, int column) const { return column >= begin[r] && column < end[r]; }
@@ -81,14 +82,65 @@ struct Softmax {
     float pivot[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 };
 
-template <class C> __device__ __forceinline__ void mask(float (&s)[8 * C::kSteps], const Columns &seen) {
+// Masks the keys in front of the rows' windows, from step kStep up to kEnd; step 0 without a branch. s begins at step kFrom.
+template <int kStep, int kEnd, int kFrom, int kLength>
+__device__ __forceinline__ void mask_begin(float (&s)[kLength], const Columns &seen) {
+    if constexpr (kStep < kEnd) {
+        if (kStep > 0 && kStepKeys * kStep >= seen.all_begin) return;
 #pragma unroll
-    for (int step = 0; step < C::kSteps; step++) {
-        if (!seen.hides_some_of(step)) continue;
-#pragma unroll
-        for (int i = 8 * step; i < 8 * step + 8; i++)
-            if (!seen.sees(element_row(i), element_column(i))) s[i] = -INFINITY;
+        for (int i = 8 * kStep; i < 8 * kStep + 8; i++)
+            if (element_column(i) < seen.begin[element_row(i)]) s[i - 8 * kFrom] = -INFINITY;
+        mask_begin<kStep + 1, kEnd, kFrom>(s, seen);
     }
+}
+
+// Masks the keys behind the rows' windows, from step kStep down to kEnd.
+template <int kStep, int kEnd, int kFrom, int kLength> __device__ __forceinline__ void mask_end(float (&s)[kLength], const Columns &seen) {
+    if constexpr (kStep >= kEnd) {
+        if (kStepKeys * (kStep + 1) <= seen.all_end) return;
+#pragma unroll
+        for (int i = 8 * kStep; i < 8 * kStep + 8; i++)
+            if (element_column(i) >= seen.end[element_row(i)]) s[i - 8 * kFrom] = -INFINITY;
+        mask_end<kStep - 1, kEnd, kFrom>(s, seen);
+    }
+}
+
+// Maxima and sums run in four chains: element i of a step belongs to chain i % 4, of the thread's row i / 2 % 2. Which region has a step
+// is the same for the whole warp; ptxas makes branches of such conditions, so these instructions are predicated explicitly.
+__device__ __forceinline__ void max_if(bool condition, float (&top)[4], const float *s) {
+    asm("{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %12, 0;\n"
+        "@p max.f32 %0, %0, %4;\n@p max.f32 %1, %1, %5;\n@p max.f32 %2, %2, %6;\n@p max.f32 %3, %3, %7;\n"
+        "@p max.f32 %0, %0, %8;\n@p max.f32 %1, %1, %9;\n@p max.f32 %2, %2, %10;\n@p max.f32 %3, %3, %11;\n"
+        "}"
+            : "+f"(top[0]), "+f"(top[1]), "+f"(top[2]), "+f"(top[3])
+            : "f"(s[0]), "f"(s[1]), "f"(s[2]), "f"(s[3]), "f"(s[4]), "f"(s[5]), "f"(s[6]), "f"(s[7]),
+            "r"(static_cast<uint32_t>(condition)));
+}
+
+// Adds a step's weights to the sums of one region or of the next.
+__device__ __forceinline__ void add_to_either(bool second, float (&a)[4], float (&b)[4], const float (&x)[8]) {
+    asm("{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %16, 0;\n"
+        "@p add.rn.f32 %4, %4, %8;\n@p add.rn.f32 %5, %5, %9;\n@p add.rn.f32 %6, %6, %10;\n@p add.rn.f32 %7, %7, %11;\n"
+        "@!p add.rn.f32 %0, %0, %8;\n@!p add.rn.f32 %1, %1, %9;\n@!p add.rn.f32 %2, %2, %10;\n@!p add.rn.f32 %3, %3, %11;\n"
+        "@p add.rn.f32 %4, %4, %12;\n@p add.rn.f32 %5, %5, %13;\n@p add.rn.f32 %6, %6, %14;\n@p add.rn.f32 %7, %7, %15;\n"
+        "@!p add.rn.f32 %0, %0, %12;\n@!p add.rn.f32 %1, %1, %13;\n@!p add.rn.f32 %2, %2, %14;\n@!p add.rn.f32 %3, %3, %15;\n"
+        "}"
+            : "+f"(a[0]), "+f"(a[1]), "+f"(a[2]), "+f"(a[3]), "+f"(b[0]), "+f"(b[1]), "+f"(b[2]), "+f"(b[3])
+            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]), "r"(static_cast<uint32_t>(second)));
+}
+
+// Maxima of the thread's rows over the first region, up to step `cut`, in log2 units.
+template <class C> __device__ __forceinline__ void first_maxima(float (&now)[2], const float *s, int cut, float scale_log2) {
+    float top[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) top[i] = fmaxf(s[i], s[i + 4]);
+#pragma unroll
+    for (int step = 1; step < C::kRegionSteps; step++) max_if(step < cut, top, s + 8 * step);
+    for (int r = 0; r < 2; r++) now[r] = quad_max(fmaxf(top[2 * r], top[2 * r + 1])) * scale_log2;
 }
 
 // Maxima of the thread's rows over steps [begin, end), of those from kFirst to kLast - 1, in log2 units.
@@ -104,56 +156,63 @@ __device__ __forceinline__ void maxima(float (&now)[2], const float (&s)[kLength
     for (int r = 0; r < 2; r++) now[r] = quad_max(top[r]) * scale_log2;
 }
 
-// A row's pivot: its maximum over the first region in which it is not -inf.
-template <class C> __device__ __forceinline__ void find_pivots(Softmax &rows, const float (&s)[8 * C::kSteps], int cut, float scale_log2) {
+__device__ __forceinline__ bool any_without_pivot(const Softmax &rows) {
+    return __any_sync(0xffffffffu, rows.pivot[0] == -INFINITY || rows.pivot[1] == -INFINITY);
+}
+
+// Pivots of rows that the first region gave none: maxima over the next in which they are not -inf.
+template <class C>
+__device__ __forceinline__ void find_later_pivots(Softmax &rows, const float (&s)[8 * C::kSteps], int cut, float scale_log2) {
     const int third = cut + C::kRegionSteps;
-    maxima<0, C::kRegionSteps>(rows.pivot, s, 0, cut, scale_log2);
-    const auto any_without = [&] { return __any_sync(0xffffffffu, rows.pivot[0] == -INFINITY || rows.pivot[1] == -INFINITY); };
     const auto take = [&](const float (&now)[2]) {
         for (int r = 0; r < 2; r++)
             if (rows.pivot[r] == -INFINITY) rows.pivot[r] = now[r];
     };
     float now[2];
-    if (!any_without()) return;
     maxima<1, C::kSteps>(now, s, cut, third, scale_log2);
     take(now);
-    if (!any_without()) return;
+    if (!any_without_pivot(rows)) return;
     maxima<C::kRegionSteps + 1, C::kSteps>(now, s, third, C::kSteps, scale_log2);
     take(now);
 }
 
 __device__ __forceinline__ float shown(float pivot) { return pivot == -INFINITY ? 0.0f : pivot; }
 
-// Weights exp2(s - pivot), rounded and packed as the left operand of P V, and their sums. True where a later region has weights above
-// kLarge.
-template <class C>
-__device__ __forceinline__ bool weigh(
-        uint32_t (&weights)[C::kSteps][4], const float (&s)[8 * C::kSteps], Softmax &rows, int cut, float scale_log2) {
-    const float from[2] = {shown(rows.pivot[0]), shown(rows.pivot[1])};
-    float sum[4] = {};
-    bool large = false;
-    const auto end_region = [&] {
+// Sums of weights of the three regions, by chain.
+struct Sums {
+    float region[3][4] = {};
+
+    // Adds up those of a region, in order. True where one exceeds kLarge, never in the first region of a row.
+    template <class Element> __device__ __forceinline__ bool end_region(float (&sum)[2], int i) const {
+        bool large = false;
         for (int r = 0; r < 2; r++) {
-            const float total = sum[2 * r] + sum[2 * r + 1];
-            large |= total > kLarge<typename C::Element>; // never in the first region of a row
-            rows.sum[r] += total;
-            sum[2 * r] = sum[2 * r + 1] = 0.0f;
+            const float total = region[i][2 * r] + region[i][2 * r + 1];
+            large |= total > kLarge<Element>;
+            sum[r] += total;
         }
-    };
-#pragma unroll
-    for (int step = 0; step < C::kSteps; step++) {
-        if (step > 0 && step == (step <= C::kRegionSteps ? cut : cut + C::kRegionSteps)) end_region();
-#pragma unroll
-        for (int i = 8 * step; i < 8 * step + 8; i += 2) {
-            const int r = element_row(i);
-            const float x = exp2_approx(fmaf(s[i], scale_log2, -from[r])), y = exp2_approx(fmaf(s[i + 1], scale_log2, -from[r]));
-            sum[2 * r] += x;
-            sum[2 * r + 1] += y;
-            weights[step][i / 2 % 4] = pack_halves<typename C::Element>(x, y);
-        }
+        return large;
     }
-    end_region();
-    return large;
+};
+
+// Weights exp2(s - pivot) of steps from kFirst on, rounded and packed as the left operand of P V, and their sums.
+template <class C, int kFirst, int kCount>
+__device__ __forceinline__ void weigh(
+        uint32_t (&weights)[kCount][4], const float (&s)[8 * C::kSteps], Sums &sums, const Softmax &rows, int cut, float scale_log2) {
+    const float from[2] = {shown(rows.pivot[0]), shown(rows.pivot[1])};
+#pragma unroll
+    for (int step = kFirst; step < kFirst + kCount; step++) {
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = exp2_approx(fmaf(s[8 * step + i], scale_log2, -from[element_row(i)]));
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) weights[step - kFirst][i / 2] = pack_halves<typename C::Element>(x[i], x[i + 1]);
+        // The second region begins at step 1 to kRegionSteps, the third kRegionSteps later.
+        const int region = step / C::kRegionSteps, within = step % C::kRegionSteps;
+        if (within)
+            add_to_either(within >= cut, sums.region[region], sums.region[region + 1], x);
+        else
+            for (int i = 0; i < 8; i++) sums.region[region][i % 4] += x[i];
+    }
 }
 
 // Calls take(i, x) for the weight x of each score i of a region; total: their sums.
@@ -185,8 +244,10 @@ template <int kLength> __device__ __forceinline__ void follow(int r, float now, 
 // Issues s = Q K^T of the tile's steps from `first` on, which lie side by side, wrapped or not; the caller waits.
 template <class C, int kLength>
 __device__ __forceinline__ void begin_scores(float (&s)[kLength], Smem<C> &smem, const Tile<C> &tile, int first) {
+    uint32_t queries = shared_address(smem.queries[tile.queries]);
+    if (C::kHeadDim > 128) queries = warp_uniform(queries); // else ptxas keeps all operands for the second product, and spills
     wgmma_abt<typename C::Element, C::kHeadDim, C::kQueryHalf, C::kKeyHalf>(
-            s, shared_address(smem.queries[tile.queries.stage()]), shared_address(smem.keys) + tile.stage(first) * kStepBytes);
+            s, queries, shared_address(smem.keys) + tile.stage(first) * kStepBytes);
 }
 
 // Issues O += P V of the tile's steps from `first` on; the caller waits. kBegins: the product begins O.
