@@ -13,6 +13,6 @@
 namespace sa::fwd_sm90 {
 
 SA_FWD_SM90_LAUNCHERS(d256, 256, 256, 2, 2, 1)
-SA_FWD_SM90_LAUNCHERS(d192_v128, 192, 128, 2, 4, 2)
+SA_FWD_SM90_LAUNCHERS(d192_v128, 192, 128, 3, 4, 1)
 
 } // namespace sa::fwd_sm90

@@ -17,8 +17,8 @@
 // rare row that outgrows its pivot is scored again. Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's
 // bits are its own.
 //
-// Registers: S, P and O take 128 of 160 at head_dim 64, 108 at 96, 124 at 128; 136 of 232 at 192 with values of 128, 188 at 256, with two
-// math warpgroups. Shared memory: one or two tiles of Q, kStages of K and V, 176 KiB, 216, 216, 216 and 224.
+// Registers: S, P and O take 128 of 160 at head_dim 64, 108 at 96, 124 at 128 and at 192 with values of 128; 188 of 232 at 256, with two
+// math warpgroups. Shared memory: one or two tiles of Q, kStages of K and V, 176 KiB, 216, 216, 222 and 224.
 #pragma once
 
 #include "cuda/fwd_sm90/cached.cuh"
@@ -156,6 +156,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
 
 template <class C>
 sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, const sinkattn_plan &plan, const sinkattn_context &context) {
+    static_assert(sizeof(Smem<C>) <= 227 * 1024, "what a block of compute capability 9.0 may use");
     const sinkattn_problem &problem = args.problem;
     Problem p;
     p.group = static_cast<int>(problem.num_q_heads / problem.num_kv_heads);

@@ -23,14 +23,16 @@ template <int kHeadDim_, int kHeadDimV_, int kTileQ_, int kTileK_, int kStages_,
 template <class Element_, class Keys_, class Shape> struct Config : Shape {
     using Element = Element_;
     using Keys = Keys_;
-    using Shape::kHeadDim, Shape::kHeadDimV, Shape::kTileQ, Shape::kTileK, Shape::kStages, Shape::kRowStages, Shape::kQueries;
+    using Shape::kHeadDim, Shape::kHeadDimV, Shape::kTileQ, Shape::kTileK, Shape::kStages, Shape::kQueries;
+    // Offsets of copies by threads take the room of a fourth at (192, 128).
+    static constexpr int kRowStages = Keys::kByThreads && kHeadDim == 192 ? 3 : Shape::kRowStages;
     static constexpr int kMathWarpgroups = kTileQ / 64, kThreads = 128 * (kMathWarpgroups + 1), kCheckers = Keys::kCached ? 1 : 2;
     static constexpr int kHalves = (kHeadDim + 63) / 64, kHalvesV = (kHeadDimV + 63) / 64; // of 64 columns of a row, k*Half bytes apart
     static constexpr int kQueryHalf = kTileQ * kRowBytes, kKeyHalf = kTileK * kRowBytes;
     // One math warpgroup keeps the registers that it starts with.
     static constexpr int kLoaderRegisters = kMathWarpgroups == 3 ? 32 : 40, kMathRegisters = kMathWarpgroups == 3 ? 160 : 232;
-    static constexpr bool kStagesOut = kQueries > 1;            // out leaves through the stage of the queries, else from registers
-    static constexpr bool kStoresBounds = kMathWarpgroups != 2; // what a token sees is stored, else computed at each use
+    static constexpr bool kStagesOut = kQueries > 1;       // out leaves through the stage of the queries, else from registers
+    static constexpr bool kStoresBounds = kHeadDim <= 128; // what a token sees is stored, else computed at each use
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0,
             "columns of two products of S, rows of a wgmma, keys of a wgmma");
