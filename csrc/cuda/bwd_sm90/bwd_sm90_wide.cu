@@ -265,7 +265,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wide_kernel(const __grid_const
 
 template <class C>
 sinkattn_status launch_config(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    return launch<C, wide_kernel<C, kNoTerms>, wide_kernel<C, kTermsOf8>, wide_kernel<C, kTermsOfAny>>(args, plan, context);
+    return launch<C, wide_kernel<C, kNoTerms>, wide_kernel<C, kTermsOfAny>, wide_kernel<C, kTermsOf8>>(args, plan, context);
 }
 
 template <int kHeadDim, int kHeadDimV, int kRows, int kKeys>

@@ -10,8 +10,8 @@
 
 namespace sa::bwd_sm90 {
 
-// Launches the kernels of a Config; the keys kernels are named by their terms of ds_aux: none, two sums a thread, a sum a column.
-template <class C, auto kKernel, auto kKernelOf8, auto kKernelOfAny>
+// Launches the kernels of a Config; the keys kernels are named by their terms of ds_aux: none; of groups that divide 8, 16, ..; of any.
+template <class C, auto kKernel, auto kKernelOfAny, auto... kKernelsOf>
 sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     const sa_bwd_sm90_layout sizes = sa_bwd_sm90_layout_of(&problem, &plan);
@@ -54,10 +54,14 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     void *stream = context.stream;
     if (problem.packed) SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
     SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
-    const auto launch_keys = !args.ds_aux       ? launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
-                             : 8 % p.group == 0 ? launch_blocks<kKernelOf8, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>
-                                                : launch_blocks<kKernelOfAny, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>;
-    SA_TRY(launch_keys(name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
+    decltype(&launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>) launch_keys[] = {
+            launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>,
+            launch_blocks<kKernelsOf, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>...,
+            launch_blocks<kKernelOfAny, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>};
+    constexpr int kOfAny = sizeof...(kKernelsOf) + 1;
+    int of = args.ds_aux ? 1 : 0;
+    while (of > 0 && of < kOfAny && 8 * of % p.group != 0) of++;
+    SA_TRY(launch_keys[of](name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
     if (!args.ds_aux) return sa_ok();
     return launch_blocks<sink_kernel>(name, static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream, args, p, buffers);
 }

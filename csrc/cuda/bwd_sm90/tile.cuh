@@ -131,10 +131,10 @@ __device__ __forceinline__ void find_weights(
     }
 }
 
-// Which sums of p_sink dS a thread keeps. Where the GQA group divides 8, the thread's columns belong to two heads, a sum each; otherwise
-// each lane keeps the sum of one column in 32.
-enum TermsOf { kNoTerms, kTermsOf8, kTermsOfAny };
-template <class C, TermsOf kTerms> constexpr int kNumTerms = kTerms == kNoTerms ? 0 : kTerms == kTermsOf8 ? 2 : C::kColumns / 32;
+// Which sums of p_sink dS a thread keeps. Where the GQA group divides 8 P, the heads of the thread's columns repeat after 2 P of them, and
+// each of the 2 P has a sum; otherwise each lane keeps the sum of one column in 32. The values are P.
+enum TermsOf { kTermsOfAny = -1, kNoTerms = 0, kTermsOf8 = 1, kTermsOf16 = 2 };
+template <class C, TermsOf kTerms> constexpr int kNumTerms = kTerms == kTermsOfAny ? C::kColumns / 32 : 2 * kTerms;
 
 // The column, of 32, whose sum the lane keeps.
 __device__ __forceinline__ int lane_column() { return threadIdx.x / 8 % 4 * 8 + fragment_column() + threadIdx.x / 4 % 2; }
@@ -153,12 +153,13 @@ __device__ __forceinline__ float sum_column(float (&columns)[8]) {
     return columns[0];
 }
 
-// dp becomes dS. With kTermsOf8, terms gain p_sink dS.
+// dp becomes dS. Unless kTermsOfAny, terms gain p_sink dS.
 template <class C, bool kMasked, TermsOf kTerms>
 __device__ __forceinline__ void find_ds(float (&dp)[C::kColumns / 2], const float (&p)[C::kColumns / 2], Smem<C> &smem,
         const RowStats<C> &stats, const Seen &seen, int math_warpgroup) {
+    constexpr bool kAdds = kTerms > kNoTerms;
     const int column = first_row<C>(math_warpgroup) + fragment_column();
-    float of_tile[2] = {0.0f, 0.0f};
+    float of_tile[kAdds ? kNumTerms<C, kTerms> : 1] = {};
 #pragma unroll
     for (int n = 0; n < C::kColumns / 8; n++) {
         const float2 bias = *reinterpret_cast<const float2 *>(&stats.bias[8 * n + column]);
@@ -167,15 +168,18 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kColumns / 2], const floa
             float &x = dp[4 * n + i];
             x = !kMasked || seen(i / 2, 8 * n + i % 2) ? p[4 * n + i] * (x + (i % 2 ? bias.y : bias.x)) : 0.0f;
         }
-        if (kTerms != kTermsOf8) continue;
-        const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
-        of_tile[0] = fmaf(p_sink.x, dp[4 * n] + dp[4 * n + 2], of_tile[0]);
-        of_tile[1] = fmaf(p_sink.y, dp[4 * n + 1] + dp[4 * n + 3], of_tile[1]);
+        if constexpr (kAdds) {
+            const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
+            float &x = of_tile[n % kTerms * 2], &y = of_tile[n % kTerms * 2 + 1];
+            x = fmaf(p_sink.x, dp[4 * n] + dp[4 * n + 2], x);
+            y = fmaf(p_sink.y, dp[4 * n + 1] + dp[4 * n + 3], y);
+        }
     }
-    if (kTerms != kTermsOf8) return;
-    const int thread = pinned(threadIdx.x) - 128;
-    smem.terms[0][thread] += of_tile[0];
-    smem.terms[1][thread] += of_tile[1];
+    if constexpr (kAdds) {
+        const int thread = pinned(threadIdx.x) - 128;
+#pragma unroll
+        for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][thread] += of_tile[i];
+    }
 }
 
 // With kTermsOfAny, when all of dS is there, as registers are short before: terms gain p_sink dS.
@@ -245,7 +249,7 @@ __device__ __forceinline__ void finish_tile(float (&dq)[kSize], const float *sum
 template <class C, TermsOf kTerms>
 __device__ __forceinline__ void write_terms(
         Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int math_warpgroup) {
-    constexpr int kColumns = kTerms == kTermsOf8 ? 8 : C::kColumns;
+    constexpr int kColumns = kTerms == kTermsOfAny ? C::kColumns : 8 * kTerms;
     const int thread = threadIdx.x - 128, head = thread % 128;
     float sum = 0.0f;
     if (item.has_tiles()) {
@@ -258,7 +262,8 @@ __device__ __forceinline__ void write_terms(
             } else {
                 for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
                 __syncwarp();
-                if (thread % 32 < 4) smem.terms[0][thread / 32 * 32 + fragment_column() + i] = x;
+                const int column = i / 2 * 8 + fragment_column() + i % 2;
+                if (thread % 32 < 4) smem.terms[column / 32][thread / 32 * 32 + column % 32] = x;
             }
         }
         bar_sync<128>(kOwnBarrier + math_warpgroup);
