@@ -2,8 +2,8 @@
 //
 // Backward for causal windows of up to 128 keys before a row on sm_90: head_dim 104 to 128, or to 192 with values of at most 128 columns.
 //
-//     rows    dQ by row tiles; lse, g - delta and the term of ds_aux of each row           rows.cuh
-//     keys    dK and dV by blocks of 128 keys, over the rows that see them                 keys.cuh
+//     rows    dQ by row tiles; lse, g - delta and the term of ds_aux of each row           rows.cuh, spans.cuh
+//     keys    dK and dV by blocks of 128 keys, over the rows that see them                 keys.cuh, blocks.cuh
 //     sink    ds_aux of a head: the sum of its rows' terms, where it is wanted
 //
 // S and dP are computed in both launches, 7 products where one launch would take 5; in return no sum lies in fp32 memory, none is added by
@@ -14,9 +14,11 @@
 //
 // Shared memory and registers: docs/kernels/bwd_wide_window_sm90.md, Budget.
 
+#include "cuda/bwd_wide_window_sm90/blocks.cuh"
 #include "cuda/bwd_wide_window_sm90/keys.cuh"
 #include "cuda/bwd_wide_window_sm90/rows.cuh"
 #include "cuda/bwd_wide_window_sm90/smem.cuh"
+#include "cuda/bwd_wide_window_sm90/spans.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/work/sink_terms.cuh"
 
@@ -36,6 +38,7 @@ __global__ __launch_bounds__(kSinkThreads) void sink_kernel(
     __syncthreads();
     if (threadIdx.x > 0) return;
     for (int warp = 1; warp < kSinkThreads / 32; warp++) sum += sums[warp];
+    wait_for_previous_kernel(); // the kernel after this one waits for this one alone
     sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
 }
 
@@ -75,7 +78,7 @@ sinkattn_status launch_rows(
     p.batch_spans = problem.packed ? 0 : static_cast<unsigned>(spans / problem.batch);
     unsigned *error_word;
     SA_TRY(sa_cuda_error_word(&error_word));
-    SA_TRY(map_keys(&maps.k, problem, args.fwd.k, C::kKeys, "k"));
+    SA_TRY(map_keys(&maps.k, problem, args.fwd.k, C::kKeys / 2, "k"));
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, C::kKeys, "v"));
     const auto blocks = static_cast<unsigned>(sa_min(items, plan.workers));
     return launch_blocks<rows_kernel<C>>(
@@ -97,7 +100,8 @@ sinkattn_status launch_keys(
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kBlockKeys, "k"));
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, kBlockKeys, "v"));
     const auto blocks = static_cast<unsigned>(sa_min(items, plan.workers));
-    return launch_blocks<keys_kernel<C>>(
+    SA_TRY(allow_shared<keys_kernel<C>>(sizeof(KeysSmem<C>)));
+    return launch_overlapping<keys_kernel<C>>(
             "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(KeysSmem<C>), context.stream, args, maps, p);
 }
 
@@ -128,7 +132,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
         return sa_status(SINKATTN_UNSUPPORTED, "a tile of rows sees more than %d keys", 2 * kPieceKeys);
     SA_TRY((launch_keys<KeysConfig<W, kKeyStages>>(args, plan, context, p, maps)));
     if (!args.ds_aux) return sa_ok();
-    return launch_blocks<sink_kernel>(
+    return launch_overlapping<sink_kernel>(
             "sa_bwd_cuda_sm90_wide_window", static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, context.stream, args, p);
 }
 

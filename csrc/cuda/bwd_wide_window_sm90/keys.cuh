@@ -3,193 +3,20 @@
 // The second launch of the wide windowed backward: dK and dV.
 //
 //     loader warp         K, V of a block | Q, dO, stats | Q, dO, stats | ..
-//     checker warp        rows that are not finite, or that do not exist, become 0 where the first launch suspects any
+//     checker warp        rows that are not finite, or that do not exist, become 0 where the first launch suspects any; statistics by field
 //     2 math warpgroups   S = K Q^T, dP = V dO^T | P, dS | dV += P dO, dK += dS Q          64 keys each
 //
 // A block is 128 keys of a kv head, and the row tiles that see some of them, counted from the first such row on, with all heads of the
 // GQA group: dK and dV are summed in registers and rounded once. P and dS are operands from registers; nothing passes between warpgroups.
-// A tile's rows are columns here.
+// A tile's rows are columns here. S of a tile is issued before dV and dK of the tile before are awaited.
 //
 // The first tiles see keys of the first warpgroup alone, the last ones keys of the second: they come in pairs, one of each in turn, so that
 // neither warpgroup waits for the other's.
 #pragma once
 
-#include "cuda/bwd_wide_window_sm90/smem.cuh"
-#include "cuda/tile/finite.cuh"
+#include "cuda/bwd_wide_window_sm90/blocks.cuh"
 
 namespace sa::bwd_wide_window_sm90 {
-
-enum KeysBarrier : int { kMathBarrier = 1 }; // of the first math warpgroup; 0 is __syncthreads
-
-template <class W, int kStages_> struct KeysConfig : W {
-    using typename W::Element;
-    using W::kHalves, W::kHalvesV, W::kRowHalf;
-    static constexpr int kStages = kStages_, kKeyHalf = kBlockKeys * kRowBytes;
-};
-
-// In which order a block's tiles are loaded: pairs of one that only the first warpgroup needs and one that only the second needs, and those
-// between. Every other block begins with those between: neighbours, which run side by side, then read the tiles that they share at nearly
-// the same time, the second of them from the L2 cache.
-struct TileOrder {
-    int num_tiles, num_pairs, first;
-
-    __device__ __forceinline__ int tile(int n) const {
-        n += first;
-        if (n >= num_tiles) n -= num_tiles;
-        if (n >= 2 * num_pairs) return n - num_pairs;
-        return n % 2 ? num_tiles - num_pairs + n / 2 : n / 2;
-    }
-};
-
-struct Block {
-    sa_sequence sequence;
-    sa_band band;
-    int key, kv_head, first_token; // first_token: the first row that sees a key of the block
-    TileOrder order;               // tile() is for the loader, which tells it by `uses`
-    bool exists, hides;            // hides: the checker zeroed some of dO
-};
-
-template <class C> struct KeysSmem {
-    alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kKeyHalf];
-    alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalvesV * C::kRowHalf];
-    RowStats stats[C::kStages][kRows];
-    int uses[C::kStages];         // the tile in each stage; ~tile is a block's last
-    sa_range seen_by[kBlockKeys]; // rows that see each key, counted from the block's first one
-    Block blocks[2];
-    Barriers<2> block_full, block_empty;
-    Barriers<1> kv_full, kv_empty;
-    Barriers<C::kStages> row_full, row_ready, row_empty; // ready: the tile is checked
-};
-
-// Sequence b of key blocks: number `batch` of a packed batch is the keys past cu_seqlens_k[batch], which no row sees.
-__device__ __forceinline__ sa_sequence keys_or_tail(const sinkattn_fwd_args &args, int64_t b) {
-    if (b < args.problem.batch) return sa_sequence_at(&args, b);
-    const int64_t begin = sa_packed_begin(args.cu_seqlens_k, args.problem.batch, args.problem.k_len);
-    return {0, 0, 0, begin, args.problem.k_len - begin};
-}
-
-// The rows that see some key of [key, key + size).
-__device__ __forceinline__ sa_range rows_of(const sa_band &band, int key, int size) {
-    const int end = min(key + size, band.k_len);
-    return key < end && band.q_len ? sa_keys_rows(&band, {key, end}) : sa_range{0, 0};
-}
-
-// Writes block n of the launch, if it exists. By a whole warp.
-__device__ __forceinline__ bool describe_block(Block &to, unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
-    const Place place = find_place(n / p.num_kv_heads, kBlockKeys, p.batch_blocks, args.problem.batch,
-            [&](int64_t b) { return sa_packed_begin(args.cu_seqlens_k, b, args.problem.k_len); });
-    const sa_sequence sequence = keys_or_tail(args, place.b);
-    // Offsets that decrease may leave a place in front of its sequence.
-    if (place.within < 0 || static_cast<int64_t>(place.within) * kBlockKeys >= sequence.k_len) return false;
-    if (threadIdx.x % 32 == 0) {
-        to.exists = true;
-        to.hides = false;
-        to.sequence = sequence;
-        to.band = band_of(args, sequence);
-        to.kv_head = static_cast<int>(n % p.num_kv_heads);
-        to.key = place.within * kBlockKeys;
-        const sa_range rows = rows_of(to.band, to.key, kBlockKeys);
-        to.first_token = rows.begin;
-        const int num_tiles = sa_tile_from(rows.end - rows.begin, p.tokens);
-        int num_pairs = 0;
-        const sa_range of_first = rows_of(to.band, to.key, 64), of_second = rows_of(to.band, to.key + 64, 64);
-        if (of_first.begin < of_first.end && of_second.begin < of_second.end)
-            num_pairs = min(
-                    min(sa_tile_of(of_second.begin - rows.begin, p.tokens), num_tiles - sa_tile_from(of_first.end - rows.begin, p.tokens)),
-                    num_tiles / 2);
-        to.order = {num_tiles, num_pairs, place.within % 2 * 2 * num_pairs};
-    }
-    __syncwarp();
-    return true;
-}
-
-// A lane of the first few has a piece of 64 columns: of K and of Q, or of V and of dO; the next one has the statistics.
-template <class C>
-__device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p) {
-    constexpr int kPieces = C::kHalves + C::kHalvesV;
-    const int lane = threadIdx.x % 32, half = lane < C::kHalves ? lane : lane - C::kHalves;
-    unsigned char *const keys = (lane < C::kHalves ? smem.keys : smem.values) + half * C::kKeyHalf;
-    Ring<2> blocks;
-    Ring<C::kStages> ring;
-    for (unsigned n = blockIdx.x; n < p.num_blocks * p.num_kv_heads; n += gridDim.x) {
-        smem.block_empty.acquire(blocks);
-        if (!describe_block(smem.blocks[blocks.stage()], n, args.fwd, p)) continue;
-        const Block &block = smem.blocks[blocks.stage()];
-        smem.block_full.arrive(blocks);
-        const int batch = static_cast<int>(block.sequence.batch), kv_head = block.kv_head;
-        smem.kv_empty.acquire(Ring<1>{blocks.n});
-        if (lane == 0) smem.kv_full[0].arrive_expect(kPieces * C::kKeyHalf);
-        __syncwarp();
-        if (lane < kPieces)
-            tensor_load(keys, lane < C::kHalves ? &maps.k : &maps.v, smem.kv_full[0], 64 * half, kv_head,
-                    static_cast<int>(block.sequence.k_begin) + block.key, batch);
-#pragma unroll 1
-        for (int use = 0; use < block.order.num_tiles; use++, ring.n++) {
-            // In flight: K and V of the block; at most kStages tiles.
-            const uint32_t stage = ring.stage();
-            const int tile = block.order.tile(use), token = block.first_token + tile * p.tokens;
-            smem.row_empty.acquire(ring);
-            if (lane == 0) smem.uses[stage] = use + 1 < block.order.num_tiles ? tile : ~tile;
-            if (lane == 0) smem.row_full[stage].arrive_expect(p.tile_rows() * static_cast<int>(kPieces * kRowBytes + sizeof(RowStats)));
-            __syncwarp();
-            if (lane < kPieces)
-                tensor_load((lane < C::kHalves ? smem.queries[stage] : smem.douts[stage]) + half * C::kRowHalf,
-                        lane < C::kHalves ? &maps.q : &maps.dout, smem.row_full[stage], 64 * half, kv_head * p.group,
-                        static_cast<int>(block.sequence.q_begin) + token, batch);
-            if (lane == kPieces)
-                bulk_load(smem.stats[stage], p.stats_of(args.fwd.problem, block.sequence, kv_head, token),
-                        p.tile_rows() * static_cast<int>(sizeof(RowStats)), smem.row_full[stage]);
-        }
-        blocks.n++;
-    }
-    smem.block_empty.acquire(blocks);
-    if (lane == 0) smem.blocks[blocks.stage()].exists = false;
-    smem.block_full.arrive(blocks);
-}
-
-// By the checker warp: zeroes rows behind the sequence, whose statistics may be anything, and values of Q and dO that are not finite, since
-// P = 0 times NaN is NaN. NaN returns to P through lse, to dS through g - delta, to dV by add_hidden.
-template <class C> __device__ __forceinline__ void check_rows(KeysSmem<C> &smem, const Problem &p) {
-    using Element = typename C::Element;
-    const int lane = threadIdx.x % 32;
-    Ring<C::kStages> ring;
-    for (Ring<2> blocks;; blocks.n++) {
-        smem.block_full.wait(blocks);
-        Block &block = smem.blocks[blocks.stage()];
-        if (!block.exists) return;
-        for (bool more = block.order.num_tiles > 0; more; ring.n++) {
-            const uint32_t stage = ring.stage();
-            smem.row_full.wait(ring);
-            const int use = smem.uses[stage], t = use < 0 ? ~use : use;
-            more = use >= 0;
-            const int rows = min(p.tokens, block.band.q_len - block.first_token - t * p.tokens) * p.group; // that exist
-            bool suspect = false;
-            for (int row = lane; row < rows; row += 32) suspect |= smem.stats[stage][row].suspect != 0;
-            const bool any = __any_sync(0xffffffffu, suspect);
-            if (rows < p.tile_rows()) {
-                zero_rows<C::kHalves>(smem.queries[stage], rows, p.tile_rows());
-                zero_rows<C::kHalvesV>(smem.douts[stage], rows, p.tile_rows());
-            }
-            if (any) {
-                for (int x = lane; x < static_cast<int>(sizeof smem.queries[0]) / 16; x += 32)
-                    if (zero_nonfinite<Element, 1>(smem.queries[stage] + 16 * x, 16, 0))
-                        smem.stats[stage][x % (C::kRowHalf / 16) / 8].lse = NAN;
-                for (int x = lane; x < static_cast<int>(sizeof smem.douts[0]) / 16; x += 32)
-                    if (zero_nonfinite<Element, 1>(smem.douts[stage] + 16 * x, 16, 0)) block.hides = true;
-            }
-            async_fence();
-            smem.row_ready.arrive(ring);
-        }
-        smem.block_empty.release(blocks);
-    }
-}
-
-// Which of a thread's columns see its two keys: a bit each, columns 8 n and 8 n + 1 after its first at bits 2 n and 2 n + 1.
-struct Seen {
-    uint32_t bits[2];
-
-    __device__ __forceinline__ bool operator()(int r, int column) const { return bits[r] >> (column / 4 + column % 2) & 1; }
-};
 
 // A math warpgroup: 64 keys in the rows of its accumulators, a tile's rows in the columns.
 template <class C> struct KeysMath {
@@ -218,20 +45,19 @@ template <class C> struct KeysMath {
         return smem.seen_by[64 * (thread / 128) + warpgroup_row(static_cast<unsigned>(thread) % 128, r)];
     }
     __device__ __forceinline__ Seen find_seen(int t) const {
-        const auto bits_before = [&](int token) {
-            const int column = min(max(token - t * p.tokens, 0), p.tokens) * p.group - fragment_column(),
-                      count = column > 0 ? column / 8 * 2 + min(column % 8, 2) : 0;
-            return count < 32 ? (1u << count) - 1 : ~0u;
-        };
-        const auto bits = [&](const sa_range &rows) { return bits_before(rows.end) & ~bits_before(rows.begin); };
+        const auto before = [&](int row) { return Seen::before(min(row - t * p.tile_rows(), p.tile_rows()) - fragment_column()); };
+        const auto bits = [&](const sa_range &rows) { return before(rows.end) & ~before(rows.begin); };
         return {{bits(seen_by(0)), bits(seen_by(1))}};
     }
 
-    // A field of the statistics of the thread's columns from `first` on.
-    template <float RowStats::*kField, int kSize>
-    static __device__ __forceinline__ void load_field(float (&to)[kSize], const RowStats *stats, int first) {
+    // Of the thread's columns from `first` on.
+    template <int kSize> static __device__ __forceinline__ void load_field(float (&to)[kSize], const float *field, int first) {
 #pragma unroll
-        for (int n = 0; n < kSize; n++) to[n] = stats[first + fragment_column() + 8 * (n / 2) + n % 2].*kField;
+        for (int n = 0; n < kSize; n += 2) {
+            const float2 x = *reinterpret_cast<const float2 *>(field + first + fragment_column() + 4 * n);
+            to[n] = x.x;
+            to[n + 1] = x.y;
+        }
     }
     // s, of columns from `first` on, becomes P.
     template <bool kMasked, int kSize>
@@ -253,61 +79,88 @@ template <class C> struct KeysMath {
         }
     }
 
-    // A tile: dV += P dO, dK += dS Q.
-    template <bool kMasked> __device__ __forceinline__ void add_tile(Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
-        const RowStats *stats = smem.stats[stage];
+    // A tile: dV += P dO, dK += dS Q, in flight at the end. held: those of the tile before are in flight.
+    __device__ __forceinline__ void add_tile(Wide<C> &dk, float (&dv)[64], uint32_t stage, int part, bool held) {
+        const bool is_full = part & kFull;
         Scores s, dp;
         Operands weights, ds;
         float lse[kRows / 4], bias[kRows / 4];
         Seen seen;
         begin_scores(s, stage);
-        begin_dp(dp, stage, 0);
-        if (kMasked) seen = find_seen(t);
-        wgmma_wait<1>(); // S complete; dP still running
-        pin(s);
-        load_field<&RowStats::lse>(lse, stats, 0);
-        find_weights<kMasked>(s, lse, seen, 0);
-        pack<Element>(weights, s);
-        wgmma_wait<0>();
-        pin(dp);
-        load_field<&RowStats::bias>(bias, stats, 0);
-        find_ds<kMasked>(dp, s, bias, seen, 0);
-        pack<Element>(ds, dp);
-        add_products(dk, dv, weights, ds, stage, 0);
-        wgmma_wait<0>();
+        if (!is_full) seen = find_seen(part & kTileMask);
+        wgmma_wait<1>(); // dV, dK of the tile before complete; S still running
         pin(dv);
         dk.pin_all();
+        if (held) release_last();
+        begin_dp(dp, stage, 0);
+        wgmma_wait<1>(); // S complete; dP still running
+        pin(s);
+        load_field(lse, smem.lse[stage], 0);
+        if (is_full)
+            find_weights<false>(s, lse, seen, 0);
+        else
+            find_weights<true>(s, lse, seen, 0);
+        load_field(bias, smem.bias[stage], 0);
+        wgmma_wait<0>(); // dP complete
+        pin(dp);
+        if (part & kLastOwn) smem.kv_empty[0].arrive();
+        if (is_full)
+            find_ds<false>(dp, s, bias, seen, 0);
+        else
+            find_ds<true>(dp, s, bias, seen, 0);
+        pack<Element>(weights, s);
+        pack<Element>(ds, dp);
+        add_products(dk, dv, weights, ds, stage, 0);
     }
 
-    // The same 32 rows at a time: S, dP of all 64 do not fit beside dK of 192 columns.
-    template <bool kMasked> __device__ __forceinline__ void add_tile_by_halves(Wide<C> &dk, float (&dv)[64], uint32_t stage, int t) const {
+    // The same with dP of 32 rows at a time: S, dP of all 64 do not fit beside dK of 192 columns.
+    __device__ __forceinline__ void add_tile_by_halves(Wide<C> &dk, float (&dv)[64], uint32_t stage, int part, bool held) {
+        const bool is_full = part & kFull;
         constexpr int kHalf = kRows / 2;
-        const RowStats *stats = smem.stats[stage];
         Seen seen;
-        if (kMasked) seen = find_seen(t);
+        Scores all;
+        begin_scores(all, stage);
+        if (!is_full) seen = find_seen(part & kTileMask);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float s[kHalf / 2], dp[kHalf / 2], lse[kHalf / 4], bias[kHalf / 4];
             uint32_t weights[kHalf / 16][4], ds[kHalf / 16][4];
-            wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, shared_address(smem.keys) + 64 * math_warpgroup * kRowBytes,
-                    shared_address(smem.queries[stage]) + half * kHalf * kRowBytes);
+            if (half == 0) {
+                wgmma_wait<1>(); // dV, dK of the tile before complete; S still running
+                pin(dv);
+                dk.pin_all();
+                if (held) release_last();
+            }
             begin_dp(dp, stage, half * kHalf);
-            load_field<&RowStats::lse>(lse, stats, half * kHalf);
-            wgmma_wait<1>(); // S complete; dP still running
-            pin(s);
-            find_weights<kMasked>(s, lse, seen, half * kHalf);
-            load_field<&RowStats::bias>(bias, stats, half * kHalf);
-            wgmma_wait<0>();
+            load_field(lse, smem.lse[stage], half * kHalf);
+            if (half == 0) {
+                wgmma_wait<1>(); // S complete; dP still running
+                pin(all);
+            }
+#pragma unroll
+            for (int i = 0; i < kHalf / 2; i++) s[i] = all[half * (kHalf / 2) + i];
+            if (is_full)
+                find_weights<false>(s, lse, seen, half * kHalf);
+            else
+                find_weights<true>(s, lse, seen, half * kHalf);
+            load_field(bias, smem.bias[stage], half * kHalf);
+            wgmma_wait<0>(); // dP complete, with dV and dK of the half before
+            if (half) pin(dv);
+            if (half) dk.pin_all();
             pin(dp);
-            find_ds<kMasked>(dp, s, bias, seen, half * kHalf);
+            if (half && part & kLastOwn) smem.kv_empty[0].arrive();
+            if (is_full)
+                find_ds<false>(dp, s, bias, seen, half * kHalf);
+            else
+                find_ds<true>(dp, s, bias, seen, half * kHalf);
             pack<Element>(weights, s);
             pack<Element>(ds, dp);
             add_products(dk, dv, weights, ds, stage, half * kHalf);
-            wgmma_wait<0>();
-            pin(dv);
-            dk.pin_all();
         }
     }
+
+    // Releases the tile before, whose products are complete.
+    __device__ __forceinline__ void release_last() { smem.row_empty.release(Ring<C::kStages>{ring.n - 1}); }
 
     // Issues dV += P dO, dK += dS Q for rows from `first` on; the caller waits.
     template <int kSteps>
@@ -326,43 +179,25 @@ template <class C> struct KeysMath {
             add_nonfinite<Element>(dv,
                     static_cast<const uint16_t *>(args.dout.data) +
                             sa_offset(&args.dout, block.sequence.batch, block.sequence.q_begin + block.first_token + token, head),
-                    sa_head_dim_v(&args.fwd.problem), [&](int r) { return token >= seen_by(r).begin && token < seen_by(r).end; });
+                    sa_head_dim_v(&args.fwd.problem), [&](int r) { return n >= seen_by(r).begin && n < seen_by(r).end; });
         }
     }
 
     __device__ __forceinline__ void write(const Wide<C> &dk, const float (&dv)[64], const Block &block) const {
+        uint16_t *to_dk[2] = {}, *to_dv[2] = {};
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int key = block.key + 64 * math_warpgroup + warpgroup_row(r);
-            uint16_t *to_dk = nullptr, *to_dv = nullptr;
-            if (key < block.band.k_len) {
-                const int64_t row = block.sequence.k_begin + key;
-                to_dk = static_cast<uint16_t *>(args.dk.data) + sa_offset(&args.dk, block.sequence.batch, row, block.kv_head);
-                to_dv = static_cast<uint16_t *>(args.dv.data) + sa_offset(&args.dv, block.sequence.batch, row, block.kv_head);
-            }
-            dk.write(to_dk, r, p.scale, static_cast<int>(args.fwd.problem.head_dim));
-            write_row<Element>(to_dv, dv, r, 1.0f, static_cast<int>(sa_head_dim_v(&args.fwd.problem)));
+            if (key >= block.band.k_len) continue;
+            const int64_t row = block.sequence.k_begin + key;
+            to_dk[r] = static_cast<uint16_t *>(args.dk.data) + sa_offset(&args.dk, block.sequence.batch, row, block.kv_head);
+            to_dv[r] = static_cast<uint16_t *>(args.dv.data) + sa_offset(&args.dv, block.sequence.batch, row, block.kv_head);
         }
-    }
-
-    // Tiles [begin, end) see keys of the warpgroup; [full_begin, full_end) of them see all, with all their rows.
-    struct Tiles {
-        int begin, end, full_begin, full_end;
-    };
-    __device__ __forceinline__ Tiles find_tiles(const Block &block) const {
-        const int key = block.key + 64 * math_warpgroup;
-        const sa_range some = rows_of(block.band, key, 64), of_first = rows_of(block.band, key, 1),
-                       of_last = rows_of(block.band, key + 63, 1);
-        Tiles tiles = {0, 0, 0, 0};
-        if (some.begin < some.end) {
-            tiles.begin = sa_tile_of(some.begin - block.first_token, p.tokens);
-            tiles.end = sa_tile_from(some.end - block.first_token, p.tokens);
-        }
-        if (of_last.begin < of_first.end && of_last.end > 0) {
-            tiles.full_begin = sa_tile_from(of_last.begin - block.first_token, p.tokens);
-            tiles.full_end = sa_tile_of(of_first.end - block.first_token, p.tokens);
-        }
-        return {warp_uniform(tiles.begin), warp_uniform(tiles.end), warp_uniform(tiles.full_begin), warp_uniform(tiles.full_end)};
+        unsigned char *const staged = smem.staged[threadIdx.x / 32];
+        dk.write(to_dk, p.scale, static_cast<int>(args.fwd.problem.head_dim), staged);
+        uint4 chunks[4][2];
+        exchange<Element>(chunks, dv, 1.0f, staged);
+        write_rows(to_dv, chunks, static_cast<int>(sa_head_dim_v(&args.fwd.problem)));
     }
 
     __device__ __forceinline__ void run() {
@@ -375,43 +210,46 @@ template <class C> struct KeysMath {
             dk.clear();
 #pragma unroll
             for (float &x : dv) x = 0.0f;
-            const Tiles tiles = find_tiles(block);
             bar_sync<128>(kMathBarrier + math_warpgroup); // all warps are done with the block before
             const int key = static_cast<int>(threadIdx.x);
             if (key % 128 < 64) { // each warpgroup those of its own keys
                 const int own = key / 128 * 64 + key % 128;
-                const sa_range rows = rows_of(block.band, block.key + own, 1);
-                smem.seen_by[own] = {rows.begin - block.first_token, rows.end - block.first_token};
+                const sa_range tokens = rows_of(block.band, block.key + own, 1);
+                smem.seen_by[own] = tokens.begin < tokens.end ? sa_range{(tokens.begin - block.first_token) * p.group,
+                                                                        (tokens.end - block.first_token) * p.group}
+                                                              : sa_range{0, 0};
             }
             bar_sync<128>(kMathBarrier + math_warpgroup);
             smem.kv_full.wait(Ring<1>{blocks.n});
+            bool held = false; // the tile before: its dV and dK are in flight
 #pragma unroll 1
             for (bool more = warp_uniform(block.order.num_tiles) > 0; more; ring.n++) {
-                // In flight at the top: no wgmma.
+                // In flight at the top: dV, dK of the tile that is held.
                 const uint32_t stage = warp_uniform(ring.stage());
                 smem.row_ready.wait(ring);
-                const int use = warp_uniform(smem.uses[stage]), t = use < 0 ? ~use : use;
-                more = use >= 0;
-                if (t < tiles.begin || t >= tiles.end) { // of the other warpgroup alone
+                const int part = warp_uniform(smem.parts[stage][math_warpgroup]);
+                more = !(part & kLast);
+                if (!(part & kSome)) { // of the other warpgroup alone
+                    wgmma_wait<0>();
+                    pin(dv);
+                    dk.pin_all();
+                    if (held) release_last();
+                    held = false;
                     smem.row_empty.release(ring);
+                    if (part & kLastOwn) smem.kv_empty[0].arrive();
                     continue;
                 }
-                const bool is_full = t >= tiles.full_begin && t < tiles.full_end;
-                if constexpr (C::kHeadDim > 128) {
-                    if (is_full)
-                        add_tile_by_halves<false>(dk, dv, stage, t);
-                    else
-                        add_tile_by_halves<true>(dk, dv, stage, t);
-                } else {
-                    if (is_full)
-                        add_tile<false>(dk, dv, stage, t);
-                    else
-                        add_tile<true>(dk, dv, stage, t);
-                }
-                async_fence(); // of the statistics that were read, before a copy overwrites them
-                smem.row_empty.release(ring);
+                if constexpr (C::kHeadDim > 128)
+                    add_tile_by_halves(dk, dv, stage, part, held);
+                else
+                    add_tile(dk, dv, stage, part, held);
+                held = true;
             }
-            smem.kv_empty[0].arrive();
+            wgmma_wait<0>();
+            pin(dv);
+            dk.pin_all();
+            if (held) release_last();
+            if (warp_uniform(block.order.num_tiles) == 0) smem.kv_empty[0].arrive();
             if (block.hides) add_hidden(dv, block);
             write(dk, dv, block);
             smem.block_empty.release(blocks);
@@ -445,17 +283,19 @@ __global__ __launch_bounds__(kThreads, 1) void keys_kernel(
         for (int stage = warp; stage < C::kStages; stage += kThreads / 32) {
             zero_rows<C::kHalves>(smem.queries[stage], p.tile_rows(), kRows);
             zero_rows<C::kHalvesV>(smem.douts[stage], p.tile_rows(), kRows);
-            for (int row = p.tile_rows() + static_cast<int>(threadIdx.x % 32); row < kRows; row += 32)
-                smem.stats[stage][row] = {INFINITY, 0.0f, 0.0f, 0};
+            for (int row = p.tile_rows() + static_cast<int>(threadIdx.x % 32); row < kRows; row += 32) {
+                smem.lse[stage][row] = INFINITY;
+                smem.bias[stage][row] = 0.0f;
+            }
         }
     async_fence();
     __syncthreads();
     if (warp < kMathThreads / 32) {
-        registers_up<kMathRegisters>();
+        registers_up<kKeysMathRegisters>();
         KeysMath<C>{smem, args, p, warp / 4, {}}.run();
         return;
     }
-    registers_down<kLoaderRegisters>();
+    registers_down<kKeysLoaderRegisters>();
     if (warp == kMathThreads / 32) load_blocks<C>(smem, args, maps, p);
     if (warp == kMathThreads / 32 + 1) check_rows<C>(smem, p);
 #else

@@ -16,8 +16,9 @@ constexpr int kRows = 64, kStepKeys = 16, kPieceSteps = 5, kPieceKeys = kPieceSt
 constexpr int kBlockKeys = 128;                                                                  // of the second launch, 64 a warpgroup
 constexpr int kWarpgroups = 2, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128;
 // A block begins with 168 registers a thread, the most for 384 threads, and exchanges no others: a sum above 3 x 168 would wait forever.
-constexpr int kLoaderRegisters = 40, kMathRegisters = 232;
-static_assert(kLoaderRegisters + kWarpgroups * kMathRegisters <= 3 * 168, "registers of the block, for each of 128 threads");
+constexpr int kRowsLoaderRegisters = 40, kRowsMathRegisters = 232, kKeysLoaderRegisters = 24, kKeysMathRegisters = 240;
+static_assert(kRowsLoaderRegisters + kWarpgroups * kRowsMathRegisters <= 3 * 168, "registers of the block, for each of 128 threads");
+static_assert(kKeysLoaderRegisters + kWarpgroups * kKeysMathRegisters <= 3 * 168, "registers of the block, for each of 128 threads");
 
 // kHalves: pieces of 64 columns of a row of Q and K, kHalvesV of V and dO; a row tile's lie kRowHalf bytes apart.
 template <class Element_, int kHeadDim_, int kHeadDimV_> struct Widths {
@@ -89,6 +90,20 @@ template <int kHalves> __device__ __forceinline__ void zero_rows(unsigned char *
             *reinterpret_cast<uint4 *>(tile + half * kRows * kRowBytes + at) = uint4{};
 }
 
+// Which pairs of the thread's two rows and its columns are visible: a bit each, columns 8 n and 8 n + 1 after its first at bits 2 n, 2 n
+// + 1.
+struct Seen {
+    uint32_t bits[2];
+
+    __device__ __forceinline__ bool operator()(int r, int column) const { return bits[r] >> (column / 4 + column % 2) & 1; }
+
+    // The bits of columns before this one, counted from the thread's first.
+    static __device__ __forceinline__ uint32_t before(int column) {
+        column = max(column, 0);
+        return __funnelshift_lc(~0u, 0u, column / 8 * 2 + min(column % 8, 2));
+    }
+};
+
 // dQ or dK: 64 rows x kHeadDim columns, the first 128 and the rest.
 template <class W> struct Wide {
     static constexpr bool kHasHigh = W::kHeadDim > 128;
@@ -117,10 +132,17 @@ template <class W> struct Wide {
         }
         wgmma_commit();
     }
-    // Writes the thread's r-th row, times `factor`; to: NULL where it is not written.
-    __device__ __forceinline__ void write(uint16_t *to, int r, float factor, int head_dim) const {
-        write_row<typename W::Element>(to, low, r, factor, head_dim);
-        if constexpr (kHasHigh) write_row<typename W::Element>(to ? to + 128 : to, high, r, factor, head_dim - 128);
+    // Writes the thread's two rows, times `factor`; to: NULL where one is not written. staged: kStagedBytes of the warp's.
+    __device__ __forceinline__ void write(uint16_t *const (&to)[2], float factor, int head_dim, unsigned char *staged) const {
+        uint4 first[4][2], rest[2][2];
+        exchange<typename W::Element>(first, low, factor, staged);
+        if constexpr (kHasHigh) exchange<typename W::Element>(rest, high, factor, staged);
+        // All reads of shared memory come before the stores, behind which they would wait.
+        write_rows(to, first, head_dim);
+        if constexpr (kHasHigh) {
+            uint16_t *const on[2] = {to[0] ? to[0] + 128 : nullptr, to[1] ? to[1] + 128 : nullptr};
+            write_rows(on, rest, head_dim - 128);
+        }
     }
 };
 

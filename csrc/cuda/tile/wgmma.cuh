@@ -74,4 +74,44 @@ __device__ __forceinline__ void write_row(uint16_t *to, const float (&d)[kSize],
     }
 }
 
+constexpr int kStagedBytes = 16 * 64; // 16 rows of 32 columns, of a warp
+
+// Rounds the thread's two rows of an accumulator, times `factor`, and exchanges chunks of 8 columns: to[n][r] becomes chunk 4 n + lane % 4
+// of row r. Through `staged`, where chunk c of 32 columns of row r lies at c ^ (r / 2 % 4), so that no bank is met twice. By a whole warp.
+template <class Element, int kSize>
+__device__ __forceinline__ void exchange(uint4 (&to)[kSize / 16][2], const float (&d)[kSize], float factor, unsigned char *staged) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const auto offset = [](int row, int chunk) { return row * 64 + ((chunk ^ row / 2 % 4) << 4); };
+    const uint32_t in = shared_address(staged) + offset(lane % 16, lane / 16);
+    const unsigned char *const out = staged + offset(lane / 4, lane % 4);
+#pragma unroll
+    for (int n = 0; n < kSize / 16; n++) {
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            uint32_t x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int k = 16 * n + 8 * pair + 2 * i;
+                x[i] = pack_halves<Element>(d[k] * factor, d[k + 1] * factor);
+            }
+            stmatrix_x4(in ^ pair << 5, x);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < 2; r++) to[n][r] = *reinterpret_cast<const uint4 *>(out + r * 8 * 64);
+        __syncwarp();
+    }
+}
+
+// Writes what exchange() left to the thread's two rows; to: NULL where one is not written.
+template <int kSize> __device__ __forceinline__ void write_rows(uint16_t *const (&to)[2], const uint4 (&chunks)[kSize][2], int columns) {
+#pragma unroll
+    for (int n = 0; n < kSize; n++) {
+        const int column = 8 * (4 * n + static_cast<int>(threadIdx.x % 4));
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            if (to[r] && column < columns) *reinterpret_cast<uint4 *>(to[r] + column) = chunks[n][r];
+    }
+}
+
 } // namespace sa
