@@ -239,6 +239,9 @@ template <class C> struct RowsMath {
         const int last = min(first_token + p.tokens, span.band.q_len) - 1,
                   end = warp_uniform(sa_row_band(&span.band, last).end - span.first_key - step * kStepKeys),
                   num_pieces = max(sa_tile_from(max(end, 0), kPieceKeys), 1);
+        // Once K is loaded, the span before is done with its K and V. A warpgroup without a tile there, which skipped k_ready and v_full,
+        // would else wait for a phase beyond the next, and pass.
+        smem.k_full[0].wait(Ring<1>{span.number});
         smem.k_ready.wait(Ring<1>{span.number});
         smem.v_full.wait(Ring<1>{span.number});
         uint32_t suspects = 0;
