@@ -20,7 +20,7 @@ OPTIMIZE ?= -O3
 PREFIX ?= /usr/local
 LIBDIR ?= $(PREFIX)/lib
 DESTDIR ?=
-# What runs the C programs of another architecture, such as qemu-aarch64 -L /usr/aarch64-linux-gnu.
+# Runs C programs of another architecture: qemu-aarch64 -L /usr/aarch64-linux-gnu.
 RUN ?=
 PYTHON ?=
 # Such as --numprocesses 2.
@@ -56,11 +56,12 @@ C_FLAGS += -DSA_WITH_CUDA
 # alone calls is unused in the sm_80 pass over its file.
 CUDA_FLAGS := -std=c++17 -O3 -DSA_WITH_CUDA -Icsrc -Icsrc/include -Xcompiler -fPIC,-fvisibility=hidden,-fno-threadsafe-statics,-Wall,-Wextra \
     -diag-suppress 177 -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=[sm_80,compute_80]
-# nvcc may be a wrapper, far from its toolkit: it says itself where its libraries are.
-CUDA_LIBRARIES := $(shell $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | sed -n 's/^\#\$$ LIBRARIES= *//p' | tr -d '"' | tr ' ' '\n' | grep -v stubs)
+# nvcc may be a wrapper, far from its toolkit: it says where its libraries are.
+NVCC_SAYS := $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1
+CUDA_LIBRARIES := $(shell $(NVCC_SAYS) | sed -n 's/^\#\$$ LIBRARIES= *//p' | tr -d '"' | tr ' ' '\n' | grep -v stubs)
 LINK_LIBS += $(CUDA_LIBRARIES) -lcudart_static -ldl -lpthread -lrt
-# Without them an object names a temporary file, and its symbols have a hash of this folder.
-NVCC_PATH_NAME := $(shell $(NVCC) --dryrun -x cu -c /dev/null -o /dev/null 2>&1 | grep -o -m 1 -e --orig_src_path_name)
+# Else an object names a temporary file, and symbols have a hash of this folder.
+NVCC_PATH_NAME := $(shell $(NVCC_SAYS) | grep -o -m 1 -e --orig_src_path_name)
 CUDA_SAME_BYTES = -objtemp $(if $(NVCC_PATH_NAME),-Xcudafe $(NVCC_PATH_NAME)=$<)
 endif
 
@@ -88,11 +89,11 @@ $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
-# Flags are a prerequisite of every object, so that switching NVCC or SANITIZE never mixes two kinds. -Werror changes no object.
+# Every object depends on the flags, so switching NVCC or SANITIZE never mixes two kinds. -Werror changes no object.
+FLAGS = $(CC) $(filter-out -Werror,$(WARNINGS)) $(C_FLAGS) $(NVCC) $(CUDA_FLAGS) $(LINK_LIBS)
 $(BUILD)/flags: FORCE
 	@mkdir -p $(@D)
-	@echo '$(CC) $(filter-out -Werror,$(WARNINGS)) $(C_FLAGS) $(NVCC) $(CUDA_FLAGS) $(LINK_LIBS)' | cmp -s - $@ || \
-	    echo '$(CC) $(filter-out -Werror,$(WARNINGS)) $(C_FLAGS) $(NVCC) $(CUDA_FLAGS) $(LINK_LIBS)' > $@
+	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
 
 # What a program that links the archive needs beside it; setup.py reads it.
 $(BUILD)/link_libs: $(BUILD)/flags
@@ -226,7 +227,7 @@ check-spills: $(PTXAS_LOGS)
 
 -include $(PTXAS_LOGS:=.d)
 
-# Fuzzing: one binary a file; new inputs are kept in the build folder, the corpus in git is only read.
+# Fuzzing: one binary a file; new inputs stay in the build folder, git's corpus is only read.
 
 FUZZ_CC ?= $(firstword $(foreach name,clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14,$(shell command -v $(name))))
 FUZZERS := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/*.c))
@@ -320,7 +321,7 @@ test-newest: ext-test build/newest/installed
 
 gpu-tests = $(patsubst %,tests/test_gpu_%.py,$(1))
 
-# Where a CUDA device is; elsewhere these tests skip. Then the kernels for older devices, on this one.
+# Needs a CUDA device; elsewhere these tests skip. Then the kernels for older devices, on this one.
 test-gpu: ext-test
 	$(PY) -m pytest tests/test_gpu*.py tests/test_cache.py tests/test_models.py tests/test_benchmarks.py tests/test_studies.py
 	SINKATTN_CUDA_ARCH=80 $(PY) -m pytest $(call gpu-tests,fwd bwd hostile graphs training kernels promises)
@@ -361,14 +362,13 @@ wheel: build/wheel-env/installed $(TORCH_INCLUDES)
 
 wheel-headers: $(TORCH_INCLUDES)
 
-# The wheel under other torches, and with -3.14, say, under another Python, on a CPU: 315 tests each. 600 MB each to
-# download.
+# The wheel under other torches, with -3.14, say, under another Python, on a CPU: 315 tests and 600 MB each.
 WHEEL_LEGS ?= $(TORCHES) 2.14-3.10 2.15-3.14
 test-wheel: $(WHEEL_LEGS:%=test-wheel-%)
 test-wheel-%:
 	@$(WHEEL_PY) tools/try_wheel.py dist/*.whl $* build/try/$* $(patsubst %,test_%.py,func raw_lse append append_slots varlen_cache cache_batch_idx refusals)
 
-# After ext, whose build folder the wheel shares. One leg at a time: each unpacks 1.5 GB.
+# After ext, whose build folder it shares. One leg at a time: each unpacks 1.5 GB.
 try-wheel: ext-test
 	$(MAKE) wheel
 	$(MAKE) -j1 test-wheel
@@ -377,7 +377,7 @@ show-torches:
 	@echo $(TORCHES)
 
 demo: ext-demo
-	$(PY) examples/finetune_gpt_oss.py
+	$(PY) examples/finetune_gpt_oss.py $(DEMO_FLAGS)
 
 docs: ext-docs
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/docs
