@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode of many rows of a kv head on compute capability 9.0: against the CPU, and bit for bit against the decode
-of 16 rows a tile, which SINKATTN_CUDA_ARCH=80 selects."""
+"""The decodes of many rows of a kv head on compute capability 9.0: against the CPU, and that without swapped operands
+bit for bit against the decode of 16 rows a tile, which SINKATTN_CUDA_ARCH=80 selects."""
 
 from __future__ import annotations
 
@@ -99,9 +99,15 @@ def assert_right(t: dict[str, Any], **options: Any) -> None:
     sinkattn.check_errors()
 
 
-def assert_runs_here(t: dict[str, Any], **options: Any) -> None:
-    names = launched(lambda: decode(t, **options))
-    assert any("decode_rows_kernel" in name for name in names), names
+def is_swapped(t: dict[str, Any], num_splits: int = 0) -> bool:
+    rows, head_dim = t["q"].shape[1] * t["q"].shape[2] // t["k"].shape[2], t["q"].shape[3]
+    return t["v"].shape[3] == head_dim and not num_splits and (head_dim <= 64 or (head_dim > 256 and 9 <= rows <= 16))
+
+
+def assert_runs_here(t: dict[str, Any], num_splits: int = 0, **options: Any) -> None:
+    names = launched(lambda: decode(t, num_splits=num_splits, **options))
+    kernel = "decode_swapped_kernel" if is_swapped(t, num_splits) else "decode_rows_kernel"
+    assert any(kernel in name for name in names), names
 
 
 MASKS: dict[str, dict[str, int]] = {
@@ -125,6 +131,27 @@ def test_rows_are_the_cpus(widths: str, page_size: int, rows: str) -> None:
     t = make(widths, LENS, ratio, q_len, page_size)
     assert_runs_here(t)
     assert_right(t)
+
+
+@pytest.mark.parametrize("rows", [(8, 1), (5, 3), (16, 4)])
+@pytest.mark.parametrize("page_size", [1, 3, 24])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", ["64", "40"])
+def test_small_pages(widths: str, dtype: torch.dtype, page_size: int, rows: tuple[int, int]) -> None:
+    for mask in MASKS.values():
+        t = make(widths, LENS * 8, *rows, page_size, kv_heads=4, dtype=dtype)
+        assert_runs_here(t, **mask)
+        assert_right(t, **mask)
+
+
+@pytest.mark.parametrize("rows", [(16, 1), (3, 4)])
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_wide_rows(dtype: torch.dtype, page_size: int, rows: tuple[int, int]) -> None:
+    for mask in MASKS.values():
+        t = make("512", LENS * 8, *rows, page_size, dtype=dtype)
+        assert_runs_here(t, **mask)
+        assert_right(t, **mask)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -264,6 +291,6 @@ def test_the_plan_names_it() -> None:
         for head_dim in (64, 128) for k_len in (64, 32768)
     }  # fmt: skip
     assert found == {
-        (64, 64): "sa_decode_cuda_sm80_d64", (64, 32768): "sa_decode_cuda_sm90_rows_d64",
+        (64, 64): "sa_decode_cuda_sm80_d64", (64, 32768): "sa_decode_cuda_sm90_swapped_d64",
         (128, 64): "sa_decode_cuda_sm80_d128", (128, 32768): "sa_decode_cuda_sm90_rows_d128",
     }  # fmt: skip

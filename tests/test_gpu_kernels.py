@@ -57,9 +57,11 @@ DECODES = {"sm80_d64": range(8, 65, 8), "sm80_d128": range(72, 129, 8), "sm80_d2
            "sm80_prefill": range(136, 257, 8), "sm90_window": range(8, 65, 8),
            "sm90_chain_d64": range(8, 65, 8), "sm90_chain_d128": range(72, 129, 8)}  # fmt: skip
 DECODED_VALUES = {"sm80_d192_v128": 128, "sm90_rows_d192_v128": 128}  # columns, where not head_dim
+# Large caches. With num_splits, which the kernels with swapped operands do not take; query heads of 8 kv heads.
 MANY_ROWS = {"sm90_rows_d64": range(8, 65, 8), "sm90_rows_d128": range(72, 129, 8),
              "sm90_rows_d192_v128": range(136, 193, 8), "sm90_rows_d256": range(136, 257, 8),
              "sm90_rows_d576": range(264, 513, 8)}  # fmt: skip
+SWAPPED = {"sm90_swapped_d64": (range(8, 65, 8), 384), "sm90_swapped_d512": (range(264, 513, 8), 128)}
 INVARIANT = ("sm80_prefill", "sm90_window", "sm90_chain_d64", "sm90_chain_d128")
 
 
@@ -97,8 +99,13 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
         assert found == {f"sa_decode_cuda_{name}"}
         met |= found
     for name, head_dims in MANY_ROWS.items():
-        sizes = {"num_q_heads": 384, "num_kv_heads": 8, "q_len": 1, "k_len": 1 << 20}
+        sizes = {"num_q_heads": 384, "num_kv_heads": 8, "q_len": 1, "k_len": 1 << 20, "num_splits": 3}
         sizes["head_dim_v"] = DECODED_VALUES.get(name, 0)
+        found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
+        assert found == {f"sa_decode_cuda_{name}"}
+        met |= found
+    for name, (head_dims, heads) in SWAPPED.items():
+        sizes = {"num_q_heads": heads, "num_kv_heads": 8, "q_len": 1, "k_len": 1 << 20}
         found = {planned("decode", head_dim, hopper, **sizes)["variant"] for head_dim in head_dims}
         assert found == {f"sa_decode_cuda_{name}"}
         met |= found

@@ -392,7 +392,7 @@ MUTATIONS = [
     Mutation("sm_90a code for newer GPUs", PLAN, "info->arch >= 90;", "info->arch > 90;", C_SUITE + "rows_and_devices"),
     Mutation(
         "local window one key longer",
-        PLAN,
+        "csrc/core/refusals.c",
         "<= 2 * info->tile_k + 1 ?",
         "<= 2 * info->tile_k + 2 ?",
         C_SUITE + "the_local_windows_edge",

@@ -63,35 +63,13 @@ typedef struct sa_variant {
     bool roomy; /* past head_dim 128, a block takes more shared memory than some devices have: SA_ROOMY_VARIANT */
 } sa_variant;
 
-/* plan.c: what rows of variants.def ask for beside dtype and head_dim; NULL, or the one reason why a row does not serve. */
-const char *sa_refusal_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_few_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_whole_tokens_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_wide_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_wide_window_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_invariant_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_local_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_local_wide_window(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_whole_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_whole_rows_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_whole_rows_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_not_invariant(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_not_invariant_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_not_invariant_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_many_rows(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_many_rows_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_many_rows_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_packed_any(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_packed_one_width(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_packed_whole_tokens(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_packed_whole_tokens_v128(const sinkattn_problem *problem, const sinkattn_variant_info *info);
-const char *sa_refusal_packed_one_key_tile(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+/* refusals.c: what rows of variants.def ask for beside dtype and head_dim; NULL, or the one reason why a row does not serve. */
+#define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves) \
+    const char *sa_refusal_##serves(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+#include "variants.def"
+
+/* Packed rows over a cache: no decode of a few rows, but the forward's, whose keys are never split. */
+static inline bool sa_has_packed_rows(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && p->packed; }
 
 /* Whether a row has code for the device; whether a block of a problem's finds the shared memory that it takes there. */
 bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device);

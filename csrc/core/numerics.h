@@ -89,6 +89,7 @@ SA_HD double sa_s_aux(const sinkattn_fwd_args *args, int64_t head) {
 
 /* Columns of v, out and their gradients. */
 SA_HD int64_t sa_head_dim_v(const sinkattn_problem *problem) { return problem->head_dim_v ? problem->head_dim_v : problem->head_dim; }
+SA_HD bool sa_has_narrow_values(const sinkattn_problem *problem) { return sa_head_dim_v(problem) != problem->head_dim; }
 
 SA_HD double sa_softmax_scale(const sinkattn_problem *problem) {
     return problem->softmax_scale != 0.0 ? problem->softmax_scale : 1.0 / sqrt((double)problem->head_dim);

@@ -76,13 +76,14 @@ template <class C> struct Loader {
     }
 };
 
-// By the score warpgroup: the stream's queries, zeros past head_dim and num_rows, and the keys that each row sees.
-template <class C> __device__ __forceinline__ void load_rows(typename C::Smem &smem, const typename C::Arguments &params) {
+// By kThreads threads, which then meet: the stream's queries, zeros past head_dim and num_rows, and the keys that each row sees.
+template <class C, int kThreads> __device__ __forceinline__ void load_rows(typename C::Smem &smem, const typename C::Arguments &params) {
+    constexpr int kRows = C::kStreamRows, kRowHalf = kRows * kRowBytes;
     const Part &part = smem.part;
-    const int thread = threadIdx.x % 128;
+    const int thread = threadIdx.x % kThreads;
     const uint32_t to = shared_address(smem.queries);
 #pragma unroll 1
-    for (int x = thread; x < kRows * C::kHalves * 8; x += 128) {
+    for (int x = thread; x < kRows * C::kHalves * 8; x += kThreads) {
         const int row = x / (C::kHalves * 8), chunk = x % (C::kHalves * 8);
         const bool real = row < part.stream.num_rows && chunk * 8 < params.head_dim;
         cp_async_16(swizzled(to + chunk / 8 * kRowHalf, kRowBytes, row, chunk % 8),
@@ -97,7 +98,6 @@ template <class C> __device__ __forceinline__ void load_rows(typename C::Smem &s
     }
     cp_async_wait<0>();
     async_fence();
-    bar_sync<128>(kScoreBarrier);
 }
 
 } // namespace many_rows

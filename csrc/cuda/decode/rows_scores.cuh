@@ -87,8 +87,8 @@ template <class C> struct Scores {
         for (uint32_t i = 0; i < count; i++, slots.n++) smem.p_full.arrive(slots);
     }
 
-    // All steps' weights before the first is stored: chains of arithmetic that do not wait for each other. Where slots are fewer than steps,
-    // each is handed on by itself. kWhole: the part has all steps of the stage.
+    // All steps' weights before the first is stored: chains of arithmetic that do not wait for each other. Where slots are fewer than
+    // steps, each is handed on by itself. kWhole: the part has all steps of the stage.
     template <bool kWhole>
     __device__ __forceinline__ void take_steps(
             float (&s)[C::kKeys / 2], Team (&teams)[C::kTeams], int32_t step, int32_t last, const sa_range &full) {
@@ -134,7 +134,8 @@ template <class C> struct Scores {
         const sa_range full = sa_full_key_tiles(&part.stream.tiles);
         const int32_t last = last_step(part);
         Team teams[C::kTeams];
-        load_rows<C>(smem, params);
+        load_rows<C, 128>(smem, params);
+        bar_sync<128>(kScoreBarrier);
 #pragma unroll 1
         for (int32_t step = part.first; step < last; step += C::kSteps, ring.n++) {
             float s[C::kKeys / 2];

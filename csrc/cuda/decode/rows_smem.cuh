@@ -47,7 +47,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, int kSteps_, int kStage
     struct Smem;
     using Arguments = decode::Extras;
     static constexpr bool kExtras = true, kClusters = false, kNarrow = true;
-    static constexpr int kThreads = kValueThreads, kStreamRows = kRows, kPartialRow = kHeadDimV + 8;
+    static constexpr int kThreads = kValueThreads, kStreamRows = kRows, kPartialRow = kHeadDimV + 8, kMergedQuads = 1;
 
     static __device__ __forceinline__ void sync() { bar_sync<kValueThreads>(kValueBarrier); }
 
@@ -85,9 +85,6 @@ struct Config<Element, kHeadDim, kHeadDimV, kSteps, kStages, kWeightTiles, kLate
     Barriers<kSlots> p_full, p_empty; // full: weights and alpha of a step are there
     bool is_last;
 };
-
-// Where the part's steps end: a stream without keys has a part of none.
-__device__ __forceinline__ int32_t last_step(const decode::Part &part) { return min(part.last, sa_key_tile_count(&part.stream.tiles)); }
 
 struct Maps {
     CUtensorMap k, v, host_k, host_v; // boxes of kTileK keys of one page

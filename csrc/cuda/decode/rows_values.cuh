@@ -139,28 +139,6 @@ template <class C> struct Values {
         C::sync();
     }
 
-    // Writes the part left in the ring: the result, or a partial that the stream's last block merges with the others.
-    __device__ __forceinline__ void end_part() {
-        const decode::Part &part = smem.part;
-        const bool counts = part.num_parts > 1;
-        if (threadIdx.x == 0 && counts) open_counter(decode::counter_of<C>(part, params), smem.counted, params.tag);
-        decode::for_each_quad<C>(part.stream.num_rows, [&](int row, int column) {
-            const float4 o = *reinterpret_cast<const float4 *>(reinterpret_cast<const float *>(smem.ring) + row * C::kPartialRow + column);
-            const float2 stats = smem.stats[row];
-            const decode::Quad quad = {{o.x, o.y, o.z, o.w}, stats.x, stats.y};
-            if (counts)
-                decode::store_quad<C>(decode::slot_of(part, params, part.index) + row * C::kPartialRow, column, quad);
-            else
-                decode::write_out<C>(quad, smem, params, row, column);
-        });
-        if (!counts) return;
-        C::sync(); // all of the part's partial is written
-        auto *neutral = reinterpret_cast<float *>(smem.weights);
-        decode::make_neutral<C>(neutral);
-        if (threadIdx.x == 0) smem.is_last = decode::arrive(decode::counter_of<C>(part, params), params.tag, part.num_parts);
-        decode::merge_parts<C>(neutral, smem, params);
-    }
-
     __device__ __forceinline__ void attend() {
         const decode::Part &part = smem.part;
         const sa_range full = sa_full_key_tiles(&part.stream.tiles);
@@ -181,7 +159,7 @@ template <class C> struct Values {
         steps_before += static_cast<uint32_t>(max(0, last - first));
         bar_sync<kValueThreads + 128>(kPartBarrier); // the scores' factors are there; nobody reads the ring
         leave(o);
-        end_part();
+        decode::write_part<C>(smem, params, reinterpret_cast<const float *>(smem.ring), reinterpret_cast<float *>(smem.weights));
         async_fence(); // before copies into the ring
     }
 };

@@ -84,13 +84,16 @@ struct Part {
     bool found, shares;           // shares: streams without keys belong to none; see write_empty
 };
 
+// Where the part's tiles end: a stream without keys has a part of none.
+__device__ __forceinline__ int32_t last_step(const Part &part) { return min(part.last, sa_key_tile_count(&part.stream.tiles)); }
+
 // The keys that a row sees: [0, sink_end) and [begin, end).
 struct Row {
     int32_t begin, end, sink_end;
 };
 
 // launch_width gives blocks of 8 warps or 1 only to streams that never need shares.
-template <int kThreads> constexpr bool kHasShares = kThreads == 128 || kThreads == 512;
+template <int kThreads> constexpr bool kHasShares = kThreads != 32 && kThreads != 256;
 
 template <int kThreads> struct PartSmem {
     Part part;

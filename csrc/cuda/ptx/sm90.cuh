@@ -162,6 +162,13 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r
             : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+            "r"(r[3])
+            : "memory");
+}
+
 // wgmma: rows of 64 16-bit elements, swizzled by 128 bytes.
 
 // A tile may start at any row. half_step: bytes between the 64-column halves of an operand whose columns are N. The address is the low
@@ -232,6 +239,10 @@ __device__ __forceinline__ void wgmma_shared(float (&d)[kLength], uint64_t a, ui
 template <class Element, int kLength>
 __device__ __forceinline__ void wgmma_shared_transposed(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
 
+// d[64 x N] = (accumulate ? d : 0) + a[16 x 64]^T b[N x 16]^T, both from shared memory, a with M, b with K along its rows.
+template <class Element, int kLength>
+__device__ __forceinline__ void wgmma_shared_columns(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
+
 // d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], both from shared memory, a with K, b with N along its rows.
 template <class Element, int kLength>
 __device__ __forceinline__ void wgmma_shared_rows(float (&d)[kLength], uint64_t a, uint64_t b, bool accumulate);
@@ -269,6 +280,9 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint3
     SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d)) \
     SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared_columns, "1, 0", Element, type, 8, "16", SA_N8, "%8", "%9", "%10", SA_D8(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared_columns, "1, 0", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
+    SA_WGMMA_SHARED(wgmma_shared_columns, "1, 0", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 40, "80", SA_N40, "%40", "%41", "%42", SA_D40(d)) \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 48, "96", SA_N48, "%48", "%49", "%50", SA_D48(d)) \
     SA_WGMMA_SHARED(wgmma_shared, "0, 0", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d)) \

@@ -1,0 +1,229 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What rows of variants.def ask for beside dtype and head_dim: NULL, or the one reason why a row does not serve.
+ */
+#include "core.h"
+#include "mask.h"
+#include "numerics.h"
+#include "workspace.h"
+
+#define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
+_Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
+#define SA_FEW_TILES 132                     /* forward of few rows: blocks that an H200 runs at once */
+#define SA_FEW_ROWS 32                       /* CUDA decode: two tiles of the kernels for 8.0, which read a cache once for each */
+#define SA_L2_KEYS_BYTES (INT64_C(32) << 20) /* CUDA decode: a smaller cache is read again from the L2 cache */
+#define SA_FEW_STREAMS 8                     /* CUDA decode: fewer have so many parts each that their merges take long */
+
+static const char *const narrow_values = "values are narrower than keys";
+
+const char *sa_refusal_any(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)p;
+    (void)info;
+    return NULL;
+}
+
+const char *sa_refusal_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)info;
+    return sa_has_narrow_values(p) ? narrow_values : NULL;
+}
+
+/* A TMA descriptor cannot describe an empty tensor. */
+static bool has_elements(const sinkattn_problem *p) {
+    const bool has_keys = !sa_has_packed_rows(p) || (p->page_size ? p->num_pages : p->batch);
+    return p->q_len && p->k_len && has_keys && (p->packed || p->batch);
+}
+
+/* All heads of a token fit a tile of rows; there is something to describe to the copy engine; scores may be scaled after their maximum. */
+const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
+    if (!has_elements(p)) return "there are no rows or no keys";
+    return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
+}
+
+/* The same where tiles of so few rows fit the GPU at once, so that more of it works. */
+const char *sa_refusal_few_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const char *why = sa_refusal_whole_tokens(p, info);
+    if (why) return why;
+    if (p->packed) return "rows are packed";
+    if (p->k_len < 2048) return "there are fewer than 2048 keys";
+    const int64_t tokens = info->tile_q / (p->num_q_heads / p->num_kv_heads);
+    return p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, tokens) <= SA_FEW_TILES ? NULL : "its tiles of rows are more than 132";
+}
+
+/* The same with values of at most 128 columns. */
+const char *sa_refusal_whole_tokens_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_whole_tokens(p, info);
+}
+
+/* A window whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys beside few sink tokens. */
+const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const int64_t group = p->num_q_heads / p->num_kv_heads;
+    if (sa_has_narrow_values(p)) return narrow_values;
+    if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return SA_TOO_MANY_SINK_TOKENS;
+    if (group < 2 || info->tile_q % group) return "query heads a kv head must be 2 or more and divide its tile_q";
+    if (!has_elements(p)) return "there are no rows or no keys";
+    if (p->softmax_scale < 0.0) return "softmax_scale is negative";
+    sinkattn_mask window = p->mask;
+    window.num_sink_tokens = 0;
+    const sa_band band = sa_band_of(&window, info->tile_k, info->tile_k);
+    return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
+}
+
+/* A window whose tile_q rows, whole tokens, see at most tile_k keys from a multiple of 16 on. */
+const char *sa_refusal_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const int64_t group = p->num_q_heads / p->num_kv_heads, tokens = info->tile_q / group;
+    if (p->mask.num_sink_tokens) return "there are positional sink tokens";
+    if (8 * tokens * group < 7 * info->tile_q) return "tokens with all heads of a kv head leave an eighth of its tile_q idle";
+    if (!has_elements(p)) return "there are no rows or no keys";
+    if (p->softmax_scale < 0.0) return "softmax_scale is negative";
+    return sa_window_keys(&p->mask) <= info->tile_k - 15 - (tokens - 1) ? NULL : "left + right + tokens a tile + 15 > its tile_k";
+}
+
+/* The same with values of at most 128 columns. */
+const char *sa_refusal_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_wide_window(p, info);
+}
+
+/* A causal window of which a key tile's rows see that tile and the two before it. */
+static const char *refusal_of_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->num_q_heads / p->num_kv_heads > info->tile_q) return "more query heads a kv head than its tile_q";
+    if (!has_elements(p)) return "there are no rows or no keys";
+    if (!sa_is_causal(&p->mask)) return "rows see keys after their own";
+    return sa_window_keys(&p->mask) <= 2 * info->tile_k + 1 ? NULL : "left > 2 of its tile_k";
+}
+
+/* The same beside few sink tokens. */
+const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (sa_has_narrow_values(p)) return narrow_values;
+    return p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS ? SA_TOO_MANY_SINK_TOKENS : refusal_of_window(p, info);
+}
+
+static const char *refusal_of_plain_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return p->mask.num_sink_tokens ? "there are positional sink tokens" : refusal_of_window(p, info);
+}
+
+/* The same without sink tokens, for narrow values of at most 128 columns and for values as wide as keys; both where the general
+ * backward was slower, as docs/kernels/bwd_wide_window_sm90.md has it. */
+const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (!sa_has_narrow_values(p)) return "values are as wide as keys";
+    if (sa_head_dim_v(p) > 128) return "values are wider than 128";
+    return p->num_q_heads == p->num_kv_heads ? "a kv head has one query head" : refusal_of_plain_window(p, info);
+}
+
+const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (sa_has_narrow_values(p)) return narrow_values;
+    if (p->head_dim <= 96) return "head_dim is at most 96";
+    if (p->num_q_heads / p->num_kv_heads < 5) return "a kv head has fewer than 5 query heads";
+    return sa_window_keys(&p->mask) <= 64 ? "rows see at most 64 keys" : refusal_of_plain_window(p, info);
+}
+
+/* All heads of a token, or a slice of them, fit a tile of rows; there is something to describe to the copy engine. */
+const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (sa_bwd_sm90_slice_heads(p) > info->tile_q) return "more query heads a kv head than its tile_q, and no multiple of 8";
+    return has_elements(p) ? NULL : "there are no rows or no keys";
+}
+
+const char *sa_refusal_whole_rows_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_has_narrow_values(p) ? narrow_values : sa_refusal_whole_rows(p, info);
+}
+
+const char *sa_refusal_whole_rows_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_whole_rows(p, info);
+}
+
+/* Rows of a decode: a few of each sequence, as many of each. */
+static const char *const packed_rows = "packed rows over a cache";
+
+const char *sa_refusal_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)info;
+    if (sa_has_narrow_values(p)) return narrow_values;
+    if (p->packed) return packed_rows;
+    return p->invariant ? NULL : "it is the forward, for invariant alone";
+}
+
+const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    (void)info;
+    if (p->packed) return packed_rows;
+    return p->invariant ? "its parts depend on the batch" : NULL;
+}
+
+const char *sa_refusal_not_invariant_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_has_narrow_values(p) ? narrow_values : sa_refusal_not_invariant(p, info);
+}
+
+const char *sa_refusal_not_invariant_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_not_invariant(p, info);
+}
+
+/* Bytes of K and V that the rows of a decode see, were all sequences full. */
+static double bytes_seen(const sinkattn_problem *p) {
+    const int64_t window = sa_min(sa_window_keys(&p->mask), SA_SHORT_LEN) + p->q_len + p->mask.num_sink_tokens;
+    return (double)p->batch * (double)p->num_kv_heads * (double)sa_min(p->k_len, window) *
+           (double)((p->head_dim + sa_head_dim_v(p)) * sa_dtype_bytes(p->dtype));
+}
+
+/* More rows of a kv head than two tiles of the kernels for 8.0, from a cache that they would read from memory again; keys that those cannot
+ * take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the parts are theirs. */
+const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const char *why = sa_refusal_not_invariant(p, info);
+    if (why) return why;
+    if (p->page_size % info->tile_k) return "page_size is not a multiple of its tile_k";
+    if (p->head_dim > 512) return NULL;
+    if (p->q_len * (p->num_q_heads / p->num_kv_heads) <= SA_FEW_ROWS) return "a kv head has 32 rows or fewer";
+    if (p->head_dim <= 256 && p->batch * p->num_kv_heads < SA_FEW_STREAMS) return "there are fewer than 8 sequences and kv heads";
+    if (p->num_splits < 0 || (p->num_splits && p->q_len > 1)) return "num_splits is negative, or of several tokens";
+    return bytes_seen(p) < (double)SA_L2_KEYS_BYTES ? "the L2 cache holds the keys and values" : NULL;
+}
+
+const char *sa_refusal_many_rows_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_has_narrow_values(p) ? narrow_values : sa_refusal_many_rows(p, info);
+}
+
+const char *sa_refusal_many_rows_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_many_rows(p, info);
+}
+
+/* A cache that the L2 cache does not hold, read once for 64 rows: more than 16 rows up to head_dim 64, or any in small pages; 9 to 16 past
+ * head_dim 256. */
+const char *sa_refusal_swapped(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const char *why = sa_refusal_not_invariant_one_width(p, info);
+    if (why) return why;
+    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
+    const bool small_pages = p->page_size % info->tile_k, wide = info->max_head_dim > 256;
+    if (wide && p->head_dim <= 256) return "head_dim is at most 256";
+    if (wide && small_pages) return "page_size is not a multiple of its tile_k";
+    if (wide && (rows < 9 || rows > 16)) return "a kv head has fewer than 9 rows or more than 16";
+    if (!wide && rows <= 16 && !small_pages) return "a kv head has 16 rows or fewer, in large pages";
+    if (p->num_splits) return "num_splits is given";
+    return bytes_seen(p) < (double)SA_L2_KEYS_BYTES ? "the L2 cache holds the keys and values" : NULL;
+}
+
+/* A decode that must have the bits of the forward with the same arch and head_dim, whose tile of rows decides what it serves. */
+const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->packed) return packed_rows;
+    if (!p->invariant) return "it is for invariant alone";
+    if (sa_has_narrow_values(p)) return narrow_values;
+    const sa_variant *row;
+    for (int32_t i = 0; (row = sa_variant_at(i)); i++)
+        if (row->refusal == sa_refusal_whole_tokens && row->info.max_head_dim == info->max_head_dim)
+            return sa_refusal_whole_tokens(p, &row->info);
+    return "no forward has its head_dim";
+}
+
+/* A decode that must have the forward's bits, under a window that its kernel for one key tile serves. */
+const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->packed) return packed_rows;
+    if (!p->invariant) return "it is for invariant alone";
+    return sa_refusal_one_key_tile(p, info);
+}
+
+/* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits. */
+#define SA_PACKED(rule) \
+    const char *sa_refusal_packed_##rule(const sinkattn_problem *p, const sinkattn_variant_info *info) { \
+        return p->packed ? sa_refusal_##rule(p, info) : "it is for packed rows"; \
+    }
+SA_PACKED(any)
+SA_PACKED(one_width)
+SA_PACKED(whole_tokens)
+SA_PACKED(whole_tokens_v128)
+SA_PACKED(one_key_tile)
