@@ -139,7 +139,7 @@ def test_rows_are_the_cpus(widths: str, page_size: int, rows: str) -> None:
 @pytest.mark.parametrize("widths", ["64", "40"])
 def test_small_pages(widths: str, dtype: torch.dtype, page_size: int, rows: tuple[int, int]) -> None:
     for mask in MASKS.values():
-        t = make(widths, LENS * 8, *rows, page_size, kv_heads=4, dtype=dtype)
+        t = make(widths, LENS * 12, *rows, page_size, kv_heads=4, dtype=dtype)
         assert_runs_here(t, **mask)
         assert_right(t, **mask)
 
@@ -261,9 +261,9 @@ def test_a_graph_follows_the_lengths(widths: str) -> None:
         assert_same(captured, decode(t))
 
 
-@pytest.mark.parametrize("widths", ["128", "576-512-latent"])
-def test_pages_in_host_memory(widths: str) -> None:
-    t = make(widths, [900, 40], 64, kv_heads=4)
+@pytest.mark.parametrize(("widths", "page_size"), [("64", 1), ("64", 64), ("128", 64), ("576-512-latent", 64)])
+def test_pages_in_host_memory(widths: str, page_size: int) -> None:
+    t = make(widths, [900, 40], 64, page_size=page_size, kv_heads=4)
     assert_runs_here(t)
     want = decode(t)
     host = {name: x.cpu().pin_memory() for name, x in (("k", t["k"]), ("v", t["v"]))}

@@ -71,7 +71,7 @@ template <class C> struct ThreadLoader {
         return {-1, 0};
     }
 
-    // offset: of the lane's key, in elements; negative for none.
+    // offset: of the lane's key, in elements; -1 for none, which no offset is: below 0 lie those of host pages at lower addresses.
     __device__ __forceinline__ void copy_slot(Ring<C::kSlots> slot, const uint16_t *data, int64_t offset) const {
         const int lane = static_cast<int>(threadIdx.x % 32), chunk = lane % 8, first = static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys;
         const uint32_t to = shared_address(smem.ring[slot.stage()]);
@@ -83,7 +83,7 @@ template <class C> struct ThreadLoader {
 #pragma unroll
             for (int half = 0; half < C::kHalves; half++)
                 cp_async_16_once(to + half * C::kKeyHalf + swizzled(first + key, chunk), data + at + 64 * half + 8 * chunk,
-                        at >= 0 && 64 * half + 8 * chunk < params.head_dim);
+                        at != -1 && 64 * half + 8 * chunk < params.head_dim);
         }
         smem.full[slot.stage()].arrive_copied();
     }
