@@ -204,11 +204,13 @@ def test_a_part_of_several_tokens_has_the_bits_of_tiles_of_16_rows(
     assert_same(got, decode(t, left=120))
 
 
-@pytest.mark.parametrize("widths", ["64", "128", "256", "576-512"])
-@pytest.mark.parametrize("q_len", [1, 4])
-def test_values_that_are_not_finite(widths: str, q_len: int) -> None:
+NONFINITE = [(widths, 64, q_len) for widths in ("64", "128", "256", "576-512") for q_len in (1, 4)]
+
+
+@pytest.mark.parametrize(("widths", "ratio", "q_len"), [*NONFINITE, ("64", 16, 4), ("512", 4, 4)])
+def test_values_that_are_not_finite(widths: str, ratio: int, q_len: int) -> None:
     """In keys of a tile that only some rows see, and in one that all see; slots past the end hold NaN."""
-    t = make(widths, [1000, 700], 64, q_len, 0, kv_heads=4)
+    t = make(widths, [1000, 700], ratio, q_len, 0, kv_heads=4)
     assert_runs_here(t)
     t["v"][0, 998, :, 3], t["v"][1, 100, :, 40] = torch.inf, torch.nan
     (out, lse), (want, _) = decode(t), on_cpu(t)
