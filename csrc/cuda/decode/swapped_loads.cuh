@@ -61,7 +61,8 @@ template <class C> struct ThreadLoader {
     __device__ __forceinline__ Place find(const Part &part, int32_t step, int32_t last) const {
         const int lane = static_cast<int>(threadIdx.x % 32), at = static_cast<int>(threadIdx.x / 32 % 4) * kWarpKeys + lane;
         const sa_key_tiles &tiles = part.stream.tiles;
-        const int32_t its = step + at / kTileK, key = sa_key_tile_at(&tiles, its) * kTileK + at % kTileK;
+        const int tile = sa_tile_of(at, kTileK);
+        const int32_t its = step + tile, key = sa_key_tile_at(&tiles, its) * kTileK + at - tile * kTileK;
         const bool seen = lane < kWarpKeys && its < last && (key < tiles.sink_keys || (key >= tiles.band.begin && key < tiles.band.end));
         if (!seen) return {-1, 0};
         const auto index = static_cast<int32_t>(sa_divide(key, params.by_page_size));

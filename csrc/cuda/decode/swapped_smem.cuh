@@ -22,7 +22,7 @@ template <class Element_, int kHeadDim_, int kRows_, int kBlocks_, int kTeams_, 
                          kStages = kSlots;
     static constexpr bool kByThreads = kByThreads_; // threads copy K and V, where pages have fewer than 16 keys; else TMA
     static constexpr bool kSplitsP = std::is_same_v<Element, Bf16>;
-    static constexpr int kHalves = kHeadDim / 64, kKeys = 64 * kBlocks, kSteps = kKeys / kTileK;
+    static constexpr int kHalves = kHeadDim / 64, kKeys = 64 * kBlocks, kSteps = 4 * kBlocks;
     static constexpr int kKeyHalf = kKeys * kRowBytes, kQueryHalf = kRows * kRowBytes, kSlotBytes = kHalves * kKeyHalf;
     static constexpr int kKeyBytes = kSlotBytes, kValueBytes = kSlotBytes;
     static constexpr int kPartBytes = kBlocks * kQueryHalf; // of weights, their upper parts or their lower ones

@@ -41,7 +41,7 @@ template <class C> struct Team {
         for (int b = 0; b < C::kBlocks; b++) {
             const int32_t its = step + own_step(b);
             if (is_full(its, full)) continue;
-            const int32_t key = sa_key_tile_at(&smem.part.stream.tiles, its) * kTileK + static_cast<int32_t>(threadIdx.x % 32 / 4);
+            const int32_t key = sa_key_tile_at(&smem.part.stream.tiles, its) * kTileK + fragment_row(0);
 #pragma unroll
             for (int e = 0; e < C::kOwn; e++) {
                 const decode::Row row = smem.rows[row_of(e)];
@@ -277,7 +277,7 @@ template <class C> struct Team {
     // Leaves the part's O in the ring, rows of kPartialRow floats: the teams', times their factors, in the order of teams.
     __device__ __forceinline__ void leave(const Out &o, const Own &factor) {
         auto *partial = reinterpret_cast<float *>(smem.ring);
-        const int column = 16 * warp() + static_cast<int>(threadIdx.x % 32 / 4);
+        const int column = warpgroup_row(0);
 #pragma unroll
         for (int t = 0; t < C::kTeams; t++) {
             if (t == team)
