@@ -183,6 +183,10 @@ __global__ void fragments(uint32_t *stored, uint32_t *uniform) {
     stmatrix_x4(shared_address(s + 4 * lane), r);
     __syncwarp();
     for (int i = 0; i < 4; i++) stored[32 * i + lane] = s[32 * i + lane];
+    __syncwarp();
+    stmatrix_x4_trans(shared_address(s + 4 * lane), r);
+    __syncwarp();
+    for (int i = 4; i < 8; i++) stored[32 * i + lane] = s[32 * (i - 4) + lane];
     float x[2] = {1.0f + lane, 2.0f};
     pin(x);
     uniform[lane] = static_cast<uint32_t>(warp_uniform(static_cast<int>(lane) + 9)) + warp_uniform_register(4) + (x[0] != 1.0f + lane);
@@ -190,12 +194,17 @@ __global__ void fragments(uint32_t *stored, uint32_t *uniform) {
 }
 
 static bool fragments_are_right() {
-    auto *stored = new_array<uint32_t>(128), *uniform = new_array<uint32_t>(32);
+    auto *stored = new_array<uint32_t>(256), *uniform = new_array<uint32_t>(32);
     fragments<<<1, 32>>>(stored, uniform);
     cudaDeviceSynchronize();
     bool right = true;
     // Lane l holds columns 2 (l % 4) and the next of row l / 4 of each matrix: a row is four words, of neighbouring lanes.
     for (uint32_t i = 0; i < 128; i++) right &= stored[i] == i && uniform[i % 32] == 13;
+    // Transposed, odd rows are the upper halves, zeros, and word w of row j has column j of rows 2 w and 2 w + 1.
+    for (uint32_t i = 0; i < 128; i++) {
+        const uint32_t first = i / 32 * 32 + i % 4 * 8 + i % 32 / 8;
+        right &= stored[128 + i] == (i / 4 % 2 ? 0 : first | (first + 4) << 16);
+    }
     return right;
 }
 
@@ -263,7 +272,7 @@ void test_sm90() {
     check("bulk_load, _store, _add", bulk_copies_are_right());
     check("tensor_load, tensor_store", boxes_are_right<false>());
     check("tensor_load, evict_first", boxes_are_right<true>());
-    check("stmatrix_x4, warp_uniform", fragments_are_right());
+    check("stmatrix_x4, _trans, warp_uniform", fragments_are_right());
     check("store_release, load_acquire", flags_are_right());
     check("registers_up, _down", registers_are_right());
 }

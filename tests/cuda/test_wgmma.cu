@@ -10,7 +10,9 @@ using namespace sa;
 
 constexpr int kPad = 5; // rows before an operand: a tile may start at any row
 
-enum Source { kShared, kTransposed, kRegisters };
+enum Source { kShared, kTransposed, kColumns, kRegisters };
+constexpr __host__ __device__ bool has_a_transposed(Source source) { return source == kTransposed || source == kColumns; }
+constexpr __host__ __device__ bool has_b_along_k(Source source) { return source == kShared || source == kColumns; }
 
 // Rows of 64 16-bit elements, swizzled by 128 bytes from a multiple of 1024 on.
 __device__ void put(uint16_t *tile, int row, int column, uint32_t bits) {
@@ -23,17 +25,17 @@ template <class Element> __device__ uint32_t half_of(float x) { return pack_halv
 template <class Element, int kLength, Source kSource>
 __global__ __launch_bounds__(128) void products(const float *a, const float *b, float *d) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int kN = 2 * kLength, kHalves = kSource == kShared ? 1 : (kN + 63) / 64;
-    constexpr int kRowsB = kSource == kShared ? kN : 64, kHalf = (kPad + kRowsB + 7) / 8 * 8 * 64; // elements of 64 columns of b
+    constexpr int kN = 2 * kLength, kHalves = has_b_along_k(kSource) ? 1 : (kN + 63) / 64;
+    constexpr int kRowsB = has_b_along_k(kSource) ? kN : 64, kHalf = (kPad + kRowsB + 7) / 8 * 8 * 64; // elements of 64 columns of b
     extern __shared__ __align__(1024) uint16_t shared[];
     uint16_t *tile_a = shared, *tile_b = shared + (kPad + 64 + 7) / 8 * 8 * 64;
     for (int i = threadIdx.x; i < 64 * 64; i += 128) { // K along the rows, or, transposed, M
         const int row = i / 64, column = i % 64;
-        put(tile_a, kPad + row, column, half_of<Element>(kSource == kTransposed ? a[64 * column + row] : a[i]));
+        put(tile_a, kPad + row, column, half_of<Element>(has_a_transposed(kSource) ? a[64 * column + row] : a[i]));
     }
     for (int i = threadIdx.x; i < 64 * kN; i += 128) {
         const int k = i / kN, n = i % kN;
-        if (kSource == kShared)
+        if (has_b_along_k(kSource))
             put(tile_b, kPad + n, k, half_of<Element>(b[i]));
         else
             put(tile_b + n / 64 * kHalf, kPad + k, n % 64, half_of<Element>(b[i]));
@@ -58,6 +60,8 @@ __global__ __launch_bounds__(128) void products(const float *a, const float *b, 
             wgmma_shared<Element, kLength>(sum, operand_at(of_a, 32 * step), operand_at(of_b, 32 * step), step > 0);
         else if constexpr (kSource == kTransposed)
             wgmma_shared_transposed<Element, kLength>(sum, operand_at(of_a, 2048 * step), operand_at(of_b, 2048 * step), step > 0);
+        else if constexpr (kSource == kColumns)
+            wgmma_shared_columns<Element, kLength>(sum, operand_at(of_a, 2048 * step), operand_at(of_b, 32 * step), step > 0);
         else
             wgmma_registers<Element, kLength>(sum, from_a[step], operand_at(of_b, 2048 * step), step > 0);
     }
@@ -70,7 +74,7 @@ __global__ __launch_bounds__(128) void products(const float *a, const float *b, 
 }
 
 template <class Element, int kLength, Source kSource> static bool products_are_right() {
-    constexpr int kN = 2 * kLength, kBytes = 2 * 64 * (72 + (kSource == kShared ? (kPad + kN + 7) / 8 * 8 : 72 * ((kN + 63) / 64)));
+    constexpr int kN = 2 * kLength, kBytes = 2 * 64 * (72 + (has_b_along_k(kSource) ? (kPad + kN + 7) / 8 * 8 : 72 * ((kN + 63) / 64)));
     auto *a = new_array<float>(64 * 64), *b = new_array<float>(64 * kN), *d = new_array<float>(64 * kN);
     for (int i = 0; i < 64 * 64; i++) a[i] = small(i / 64, i % 64);
     for (int i = 0; i < 64 * kN; i++) b[i] = small(i % kN + 3, i / kN);
@@ -92,6 +96,8 @@ template <class Element> static void test_products() {
     check("wgmma_shared, n 128", products_are_right<Element, 64, kShared>());
     check("wgmma_shared, n 144", products_are_right<Element, 72, kShared>());
     check("wgmma_shared_transposed", products_are_right<Element, 32, kTransposed>());
+    check("wgmma_shared_columns, n 16", products_are_right<Element, 8, kColumns>());
+    check("wgmma_shared_columns, n 64", products_are_right<Element, 32, kColumns>());
     check("wgmma_registers, n 64", products_are_right<Element, 32, kRegisters>());
     check("wgmma_registers, n 128", products_are_right<Element, 64, kRegisters>());
 }
