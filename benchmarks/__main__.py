@@ -4,15 +4,7 @@
 import argparse
 import sys
 
-from . import (
-    cpu,
-    decode,
-    generate,
-    plot,
-    prefill,
-    serving,
-    shapes,
-)
+from . import cpu, decode, generate, plot, prefill, serving, shapes
 
 STUDIES = {
     "cpu": cpu,

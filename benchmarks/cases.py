@@ -11,11 +11,8 @@ import torch
 import sinkattn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FLOPS_PER_PAIR = {
-    "forward": 4,
-    "backward": 10,
-    "both": 14,
-}  # times head_dim: two products of scores and values, five in the backward
+# Times head_dim: two products of scores and values, five in the backward.
+FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 
 
 @dataclass(frozen=True)
@@ -150,61 +147,32 @@ def _shape(
 SHAPES = [
     # causal, of growing length, and batches
     *(_shape(n, 64, 64, 8) for n in (512, 2000, 4096, 16384, 65536)),
-    *(_shape(n, 128, 32, 8) for n in (4096, 16384, 32768)),
-    _shape(1024, 64, 64, 8, batch=16),
-    _shape(2048, 128, 32, 8, batch=4),
-    _shape(512, 128, 32, 8, batch=8),
+    *(_shape(n, 128, 32, 8) for n in (4096, 16384, 32768)), _shape(1024, 64, 64, 8, batch=16),
+    _shape(2048, 128, 32, 8, batch=4), _shape(512, 128, 32, 8, batch=8),
     # heads: from MHA to MQA, groups of 3 to 16
-    _shape(16384, 64, 16, 16),
-    _shape(1024, 64, 16, 16, batch=8),
-    _shape(8192, 128, 32, 32),
-    _shape(8192, 128, 24, 8),
-    _shape(8192, 128, 40, 8),
-    _shape(8192, 128, 28, 4),
-    _shape(8192, 64, 64, 4),
-    _shape(8192, 64, 16, 1),
+    _shape(16384, 64, 16, 16), _shape(1024, 64, 16, 16, batch=8), _shape(8192, 128, 32, 32), _shape(8192, 128, 24, 8),
+    _shape(8192, 128, 40, 8), _shape(8192, 128, 28, 4), _shape(8192, 64, 64, 4), _shape(8192, 64, 16, 1),
     # other head_dims
-    _shape(8192, 40, 16, 4),
-    _shape(4096, 72, 16, 16, right=-1),
-    _shape(2048, 80, 32, 32, batch=4),
-    _shape(8192, 96, 16, 4),
-    _shape(8192, 256, 16, 4),
+    _shape(8192, 40, 16, 4), _shape(4096, 72, 16, 16, right=-1), _shape(2048, 80, 32, 32, batch=4),
+    _shape(8192, 96, 16, 4), _shape(8192, 256, 16, 4),
     # not causal
-    _shape(8192, 64, 64, 8, right=-1),
-    _shape(8192, 128, 32, 8, right=-1),
-    _shape(512, 64, 64, 8, right=-1, batch=8),
+    _shape(8192, 64, 64, 8, right=-1), _shape(8192, 128, 32, 8, right=-1), _shape(512, 64, 64, 8, right=-1, batch=8),
     # windows, causal and two-sided
-    _shape(16384, 64, 64, 8, 128),
-    _shape(16384, 64, 64, 8, 512),
-    _shape(16384, 64, 64, 8, 1024),
-    _shape(16384, 128, 48, 8, 128),
-    _shape(16384, 128, 32, 8, 1024),
-    _shape(32768, 128, 32, 8, 2048),
-    _shape(16384, 128, 32, 8, 4096),
-    _shape(16384, 64, 64, 8, 128, right=127),
-    _shape(8192, 128, 32, 8, 512, right=511),
+    _shape(16384, 64, 64, 8, 128), _shape(16384, 64, 64, 8, 512), _shape(16384, 64, 64, 8, 1024),
+    _shape(16384, 128, 48, 8, 128), _shape(16384, 128, 32, 8, 1024), _shape(32768, 128, 32, 8, 2048),
+    _shape(16384, 128, 32, 8, 4096), _shape(16384, 64, 64, 8, 128, right=127), _shape(8192, 128, 32, 8, 512, right=511),
     # chunks: few rows against many keys
-    _shape(512, 64, 64, 8, k_length=16384),
-    _shape(64, 128, 32, 8, k_length=8192),
-    _shape(4096, 128, 32, 8, k_length=16384),
-    _shape(2048, 64, 64, 8, 128, k_length=32768),
+    _shape(512, 64, 64, 8, k_length=16384), _shape(64, 128, 32, 8, k_length=8192),
+    _shape(4096, 128, 32, 8, k_length=16384), _shape(2048, 64, 64, 8, 128, k_length=32768),
     # packed: log-normal, equal, one long and many short, many tiny
-    _shape("packed76", 64, 64, 8),
-    _shape("packed76", 128, 32, 8),
-    _shape("packed76", 64, 64, 8, 128),
-    _shape("packed32x2048", 128, 32, 8),
-    _shape("packed32768+128x256", 64, 64, 8),
-    _shape("packed1024x64", 64, 64, 8),
-    _shape("packed1024x64", 64, 64, 8, 128),
-    _shape("packed128x512", 64, 64, 8, 128, right=127),
+    _shape("packed76", 64, 64, 8), _shape("packed76", 128, 32, 8), _shape("packed76", 64, 64, 8, 128),
+    _shape("packed32x2048", 128, 32, 8), _shape("packed32768+128x256", 64, 64, 8), _shape("packed1024x64", 64, 64, 8),
+    _shape("packed1024x64", 64, 64, 8, 128), _shape("packed128x512", 64, 64, 8, 128, right=127),
     # fp16
     _shape(8192, 128, 32, 8, dtype="fp16"),
     # positional sink tokens, each beside its window above
-    _shape(16384, 64, 64, 8, 128, num_sink_tokens=4),
-    _shape(16384, 64, 64, 8, 128, num_sink_tokens=128),
-    _shape(16384, 64, 64, 8, 1024, num_sink_tokens=4),
-    _shape("packed76", 64, 64, 8, 128, num_sink_tokens=4),
-    _shape(2048, 64, 64, 8, 128, k_length=32768, num_sink_tokens=64),
-    _shape(16384, 128, 48, 8, 128, num_sink_tokens=4),
+    _shape(16384, 64, 64, 8, 128, num_sink_tokens=4), _shape(16384, 64, 64, 8, 128, num_sink_tokens=128),
+    _shape(16384, 64, 64, 8, 1024, num_sink_tokens=4), _shape("packed76", 64, 64, 8, 128, num_sink_tokens=4),
+    _shape(2048, 64, 64, 8, 128, k_length=32768, num_sink_tokens=64), _shape(16384, 128, 48, 8, 128, num_sink_tokens=4),
     _shape(16384, 128, 32, 8, 1024, num_sink_tokens=1),
-]
+]  # fmt: skip

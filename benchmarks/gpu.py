@@ -186,9 +186,4 @@ def measure(
 def machine() -> dict[str, object]:
     """What the times depend on beside the code."""
     facts = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": facts.name,
-        "sms": facts.multi_processor_count,
-        "cuda": torch.version.cuda,
-        "build": _C.build_info(),
-    }
+    return {"gpu": facts.name, "sms": facts.multi_processor_count, "cuda": torch.version.cuda, "build": _C.build_info()}

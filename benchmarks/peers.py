@@ -50,6 +50,12 @@ def row_bounds(case: Case) -> Tensor:
     return torch.tensor([0, *accumulate(case.packed)], dtype=torch.int32, device=case.device)
 
 
+def packed_options(case: Case) -> dict[str, Any]:
+    """What varlen functions take of a packed case."""
+    bounds, longest = row_bounds(case), max(case.packed)
+    return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
 def on_rows(attention: Attention) -> Attention:
     """For functions that take packed rows [total, heads, head_dim]."""
     return lambda q, k, v, s_aux: attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), s_aux)[None]
@@ -58,14 +64,7 @@ def on_rows(attention: Attention) -> Attention:
 def _sinkattn(case: Case, direction: str, with_sink: bool = True) -> Attention:
     function: Callable[..., Any] = sinkattn.flash_attn_func
     if case.packed:
-        bounds, longest = row_bounds(case), max(case.packed)
-        lengths: dict[str, Any] = {
-            "cu_seqlens_q": bounds,
-            "cu_seqlens_k": bounds,
-            "max_seqlen_q": longest,
-            "max_seqlen_k": longest,
-        }
-        function = partial(sinkattn.flash_attn_varlen_func, **lengths)
+        function = partial(sinkattn.flash_attn_varlen_func, **packed_options(case))
     mask = {"window_size": case.window_size, "num_sink_tokens": case.num_sink_tokens}
 
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
@@ -205,8 +204,7 @@ def _fa4(case: Case, direction: str, deterministic: bool = False) -> Attention:
     options: dict[str, Any] = {**mask, "deterministic": deterministic}
     function = cute.flash_attn_func
     if case.packed:
-        bounds, longest = row_bounds(case), max(case.packed)
-        options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        options |= packed_options(case)
         function = cute.flash_attn_varlen_func
 
     def attention(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:

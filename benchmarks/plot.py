@@ -8,23 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import (
-    curves,
-    generate,
-    gpu,
-    harness,
-    prefill,
-    report,
-    serving,
-    shapes,
-)
+from . import curves, generate, gpu, harness, prefill, report, serving, shapes
 
 # Each has a SUITE, and markdown(machine, rows).
-TABLES: dict[ModuleType, type[Any]] = {
-    shapes: gpu.Row,
-    generate: generate.GenerateRow,
-    serving: serving.ServingRow,
-}
+TABLES: dict[ModuleType, type[Any]] = {shapes: gpu.Row, generate: generate.GenerateRow, serving: serving.ServingRow}
 DOCS = harness.ROOT / "docs"
 PAGE = DOCS / "studies.md"
 # The studies whose tables stand on a page, between their marks.

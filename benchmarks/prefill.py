@@ -18,16 +18,8 @@ from . import cases, gpu, harness, peers, report
 
 SUITE = "prefill"
 SECONDS = 0.25  # a case and direction, at least MIN_ROUNDS
-COLUMNS = {
-    "forward": {"FA2": "fa2", "cuDNN": "cudnn", "flex + sink": "flex", "FA4 + sink": "fa4"},
-    "backward": {
-        "FA2": "fa2",
-        "cuDNN": "cudnn",
-        "flex + sink": "flex",
-        "FA4 + sink": "fa4",
-        "FA4 + sink (deterministic)": "fa4-deterministic",
-    },
-}
+_FORWARD = {"FA2": "fa2", "cuDNN": "cudnn", "flex + sink": "flex", "FA4 + sink": "fa4"}
+COLUMNS = {"forward": _FORWARD, "backward": _FORWARD | {"FA4 + sink (deterministic)": "fa4-deterministic"}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

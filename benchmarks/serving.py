@@ -97,17 +97,9 @@ def measure(run: str, index: int, kind: str, seconds: float, commit: str) -> Ser
     us = {name: harness.digits(1000 * ms) for name, ms in studies.take_turns(calls, seconds).items()}
     host_us = {name: harness.digits(1000 * ms) for name, ms in host.items()}
     return ServingRow(
-        SUITE,
-        describe(recorded),
-        kind,
-        us["backend"],
-        us["ops"],
-        us["packed"],
-        host_us["backend"],
-        host_us["ops"],
-        commit,
-        torch.__version__,
-    )
+        SUITE, describe(recorded), kind, us["backend"], us["ops"], us["packed"], host_us["backend"], host_us["ops"],
+        commit, torch.__version__,
+    )  # fmt: skip
 
 
 def markdown(machine: dict[str, object], rows: Sequence[ServingRow]) -> list[str]:
@@ -117,14 +109,9 @@ def markdown(machine: dict[str, object], rows: Sequence[ServingRow]) -> list[str
         for row in rows
     ]  # fmt: skip
     heads = [
-        "step",
-        "layer",
-        "operators, us",
-        "backend, us",
-        "backend, packed, us",
-        "host: operators, us",
+        "step", "layer", "operators, us", "backend, us", "backend, packed, us", "host: operators, us",
         "host: backend, us",
-    ]
+    ]  # fmt: skip
     return [studies.where(machine, rows), studies.table(heads, lines)]
 
 

@@ -178,12 +178,8 @@ def measure(case: cases.Case, direction: str, commit: str) -> list[gpu.Row]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--case",
-        action="append",
-        metavar="NAME",
-        help="this shape, with sink tokens also its window alone; kept only with --output",
-    )
+    what = "this shape, with sink tokens also its window alone; kept only with --output"
+    parser.add_argument("--case", action="append", metavar="NAME", help=what)
     only = parser.add_mutually_exclusive_group()
     for direction in COLUMNS:
         only.add_argument(f"--{direction}", action="store_true", help=f"the {direction} alone; kept only with --output")

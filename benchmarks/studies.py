@@ -40,11 +40,8 @@ def machine() -> dict[str, object]:
 
 def where(machine: dict[str, object], rows: Sequence[Any]) -> str:
     """What was measured on, and of what."""
-    place = (
-        f"{machine['gpu']}, CUDA {machine['cuda']}"
-        if "gpu" in machine
-        else f"{machine['cpu']}, {machine['threads']} threads"
-    )
+    gpu, cpu = "{gpu}, CUDA {cuda}", "{cpu}, {threads} threads"
+    place = (gpu if "gpu" in machine else cpu).format_map(machine)
     return f"{place}, torch {rows[0].torch}, commit {rows[0].commit}."
 
 

@@ -66,14 +66,9 @@ def steps(run: str) -> Iterator[Recorded]:
         of, rows = slice(sequence, sequence + num_reqs), slice(token, token + tokens)
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), found["query_start_loc"][of].cumsum(0).int()])
         yield Recorded(
-            starts,
-            found["seq_lens"][of],
-            tokens,
-            max_query_len,
-            max_seq_len,
-            {kind: tables[kind][of] for kind in KINDS},
-            {kind: slots[kind][rows] for kind in KINDS},
-        )
+            starts, found["seq_lens"][of], tokens, max_query_len, max_seq_len,
+            {kind: tables[kind][of] for kind in KINDS}, {kind: slots[kind][rows] for kind in KINDS},
+        )  # fmt: skip
         sequence, token = of.stop, rows.stop
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tune a small gpt-oss on real text, once with sinkattn and once with eager attention, and compare.
 
-The model is gpt-oss in small: layers with a window of 128 and full ones in turn, grouped heads, experts, sinks drawn
-from N(0, 1.5). The text is the language reference that Python ships, read as bytes. All runs start from the same
-weights and see the same batches; with --dtype bfloat16 there is a third one, eager attention in fp32, which the losses
-of both are compared with. Written to --output: results.json, finetune.png and the tuned model.
+The model is a small gpt-oss: alternating layers with a window of 128 and full ones, grouped heads, experts, sinks from
+N(0, 1.5). The text is the language reference that Python ships, read as bytes. All runs share weights and batches; with
+--dtype bfloat16 a third one, eager attention in fp32, is what both losses are compared with. Written to --output:
+results.json, finetune.png and the tuned model.
 """
 
 import argparse
@@ -38,22 +38,12 @@ FAR = 1e-5  # of the largest logit
 
 def make_model(seed: int) -> GptOssForCausalLM:
     torch.manual_seed(seed)
+    # initializer_range: at this width the default leaves attention all but flat for hundreds of steps.
     config = GptOssConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=128,
-        initializer_range=0.06,  # at this width the default leaves attention all but flat for hundreds of steps
-        pad_token_id=None,
-        eos_token_id=None,
-        use_cache=False,
-    )
+        vocab_size=256, hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=128,
+        initializer_range=0.06, pad_token_id=None, eos_token_id=None, use_cache=False,
+    )  # fmt: skip
     model = GptOssForCausalLM(config)
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, std=1.5)
@@ -124,10 +114,10 @@ def sinks(model: GptOssForCausalLM) -> Tensor:
 
 @torch.no_grad()
 def logit_difference(model: GptOssForCausalLM, ids: Tensor) -> dict[str, float]:
-    """What sinkattn's and eager's logits differ by in fp32 on the CPU; ids are [rows, length].
+    """Differences of sinkattn's and eager's logits in fp32 on the CPU; ids are [rows, length].
 
-    Two experts whose router logits tie may come out in either order, and then a token visits another expert. What
-    differs by far is such a token, and what follows it in its row: so those are counted and set apart.
+    Where two experts tie in a router, a token may visit another one: it, and those after it in its row, differ by far
+    and are counted apart.
     """
     model = copy.deepcopy(model).cpu().eval()
     logits, chosen = [], []
@@ -138,18 +128,18 @@ def logit_difference(model: GptOssForCausalLM, ids: Tensor) -> dict[str, float]:
         chosen.append([])
         logits.append(model(ids).logits)
     ours, eager = (torch.stack(choice).view(len(choice), *ids.shape, -1).sort(-1).values for choice in chosen)
-    rerouted = (ours != eager).any(-1).any(0)  # [rows, length], as what follows
+    rerouted = (ours != eager).any(-1).any(0)  # [rows, length]
     after = rerouted.cumsum(1) > 0
     difference = (logits[0] - logits[1]).abs().amax(-1)
     largest = logits[1].abs().max().item()
-    return {
-        "largest_logit": largest,
-        "median": difference.median().item(),
-        "largest": difference.max().item(),
-        "largest_before_rerouting": torch.where(after, 0.0, difference).max().item(),
-        "far": (difference > FAR * largest).float().mean().item(),
-        "rerouted": rerouted.float().mean().item(),
+    found = {
+        "median": difference.median(),
+        "largest": difference.max(),
+        "largest_before_rerouting": torch.where(after, 0.0, difference).max(),
+        "far": (difference > FAR * largest).float().mean(),
+        "rerouted": rerouted.float().mean(),
     }
+    return {"largest_logit": largest} | {name: x.item() for name, x in found.items()}
 
 
 @torch.no_grad()
@@ -162,13 +152,9 @@ def sink_mass(model: GptOssForCausalLM, ids: Tensor) -> Tensor:
     ) -> tuple[Tensor, None]:
         s_aux, window = kwargs["s_aux"], kwargs["sliding_window"]
         out, lse = sinkattn.flash_attn_func(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            softmax_scale=kwargs["scaling"],
-            causal=True,
-            window_size=(-1 if window is None else window - 1, 0),
-            s_aux=s_aux,
-            return_lse=True,
-        )
+            *(x.transpose(1, 2) for x in (query, key, value)), softmax_scale=kwargs["scaling"], causal=True,
+            window_size=(-1 if window is None else window - 1, 0), s_aux=s_aux, return_lse=True,
+        )  # fmt: skip
         mass.append((s_aux[:, None] - lse).exp().mean(dim=(0, 2)))
         return out, None
 
@@ -216,13 +202,9 @@ def report(results: dict[str, Any]) -> None:
     for i, kind in enumerate(results["layer_types"]):
         (s_before, s_after), (p_before, p_after) = ((before[i], after[i]) for before, after in pairs)
         learned.add_row(
-            f"{i} {kind}",
-            f"{s_before.mean():+.3f}",
-            f"{s_after.mean():+.3f}",
-            f"{(s_after - s_before).abs().max():.3f}",
-            f"{p_before.mean():.1%}",
-            f"{p_after.mean():.1%}",
-        )
+            f"{i} {kind}", f"{s_before.mean():+.3f}", f"{s_after.mean():+.3f}",
+            f"{(s_after - s_before).abs().max():.3f}", f"{p_before.mean():.1%}", f"{p_after.mean():.1%}",
+        )  # fmt: skip
 
     console = Console()
     console.print(runs, learned)
@@ -274,11 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     model = tuned["sinkattn"]
     results = {
-        "steps": args.steps,
-        "length": args.length,
-        "batch": args.batch,
-        "device": args.device,
-        "dtype": args.dtype,
+        **{key: getattr(args, key) for key in ("steps", "length", "batch", "device", "dtype")},
         "layer_types": [kind.removesuffix("_attention") for kind in model.config.layer_types],
         "runs": runs,
         "sinks": {"before": sinks(initial).tolist(), "after": sinks(model).tolist()},

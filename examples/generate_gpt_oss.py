@@ -23,11 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     sinkattn.hf.register()
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16  # the CUDA kernels take no fp32
-    model = (
-        GptOssForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sinkattn")
-        .to(args.device)
-        .eval()
-    )
+    model = GptOssForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sinkattn")
+    model.to(args.device).eval()
     ids = torch.tensor([list(args.prompt.encode())], device=args.device)
 
     written = {}

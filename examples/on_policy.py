@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small model with sinks on what vLLM samples from it, and say how far sampler and trainer disagree.
 
-A policy gradient takes the sampler's log-probabilities for the trainer's. After each weight sync the same tokens are
-scored by both, and rollout_probs_diff (verl's name) says how far their probabilities are apart:
+After each weight sync both score the same tokens, and rollout_probs_diff (verl's name) is the difference of their
+probabilities:
 
     eager            transformers' eager attention in the trainer, vLLM's own in the sampler
     trainer alone    sinkattn in the trainer, vLLM's own attention in the sampler
     both             sinkattn in both
-    both, 16 rows    the same, and matmuls that compute 16 rows at a time, whatever a step holds: this is trained on
+    both, 16 rows    the same, and matmuls that compute 16 rows at a time: this is trained on
 
-granite is a dense model whose code vLLM takes from transformers (model_impl="transformers"). In bf16 sinkattn leaves
-what matmuls do, whose rows change a rounding now and then with the number of rows; in blocks of 16 rows nothing is
-left, and the script fails if something is. gpt-oss is vLLM's own code, whose experts and norms round elsewhere too:
-what is left there is theirs, and nothing with --model-impl transformers. --experts 4 takes the choice from its router.
-vLLM 0.32 reloads neither sinks nor experts of its own gpt-oss, so a second sync raises: --syncs 1.
+granite is a dense model whose code vLLM takes from transformers; in its last line any difference is an error. gpt-oss
+is vLLM's own code, whose experts and norms round otherwise (docs/vllm.md): nothing is left with --model-impl
+transformers, --experts 4 takes the choice from its router, and a second sync raises (--syncs 1).
 
 The task is to write bytes below 32: the reward is their share. Needs the environment of docs/vllm.md, and no GPU.
 """
@@ -50,19 +48,11 @@ COLUMNS = {
 }
 """Attention of the trainer, and the sampler."""
 REWARDED = 32
+_GRANITE = {"layer_types": ["full_attention", "sliding_attention"] * 2, "attention_multiplier": 32**-0.5}
+_GPT_OSS = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
-    "granite": (
-        GraniteSWAForCausalLM,
-        GraniteSWAConfig,
-        {"layer_types": ["full_attention", "sliding_attention"] * 2, "attention_multiplier": 32**-0.5},
-        "transformers",
-    ),
-    "gpt-oss": (
-        GptOssForCausalLM,
-        GptOssConfig,
-        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "auto",
-    ),
+    "granite": (GraniteSWAForCausalLM, GraniteSWAConfig, _GRANITE, "transformers"),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, _GPT_OSS, "auto"),
 }
 
 
@@ -200,9 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     show(history, rewards, f"rollout_probs_diff, {args.model} in {args.dtype} on a CPU")
     for name, found in history.items():
-        mean = {key: sum(x[key] for x in found) / len(found) for key in found[0]} | {
-            "max": max(x["max"] for x in found)
-        }
+        mean = {key: sum(x[key] for x in found) / len(found) for key in found[0]}
+        mean["max"] = max(x["max"] for x in found)
         print(f"{name}: " + ", ".join(f"{key} {value:.2e}" for key, value in mean.items()))
     one_code = args.model_impl == "transformers" and args.dtype == "bfloat16"
     if one_code and any(x["same"] < 1 for x in history[LAST]):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of the same tokens under the same weights: a trainer's, a prefill's in chunks and a decoder's.
 
-A policy gradient takes their ratio to be 1 where nothing was trained yet. The model is a small gpt-oss with
-random weights and sinks from N(0, 1.5); the text is the language reference that Python ships, read as bytes. Passes:
+A policy gradient takes their ratio to be 1 before training. The model is a small gpt-oss with random weights and sinks
+from N(0, 1.5); the text is the language reference that Python ships, read as bytes. Passes:
 
     trainer            all sequences packed into one row, with gradients; eager attention gets them as a batch
     chunks             a cache that keeps all keys, the sequences in uneven chunks
@@ -11,9 +11,9 @@ random weights and sinks from N(0, 1.5); the text is the language reference that
     decode, invariant  the same through flash_attn_with_kvcache(invariant=True)
     decode, split      the same with invariant=False, which on CUDA splits the keys of a sequence by load
 
-Attention is not alone in a model: torch's matmuls and means too give a row other bits beside other rows. So each pass
-runs twice, on torch's own and on ones that always compute ROWS rows at a time. With these and sinkattn all passes but
-the split one must agree bit for bit on the decoded tokens; the script fails where they do not.
+torch's matmuls and means too give a row other bits beside other rows, so each pass runs twice: on torch's own and on
+ones that compute ROWS rows at a time. With these and sinkattn all passes but the split one must agree bit for bit on
+the decoded tokens; the script fails where they do not.
 """
 
 import argparse
@@ -97,20 +97,11 @@ def decode_by(invariant: bool) -> Callable[..., tuple[Tensor, None]]:
 def make_model(args: argparse.Namespace) -> GptOssForCausalLM:
     torch.manual_seed(args.seed)
     config = GptOssConfig(
-        vocab_size=256,
-        hidden_size=args.hidden,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads // 4,
-        head_dim=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=64,
-        initializer_range=args.hidden**-0.5,
-        pad_token_id=None,
+        vocab_size=256, hidden_size=args.hidden, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=args.heads, num_key_value_heads=args.heads // 4, head_dim=64, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=64, initializer_range=args.hidden**-0.5, pad_token_id=None,
         eos_token_id=None,
-    )
+    )  # fmt: skip
     model = GptOssForCausalLM(config)
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, std=1.5)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small gpt-oss with verl's own trainer: packed by sinkattn, on 1 rank and on 2, and as verl's recipe does.
 
-The model and the text are those of finetune_gpt_oss.py, cut into sequences of uneven length. Each run is verl's
-SFTTrainer (FSDP2, remove-padding, dynamic micro-batches), in processes of its own, on the same weights and batches:
+Model and text are those of finetune_gpt_oss.py, cut into sequences of uneven length. Each run is verl's SFTTrainer
+(FSDP2, remove-padding, dynamic micro-batches), in its own processes, on the same weights and batches:
 
     sinkattn           several sequences in one row, each by itself
     sinkattn, SP 2     the same row cut over two ranks (Ulysses)
     eager, packed      verl's published gpt-oss recipe; eager attention knows nothing of packing
     eager, padded      the same without remove-padding
 
-and a loop without verl is the reference: eager in fp32, one sequence at a time. Those on one rank then also take GRPO
-steps with verl's TrainingWorker, ppo_loss and advantage, on rollouts by transformers' generate. Written to --output:
-results.json and verl's log of each run.
+The reference is a loop without verl: eager in fp32, one sequence at a time. Runs on one rank also take GRPO steps with
+verl's TrainingWorker, ppo_loss and advantage, on rollouts by transformers' generate. Written to --output: results.json
+and verl's log of each run.
 """
 
 import argparse
@@ -83,17 +83,12 @@ def start_worker(rank: int, ranks: int, port: int, name: str, args: argparse.Nam
     log = os.open(args.output / f"{name}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # VERL_ENGINE_DEVICE is the key of verl's FSDP engine, also for our platform.
     os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TOKENIZERS_PARALLELISM="false",
-        VERL_FILE_LOGGER_PATH=str(args.output / f"{name}.jsonl"),
-        VERL_ENGINE_DEVICE="cuda",  # the key of verl's FSDP engine, also for our platform
-    )
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TOKENIZERS_PARALLELISM="false",
+        VERL_FILE_LOGGER_PATH=str(args.output / f"{name}.jsonl"), VERL_ENGINE_DEVICE="cuda",
+    )  # fmt: skip
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     if args.device == "cpu":
         from verl.plugin.platform import set_platform
@@ -101,7 +96,7 @@ def start_worker(rank: int, ranks: int, port: int, name: str, args: argparse.Nam
 
         class Cpu(PlatformCUDA):
             device_name = "cpu"
-            # torch.cuda answers without a GPU too, that no memory is used; these are all it does not answer.
+            # These are all that torch.cuda does not answer without a GPU.
             device_module = SimpleNamespace(
                 **vars(torch.cuda) | {"mem_get_info": lambda: (0, 0), "get_device_name": lambda: "CPU"}
             )
@@ -125,33 +120,20 @@ def verl_config(name: str, args: argparse.Namespace) -> Any:
 
     attention, remove_padding, ranks = RUNS[name]
     dtype = {"float32": "fp32", "bfloat16": "bf16"}[args.dtype]
+    # The override is the one line; external_lib is not needed where sinkattn is installed.
     settings = {
-        "model.path": args.output / "model",
-        "+model.override_config.attn_implementation": attention,  # the one line
-        "model.external_lib": "sinkattn.verl_patch",  # not needed where sinkattn is installed
-        "model.use_remove_padding": remove_padding,
-        "model.enable_gradient_checkpointing": True,
-        "engine.strategy": "fsdp2",
-        "engine.ulysses_sequence_parallel_size": ranks,
-        "engine.use_torch_compile": False,
-        "+engine.mixed_precision.param_dtype": dtype,
-        "optim.lr": args.learning_rate,
-        "optim.weight_decay": 0.0,
-        "optim.betas": list(BETAS),
-        "data.train_files": args.output / "sequences.pt",
-        "data.custom_cls.path": Path(__file__).resolve(),
-        "data.custom_cls.name": "TextDataset",
-        "data.train_batch_size": args.batch,
-        "data.max_token_len_per_gpu": args.tokens // ranks,
-        "data.use_dynamic_bsz": True,
-        "data.num_workers": 0,
-        "trainer.device": args.device,
-        "trainer.logger": ["console", "file"],
-        "trainer.total_epochs": 1,
-        "trainer.resume_mode": "disable",
-        "trainer.default_local_dir": args.output / "checkpoints",
-        "checkpoint.save_contents": [],
-    }
+        "model.path": args.output / "model", "+model.override_config.attn_implementation": attention,
+        "model.external_lib": "sinkattn.verl_patch", "model.use_remove_padding": remove_padding,
+        "model.enable_gradient_checkpointing": True, "engine.strategy": "fsdp2",
+        "engine.ulysses_sequence_parallel_size": ranks, "engine.use_torch_compile": False,
+        "+engine.mixed_precision.param_dtype": dtype, "optim.lr": args.learning_rate, "optim.weight_decay": 0.0,
+        "optim.betas": list(BETAS), "data.train_files": args.output / "sequences.pt",
+        "data.custom_cls.path": Path(__file__).resolve(), "data.custom_cls.name": "TextDataset",
+        "data.train_batch_size": args.batch, "data.max_token_len_per_gpu": args.tokens // ranks,
+        "data.use_dynamic_bsz": True, "data.num_workers": 0, "trainer.device": args.device,
+        "trainer.logger": ["console", "file"], "trainer.total_epochs": 1, "trainer.resume_mode": "disable",
+        "trainer.default_local_dir": args.output / "checkpoints", "checkpoint.save_contents": [],
+    }  # fmt: skip
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("sft_trainer_engine", [f"{key}={value}" for key, value in settings.items()])
 
@@ -163,7 +145,7 @@ def all_sinks(model: torch.nn.Module, gradient: bool = False) -> Tensor:
 
 
 class Recorder:
-    """What a run of steps leaves: sinks before each step and after the last, their gradients, seconds, tokens."""
+    """Records sinks before each step and after the last, their gradients, seconds and tokens."""
 
     def __init__(self, worker: Any) -> None:
         self.worker, self.sinks, self.gradients, self.seconds = worker, [], [], []
@@ -214,7 +196,7 @@ def log_probs(model: GptOssForCausalLM, ids: Tensor) -> Tensor:
 
 
 def reference(args: argparse.Namespace) -> dict[str, Any]:
-    """The same steps by eager attention in fp32, one sequence at a time, so without packing, padding and verl."""
+    """The same steps by eager attention in fp32, one sequence at a time, without verl."""
     model = GptOssForCausalLM.from_pretrained(args.output / "model", attn_implementation="eager", dtype=torch.float32)
     model.to(args.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=BETAS, weight_decay=0.0)
@@ -243,13 +225,9 @@ def roll_out(
         out = model.generate(
             prompt.to(model.device).expand(args.group, -1),
             attention_mask=torch.ones(args.group, len(prompt), dtype=torch.long, device=model.device),
-            max_new_tokens=args.response,
-            min_new_tokens=args.response,
-            do_sample=True,
-            top_k=0,
-            output_logits=True,
+            max_new_tokens=args.response, min_new_tokens=args.response, do_sample=True, top_k=0, output_logits=True,
             return_dict_in_generate=True,
-        )
+        )  # fmt: skip
         responses = out.sequences[:, len(prompt) :]
         logits = torch.stack(out.logits, 1).float()
         sampled.append(logits.log_softmax(-1).gather(2, responses[..., None])[..., 0])
@@ -258,13 +236,10 @@ def roll_out(
     lengths = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(args.group)
     positions = torch.arange(ids.shape[1]) - (widest - lengths)[:, None]
     data = {
-        "input_ids": ids,
-        "prompts": ids[:, :widest].clone(),
-        "responses": ids[:, widest:].clone(),
-        "attention_mask": (positions >= 0).long(),
-        "position_ids": positions.clamp(min=0),
+        "input_ids": ids, "prompts": ids[:, :widest].clone(), "responses": ids[:, widest:].clone(),
+        "attention_mask": (positions >= 0).long(), "position_ids": positions.clamp(min=0),
         "response_mask": torch.ones_like(ids[:, widest:]),
-    }
+    }  # fmt: skip
     return data, torch.cat(sampled).cpu()
 
 

@@ -197,16 +197,15 @@ def cases() -> list[Case]:
         total = sum(lengths)
         for layout, shards in layouts(total, lengths).items():
             for cu in ((), (0, total // 3, total // 3, total // 2, total - 2)):
-                for name, method, window in (
-                    ("ulysses", "ulysses", (-1, 0)),
-                    ("halo", "halo", (15, 0)),
-                    ("halo-two-sided", "halo", (11, 6)),
-                    ("ring", "ring", (-1, 0)),
-                    ("ring-not-causal", "ring", (-1, -1)),
+                for name, window in (
+                    ("ulysses", (-1, 0)),
+                    ("halo", (15, 0)),
+                    ("halo-two-sided", (11, 6)),
+                    ("ring", (-1, 0)),
+                    ("ring-not-causal", (-1, -1)),
                 ):
-                    found.append(
-                        Case(f"{name}-{layout}-{heads[0]}:{heads[1]}", method, shards, window, cu, heads, members)
-                    )
+                    method, full = name.partition("-")[0], f"{name}-{layout}-{heads[0]}:{heads[1]}"
+                    found.append(Case(full, method, shards, window, cu, heads, members))
     pair, tail = Shards.contiguous((37, 60)), Shards.zigzag(96, 2)
     every, empty = (0, 1, 2, 3), Shards.contiguous((30, 0, 46, 7))
     for method, window in (("ulysses", -1), ("halo", 9), ("ring", -1)):
@@ -235,10 +234,7 @@ def gpu_cases() -> list[Case]:
             for method, window in (("ulysses", 127), ("ulysses", -1), ("halo", 127), ("ring", -1)):
                 name = f"{method}-{layout}-{'full' if window < 0 else 'w128'}"
                 found.append(Case(name, method, shards, (window, 0), cu, (16, 2), (0, 1), torch.bfloat16, head_dim=64))
-    two_sided = Case(
-        "halo-two-sided", "halo", Shards.contiguous(lengths), (50, 40), (), (16, 2), (0, 1), torch.bfloat16
-    )
-    return [*found, replace(two_sided, head_dim=64)]
+    return [*found, replace(found[0], name="halo-two-sided", method="halo", window_size=(50, 40))]
 
 
 @contextmanager
@@ -342,36 +338,20 @@ def check_dtensor(
         assert found <= TOLERANCE[case.dtype], f"{name} is off by {found:.3g}"
 
 
-def check_dtensor_defaults(mesh: DeviceMesh) -> None:
-    """Full attention without sinks: torch hands on no argument that has its default."""
+def check_dtensor_call(mesh: DeviceMesh, call: Callable[..., tuple[Tensor, ...]], sinks: int = 0) -> None:
+    """The results and gradients of a call of q, k, v and `sinks` sinks that are sharded by heads."""
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
-    q, k, v = (torch.randn(2, 9, 8, 64, device=mesh.device_type, dtype=dtype) for _ in range(3))
-    for x in (q, k, v):
-        dist.broadcast(x, 0)
-    single = [x.clone().requires_grad_() for x in (q, k, v)]
-    spread = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in (q, k, v)]
-    outs = [sinkattn.flash_attn_func(*x) for x in (single, spread)]
-    for out in outs:
-        out.square().sum().backward()
-    for x, y in zip((outs[0], *(x.grad for x in single)), (outs[1], *(x.grad for x in spread)), strict=True):
-        found = distance(y.full_tensor(), x)
-        assert found <= TOLERANCE[dtype], f"off by {found:.3g}"
-
-
-def check_dtensor_raw(mesh: DeviceMesh) -> None:
-    """The LSE over the keys alone, beside sinks that are sharded by heads, and gradients through it."""
-    dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
-    rows = [torch.randn(2, 9, 8, 64, device=mesh.device_type, dtype=dtype) for _ in range(3)]
-    given = [*rows, torch.randn(8, device=mesh.device_type)]
+    given = [torch.randn(2, 9, 8, 64, device=mesh.device_type, dtype=dtype) for _ in range(3)]
+    given += [torch.randn(8, device=mesh.device_type) for _ in range(sinks)]
     for x in given:
         dist.broadcast(x, 0)
     single = [x.clone().requires_grad_() for x in given]
     spread = [distribute_tensor(x, mesh, [Shard(min(x.ndim - 1, 2))]).requires_grad_() for x in given]
     results = []
-    for q, k, v, s_aux in (single, spread):
-        out, raw = sinkattn.flash_attn_func(q, k, v, causal=True, s_aux=s_aux, return_lse="raw")
-        (out.square().sum() + raw.square().sum()).backward()
-        results.append([out, raw, *(x.grad for x in (q, k, v, s_aux))])
+    for leaves in (single, spread):
+        outs = call(*leaves)
+        torch.autograd.backward([out.square().sum() for out in outs])
+        results.append([*outs, *(x.grad for x in leaves)])
     for x, y in zip(*results, strict=True):
         found = distance(y.full_tensor(), x)
         assert found <= TOLERANCE[dtype], f"off by {found:.3g}"
@@ -384,6 +364,13 @@ def dtensor_checks(device: str) -> dict[str, Callable[[], None]]:
     heads, packed = ([Shard(2)], [Shard(1)], [Shard(0)]), ([Shard(1)], [Shard(0)], [Shard(0)])
     batch = [Shard(0), copy], [Shard(0), copy], [copy, copy]
     both = [Shard(0), Shard(2)], [Shard(0), Shard(1)], [copy, Shard(0)]
+
+    def defaults(*x: Tensor) -> tuple[Tensor, ...]:  # torch hands on no argument that has its default
+        return (sinkattn.flash_attn_func(*x),)
+
+    def raw(*x: Tensor) -> tuple[Tensor, ...]:
+        return sinkattn.flash_attn_func(*x[:3], causal=True, s_aux=x[3], return_lse="raw")
+
     checks = (
         partial(check_dtensor, line, (*heads, heads[0])),
         partial(check_dtensor, line, (*packed, packed[0]), packed=True),
@@ -391,8 +378,8 @@ def dtensor_checks(device: str) -> dict[str, Callable[[], None]]:
         partial(check_dtensor, square, (*both, both[0])),
         # kv heads that do not divide are put together
         partial(check_dtensor, line, (*heads, [copy]), heads=(2 * ranks, ranks // 2)),
-        partial(check_dtensor_defaults, line),
-        partial(check_dtensor_raw, line),
+        partial(check_dtensor_call, line, defaults),
+        partial(check_dtensor_call, line, raw, 1),
     )
     return dict(zip(DTENSORS, checks, strict=True))
 

@@ -46,12 +46,8 @@ def from_debian(version: str, folder: Path) -> Path | None:
     (folder / "sources").write_text(f"deb [signed-by={KEYS}] {archive} sid main\n")
     places = {"Etc::sourcelist": "sources", "Etc::sourceparts": "none", "State::lists": "lists", "Cache": "cache"}
     options = ["-oAPT::Sandbox::User=root", *(f"-oDir::{name}={folder / place}" for name, place in places.items())]
-    python = [
-        f"python{version}",
-        f"python{version}-minimal",
-        f"libpython{version}-minimal",
-        f"libpython{version}-stdlib",
-    ]
+    name = f"python{version}"
+    python = [name, f"{name}-minimal", f"lib{name}-minimal", f"lib{name}-stdlib"]
     for command in (["update"], ["download", *python, *LIBRARIES]):
         if subprocess.run(["apt-get", "-qq", *options, *command], cwd=packages, check=False).returncode:
             return None

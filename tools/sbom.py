@@ -41,23 +41,14 @@ def document(libraries: Path, torches: list[str]) -> dict[str, Any]:
     compiler = info.split("; ")[1]
     root = f"pkg:pypi/sinkattn@{version}"
     parts: list[dict[str, Any]] = [
-        {
-            "type": "file",
-            "bom-ref": f"sinkattn/_lib/{path.name}",
-            "name": f"sinkattn/_lib/{path.name}",
-            "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(path.read_bytes()).hexdigest()}],
-        }
+        {"type": "file", "bom-ref": f"sinkattn/_lib/{path.name}", "name": f"sinkattn/_lib/{path.name}"}
+        | {"hashes": [{"alg": "SHA-256", "content": hashlib.sha256(path.read_bytes()).hexdigest()}]}
         for path in sorted(libraries.iterdir())
     ]
     if "cuda" in info:  # the runtime is linked statically; the driver is the machine's
         parts.append(
-            {
-                "type": "library",
-                "bom-ref": "cudart_static",
-                "name": "CUDA runtime, linked statically",
-                "version": toolkit_version(),
-                "licenses": [{"license": {"name": "NVIDIA CUDA Toolkit EULA"}}],
-            }
+            {"type": "library", "bom-ref": "cudart_static", "name": "CUDA runtime, linked statically"}
+            | {"version": toolkit_version(), "licenses": [{"license": {"name": "NVIDIA CUDA Toolkit EULA"}}]}
         )
     parts += [
         {"type": "framework", "bom-ref": f"pkg:pypi/torch@{torch}", "name": "torch", "version": torch}

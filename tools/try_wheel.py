@@ -41,9 +41,7 @@ def empty_cuda_libraries(folder: Path) -> None:
         if symbol.startswith(("cu", "nccl", "nvrtc", "nvshmem", "__cuda")):
             name, _, version = symbol.partition("@")
             by_version.setdefault(version, set()).add(name)
-    functions = "".join(
-        f"int {name}(void) {{ return 999; }}\n" for names in by_version.values() for name in sorted(names)
-    )
+    functions = "".join(f"int {x}(void) {{ return 999; }}\n" for names in by_version.values() for x in sorted(names))
     versions = "".join(
         f"{version} {{ global: {'; '.join(sorted(names))}; }};\n" for version, names in by_version.items() if version
     )
@@ -51,18 +49,8 @@ def empty_cuda_libraries(folder: Path) -> None:
     (folder / "empty.map").write_text(versions)
     script = [f"-Wl,--version-script={folder / 'empty.map'}"] if versions else []
     for name in sorted(missing):
-        command = [
-            "cc",
-            "-shared",
-            "-fPIC",
-            "-w",
-            *script,
-            f"-Wl,-soname,{name}",
-            folder / "empty.c",
-            "-o",
-            folder / name,
-        ]
-        subprocess.run(command, check=True)
+        command = ["cc", "-shared", "-fPIC", "-w", *script, f"-Wl,-soname,{name}"]
+        subprocess.run([*command, folder / "empty.c", "-o", folder / name], check=True)
 
 
 def install(wheel: Path, release: str, version: str, folder: Path) -> Path:
@@ -84,12 +72,8 @@ def install(wheel: Path, release: str, version: str, folder: Path) -> Path:
 def find_python(version: str, folder: Path) -> str | None:
     if not version:
         return sys.executable
-    found = subprocess.run(
-        [sys.executable, ROOT / "tools" / "get_python.py", version, folder],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, ROOT / "tools" / "get_python.py", version, folder]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     return found.stdout.strip() or None
 
 
