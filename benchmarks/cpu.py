@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU backend against SDPA, flex_attention and eager: full causal and a window of 128, fp32 and bf16.
 
-SDPA computes a window as a boolean mask over all pairs, the only way it has. SDPA and flex have no sink; "sinkattn"
-computes with one, "sinkattn-no-sink" what they compute. flex is compiled, and compiling is not timed.
+SDPA computes a window as a boolean mask over all pairs, its only way. SDPA, flex and "sinkattn-no-sink" have no sink.
+flex's compilation is not timed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="the shortest cases, in seconds; kept only with --json")
     gpu.add_output(parser, SUITE)
-    parser.add_argument(
-        "--readme", action="store_true", help="measure nothing: draw README's table from the kept results"
-    )
+    gpu.add_readme(parser)
 
 
 def readme(text: str, results: Path = harness.RESULTS) -> str:

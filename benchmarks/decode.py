@@ -2,8 +2,8 @@
 """Decode on a CUDA device against its targets: bf16, with a sink, gpt-oss's heads and MiMo-V2-Flash's; FlashInfer where
 it is installed.
 
-Warm: the time of a node in a captured graph of 50, which is what a generating model sees of the device. Cold: one call
-after a write that leaves nothing of the cache in the L2. Every result is held against fp64 before it is timed.
+Warm: a node's time in a captured graph of 50, as a generating model sees it. Cold: one call after a write that empties
+the L2 of the cache. Every result is held against fp64 before it is timed.
 """
 
 from __future__ import annotations

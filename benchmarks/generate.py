@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A token of generate() behind many keys: eager attention, a prefill of one row, sinkattn, a static cache in graphs.
 
-The model has 4 layers of gpt-oss-20b's sizes, experts included, and random weights; its cache is filled, not
-computed. A token's time is what 32 tokens more take, over 32, on the host's clock: Python and launches included. The
-static cache is compiled by transformers, as generate() does it by itself. The attention of each new row is compared
-with that of one prefill of the final text, over the same keys and values.
+The model has 4 layers of gpt-oss-20b's sizes, experts included, random weights and a random cache. A token's time is
+what 32 more tokens take, over 32, on the host's clock. generate() itself compiles the static cache. The attention of
+each new row is compared with one prefill's of the final text, over the same keys and values.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ def full_cache(config: Any, keys: int, static: bool, drops: bool = True) -> Any:
 
 @contextmanager
 def attending(model: Any, impl: str, seen: list[tuple[Tensor, ...]] | None = None) -> Iterator[None]:
-    """Attention of the impl inside the block; `seen` takes q, k, v and out of each decode, and its options.
-
-    A prefill is what a new token's row was before sinkattn.hf knew flash_decode.
-    """
+    """Attention of the impl inside the block; `seen` takes q, k, v and out of each decode, and its options."""
     import sinkattn
     import sinkattn.hf
 
@@ -117,8 +113,7 @@ def attending(model: Any, impl: str, seen: list[tuple[Tensor, ...]] | None = Non
 
 
 def rows_apart(model: Any, keys: int, impl: str) -> str:
-    """Rows of all heads and layers that differ from those of one prefill over the last call's keys and values, which
-    are all keys and values."""
+    """Rows of all heads and layers that differ from one prefill over the last call's keys and values, which are all."""
     import sinkattn
 
     seen = list[tuple[Any, ...]]()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times on a CUDA device: the median over rounds, each call after a write that leaves nothing of its input in the L2.
 
-Peers take turns in shuffled order, so that they meet the same clocks. A call is timed between two events; where the
-host is slower than the device, that is the host's time, and a captured graph shows the device's.
+Peers take turns in shuffled order. A call is timed between two events: where the host is slower than the device, its
+time, unless the call is a captured graph.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ def add_output(parser: argparse.ArgumentParser, suite: str) -> None:
     where = f"where rows go; default: benchmarks/results/<device>/{suite}.json"
     parser.add_argument("--json", "--output", type=Path, help=where)
     parser.add_argument("--commit", help="the commit that rows name; default: git's")
+
+
+def add_readme(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--readme", action="store_true", help="measure nothing: draw README's table from what is kept")
 
 
 def require(study: str) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check, then time. The time of a wrong kernel is no result: a wrong peer's row says so; if we are wrong the run ends.
+"""Check, then time: a wrong peer is not timed and its row says so; if we are wrong the run ends.
 
-Within a case all peers take turns, call by call, on the same threads, in an order shuffled each round: a busy moment of
-the machine hits all of them, and so does what a neighbour leaves in the caches. The median of each is kept.
+Within a case all peers take turns, call by call, on the same threads, in an order shuffled each round, so that a busy
+machine and a neighbour's caches affect all alike. The median of each is kept.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 PROBED = 16  # last rows, held against fp64
 BLOCK_ROWS, BLOCK_SCORES = 1024, 1 << 25  # at most so many at once in fp64, where PROBED rows allow it
-# Largest distance of a row, see row_error. Rounding stays near half of it, and one key too many or too few in a window
-# of 128 moves some row by more.
+# Largest row_error. Rounding stays near half of it; one key too many or too few in a window of 128 moves a row by more.
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-2, "fp16": 1e-2}
 
 
@@ -100,7 +99,7 @@ def native(peer: Peer, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def prepare(peer: Peer, case: Case, direction: str, inputs: Inputs) -> Call:
-    """What is timed: the forward gives (out,), the backward alone, or both, (dq, dk, dv) and with a sink ds_aux."""
+    """The call to time: a forward gives (out,), the backward or both (dq, dk, dv), and ds_aux with a sink."""
     attention = peer.build(case, direction)
     q, k, v, dout = native(peer, inputs)
     s_aux = inputs.s_aux.to(peer.s_aux_dtype, copy=True)
@@ -127,8 +126,8 @@ def in_common_layout(peer: Peer, results: tuple[Tensor, ...]) -> tuple[Tensor, .
 def _exact_rows(case: Case, direction: str, inputs: Inputs, has_sink: bool) -> tuple[Tensor, ...]:
     """out, or dq, dk, dv, of the last sequence's last rows and keys in fp64.
 
-    A key's sums are whole when every row that sees it takes part. Rows are walked from the first that sees one of the
-    last keys; sink tokens, and a mask without a right side, take all rows, and then all rows and keys are compared.
+    A key's sums need every row that sees it, so rows are walked from the first that sees one of the last keys. With
+    sink tokens, or a mask without a right side, these are all, and all rows and keys are compared.
     """
     q_len = case.lengths[-1]
     k_len = case.k_length or q_len
@@ -185,8 +184,8 @@ def _blocks(case: Case, q_len: int, k_len: int) -> Iterator[tuple[slice, Tensor,
 def row_error(got: Tensor, expected: Tensor) -> float:
     """Largest distance of two rows (last dimension), relative to the row's norm; inf for NaN.
 
-    The norm counts as no less than the median of all, and the mean of the row's heads: in an early row, which sees few
-    keys, a gradient may cancel in one head, while what it is the difference of is far above the median of all.
+    The norm counts as at least the median of all and the mean of the row's heads: in an early row, which sees few keys,
+    a gradient may cancel in one head.
     """
     norm = expected.double().norm(dim=-1)
     heads = norm.mean(-1, keepdim=True) if norm.dim() else norm
@@ -201,14 +200,14 @@ def _fault(results: Sequence[Tensor], expected: Sequence[Tensor], what: str, tol
 
 
 def faults(case: Case, direction: str, inputs: Inputs, results: dict[Peer, tuple[Tensor, ...]]) -> dict[Peer, str]:
-    """Every peer's last rows against fp64, and all of its rows against the first right peer that computes the same."""
+    """Each peer's last rows against fp64, and all rows against the first right peer that computes the same."""
     found: dict[Peer, str] = {}
     for has_sink in (True, False):
         family = [peer for peer in results if peer.has_sink == has_sink]
         exact = _exact_rows(case, direction, inputs, has_sink) if family else ()
         first = None
         for peer in family:
-            # ds_aux has no rows; and taken from a bf16 output, as peers do, that cancelling sum has no digits.
+            # ds_aux has no rows, and as peers take it from a bf16 output, no digits.
             compared = results[peer] if case.dtype == "fp32" else results[peer][: len(exact)]
             fault = _fault(compared[: len(exact)], exact, "fp64", TOLERANCE[case.dtype])
             if not fault and first:  # two that are right are at most twice as far from each other
@@ -220,7 +219,7 @@ def faults(case: Case, direction: str, inputs: Inputs, results: dict[Peer, tuple
 
 
 def failure(error: Exception) -> str:
-    """The note of a peer that could not do it: the first line of what it said, or the assertion that refused."""
+    """A failed peer's note: its message's first line, or the assertion that refused."""
     kind, words = type(error).__name__, str(error)
     if isinstance(error, AssertionError | NotImplementedError | ValueError):
         frames = traceback.extract_tb(error.__traceback__)
@@ -349,8 +348,8 @@ def results_path(suite: str, device: str) -> Path:
 
 
 def save(path: Path, rows: Sequence[Any], machine: dict[str, object]) -> None:
-    """A line a row, without what it shares with others: "same" has what is equal in all rows, "notes" the texts whose
-    numbers stand in the column note, and a line leaves out its first values where they are those of the line before.
+    """A line a row: "same" has what all rows share, "notes" the texts that the column note numbers, and a line leaves
+    out its first values where they are those of the line before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [asdict(row) for row in rows]

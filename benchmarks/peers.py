@@ -135,7 +135,7 @@ FLEX_BLOCK = 128
 
 
 def _block_mask(visible: Visible, length: int, device: str) -> BlockMask:
-    """What create_block_mask gives, from a few rows at a time: its length x length tensors would not fit."""
+    """create_block_mask by a few rows at a time: its length x length tensors would not fit."""
     columns = torch.arange(length, device=device)
     some, every = [], []
     for rows in torch.split(columns, 16 * FLEX_BLOCK):
@@ -153,7 +153,7 @@ def _block_mask(visible: Visible, length: int, device: str) -> BlockMask:
 
 
 def _flex_with_sink(case: Case, direction: str) -> Attention:
-    """The sink by rescaling: exp(lse) / (exp(lse) + exp(s)) of what attention without it gives."""
+    """The sink by rescaling: exp(lse) / (exp(lse) + exp(s)) times attention without it."""
     if case.id not in TARGETS or case.length % FLEX_BLOCK:
         raise Absent("not run: it compiles for seconds a shape, so only where there is a target")
     torch._dynamo.reset()
@@ -222,12 +222,6 @@ FA4_DETERMINISTIC = replace(FA4, name="fa4-deterministic", build=partial(_fa4, d
 # The first of those that compute the same thing is what the others are compared with.
 CPU = (OURS, OURS_WITHOUT, Peer("sdpa", _sdpa), Peer("flex", _flex), EAGER)
 PREFILL_QUICK = (OURS, OURS_WITHOUT, Peer("fa2", _sdpa_flash, heads_first=False))
-PREFILL = (
-    *PREFILL_QUICK,
-    Peer("cudnn", _sdpa_cudnn),
-    Peer("flex", _flex_with_sink, has_sink=True),
-    EAGER,
-    FA4,
-    FA4_DETERMINISTIC,
-)
+_WITH_SINK = Peer("flex", _flex_with_sink, has_sink=True), EAGER, FA4, FA4_DETERMINISTIC
+PREFILL = (*PREFILL_QUICK, Peer("cudnn", _sdpa_cudnn), *_WITH_SINK)
 SHAPES = (OURS, FA4, FA4_DETERMINISTIC)

@@ -27,11 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="cases with a target, FA2 alone; kept only with --json")
     parser.add_argument("--case", action="append", metavar="NAME", help="this case alone; kept only with --json")
     parser.add_argument("--graph", action="store_true", help="calls captured as graphs: without the host's time")
-    parser.add_argument("--json", type=Path, help="where rows go; default: benchmarks/results/<device>/prefill.json")
-    parser.add_argument("--commit", help="the commit that rows name; default: git's")
-    parser.add_argument(
-        "--readme", action="store_true", help="measure nothing: draw README's table from the kept results"
-    )
+    gpu.add_output(parser, SUITE)
+    gpu.add_readme(parser)
 
 
 def chosen(names: list[str] | None, quick: bool) -> list[cases.Case]:

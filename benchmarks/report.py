@@ -118,12 +118,8 @@ def markdown(
     columns, head = timed, ["case"]
     for direction, peers in columns.items():
         head += [f"{direction}, ms ({unit})", *(["target"] if targets else []), *peers]
-    lines = [
-        f"{where}, torch {rows[0].torch}, commit {rows[0].commit}.",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|---" * len(head) + "|",
-    ]
+    lines = [f"{where}, torch {rows[0].torch}, commit {rows[0].commit}.", ""]
+    lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for case in cases:
         cells = [case.id]
         for direction, peers in columns.items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's share of an engine's step: the vLLM backend beside the operators alone, on steps that vLLM recorded.
 
-The backend writes the step's keys and attends, into the engine's output; the operators do the same on views that are
-made once, into tensors of their own. In graphs the difference is the device's, called eagerly it is the host's. Beside
-them the backend with packed rows only, which VLLM_BATCH_INVARIANT asks for. Layers of gpt-oss's sizes.
+The backend writes the step's keys and attends, into the engine's output; the operators do so on views made once, into
+their own tensors. Graphs show the difference on the device, eager calls that on the host. "packed" is the backend under
+VLLM_BATCH_INVARIANT. Layers have gpt-oss's sizes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The judge of the CUDA kernels: forward and backward over many shapes, against FA4 in both of its modes, worst first.
 
-Calls are captured as graphs and start with a cold L2. All compute with a learned sink, and every result is checked
-before its time is taken, as in the study prefill: near the end against fp64, and FA4's in every row against ours. FA4
-has no positional sink tokens; such a shape stands beside our own time for its window alone.
+Calls are captured as graphs and start with a cold L2. All have a learned sink, and results are checked before they are
+timed, as in the study prefill. FA4 has no positional sink tokens; such shapes stand beside our time for their window.
 """
 
 from __future__ import annotations

@@ -99,12 +99,8 @@ def train(
             progress.set_postfix(loss=f"{losses[-1]:.3f}")
     with autocast:
         after = evaluate(model, held_out)
-    return {
-        "eval_loss_before": before,
-        "eval_loss_after": after,
-        "losses": losses,
-        "tokens_per_second": args.batch * args.length / statistics.median(seconds),
-    }
+    speed = args.batch * args.length / statistics.median(seconds)
+    return {"eval_loss_before": before, "eval_loss_after": after, "losses": losses, "tokens_per_second": speed}
 
 
 def sinks(model: GptOssForCausalLM) -> Tensor:

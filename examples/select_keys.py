@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to the keys that a selection names: a decode over 1024 of 131072, as a block table with pages of one key.
 
-A sparse attention chooses the keys of each new token by an index of its own. Nothing is copied then: a cache of any
-layout is [keys, 1, kv heads, head_dim] in pages of one slot, the chosen keys are a row of the block table, and their
-number is the length. The index here scores keys by the first 16 columns of q and k, to have something to choose by.
+A sparse attention chooses each new token's keys by its own index, here the scores of q's and k's first 16 columns.
+Nothing is copied: the cache is [keys, 1, kv heads, head_dim] in pages of one slot, the chosen keys are a row of the
+block table, and their number is the length.
 """
 
 import argparse

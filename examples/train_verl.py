@@ -79,7 +79,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def start_worker(rank: int, ranks: int, port: int, name: str, args: argparse.Namespace) -> None:
-    """Make this process a rank of verl on the CPU or on a GPU; what it prints goes to the run's log."""
+    """Make this process a rank of verl; its output goes to the run's log."""
     log = os.open(args.output / f"{name}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -219,7 +219,7 @@ def reference(args: argparse.Namespace) -> dict[str, Any]:
 def roll_out(
     model: GptOssForCausalLM, prompts: list[Tensor], args: argparse.Namespace
 ) -> tuple[dict[str, Any], Tensor]:
-    """Responses to prompts of uneven length, padded as verl's rollouts are, and their log-probabilities as sampled."""
+    """Responses to prompts, padded as verl's rollouts are, and their log-probabilities as sampled."""
     widest, rows, sampled = max(map(len, prompts)), [], []
     for prompt in prompts:
         out = model.generate(

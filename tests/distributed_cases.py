@@ -23,7 +23,7 @@ import sinkattn
 from benchmarks import harness
 from sinkattn.distributed import Shards, context_parallel_attention, halo, ring
 
-# Of the largest element: sums of a few hundred terms, taken in another order. In bf16 of each row, as in benchmarks.
+# Of the largest element; in bf16 of each row, as in benchmarks.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: harness.TOLERANCE["bf16"]}
 DS_AUX_TOLERANCE = 2e-5  # in bf16: twice what each of the two is from the truth
 
@@ -150,7 +150,7 @@ def check_case(case: Case, group: dist.ProcessGroup, device: str) -> None:
 
 
 def check_parts_of_the_keys(device: str) -> None:
-    """What the ring is made of, in one process: a backward over some of the keys, with the out and LSE of all."""
+    """The ring's part in one process: a backward over some of the keys, with the out and LSE of all."""
     case = Case("parts", None, Shards.contiguous((300,)), (-1, -1), (), (16, 2), (0,), torch.bfloat16, head_dim=64)
     x = inputs_of(case, device)
     expected = alone(case, x)
@@ -256,7 +256,7 @@ def order_of(*named: tuple[Any, str, str]) -> Iterator[list[str]]:
 
 
 def check_overlap(group: dist.ProcessGroup) -> None:
-    """Messages are on their way while a rank computes, or copies: what is started, done and waited for, in order."""
+    """Messages travel while a rank computes or copies: the order of starts, work and waits."""
     shards, rank = Shards.contiguous((20, 13)), dist.get_rank(group)
     x = [shards.take(torch.randn(1, 33, 4, 8), rank, 1).requires_grad_() for _ in range(3)]
     of_ring = (ring.Ring, "start", "start"), (ring.Move, "wait", "wait"), (ring, "_fwd", "rows"), (ring, "_bwd", "rows")
@@ -293,7 +293,7 @@ class Layer(nn.Module):
 
 
 def check_data_parallel(group: dist.ProcessGroup) -> None:
-    """Data parallelism averages over the ranks that share a sequence, so a loss that is a sum takes their number."""
+    """Data parallelism averages over a sequence's ranks, so a loss that is a sum is multiplied by their number."""
     shards, rank, ranks = Shards.contiguous((13, 8, 31, 5)), dist.get_rank(group), dist.get_world_size(group)
     x = torch.randn(2, shards.total, 16, generator=torch.Generator().manual_seed(8))
     single, model = Layer(), Layer()

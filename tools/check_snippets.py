@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """mypy --strict over the python blocks of README.md and docs/*.md, each page one module; pyright over README's.
 
-Blocks that are marked as not run are left out. README has to pass as it is. The other pages may call what torch and
-transformers leave untyped, define functions without hints, and use a .grad, which may be None to a type checker.
+Blocks marked as not run are left out. README has to pass as it is; other pages may call untyped functions, define some
+without hints, and use a .grad that may be None.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each CUDA kernel takes of an SM, as ptxas -v told it; `make check-spills` compiles the kernels and runs this.
 
-A kernel is tuned when its source is in a folder csrc/cuda/*_sm90. One that spills or keeps a stack frame is a finding,
-and so is what ptxas calls a potential performance loss: wgmma made serial, setmaxnreg ignored. Exits with 1 if there is
-any.
+Findings are kernels of csrc/cuda/*_sm90 ("tuned") that spill or keep a stack frame, and what ptxas calls a potential
+performance loss: wgmma made serial, setmaxnreg ignored. Exits with 1 if there is any.
 
     python tools/check_spills.py build/native/csrc/cuda/fwd_sm90/fwd_sm90.ptxas ...
 """

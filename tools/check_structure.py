@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what no compiler checks: include arrows, rooms, where window arithmetic, tiles' bounds, barriers' phases,
-accumulator geometry and swizzles stand, lengths, SPDX lines, titles.
+"""Checks include arrows, rooms, where window arithmetic, tiles' bounds, barriers' phases, accumulator geometry and
+swizzles stand, lengths, SPDX lines, titles.
 
 Prints one ``file:line: sentence`` for each finding and exits with 1 if there is any.
 
@@ -51,11 +51,7 @@ MASK_FILES = {"csrc/core/mask.h", "csrc/core/validate.c"}
 
 # Words of a CUDA vocabulary -> the files or folder that may use them, and where others find what they need.
 VOCABULARY = (
-    (
-        re.compile(r"\bbarrier_(?:init|wait|arrive)\(|\.phase\(\)"),
-        "cuda/tile/pipe.cuh",
-        "barriers and their phases belong to",
-    ),
+    (re.compile(r"\bbarrier_(?:init|wait|arrive)\(|\.phase\(\)"), "cuda/tile/pipe.cuh", "barriers' phases belong to"),
     (re.compile(r"\^ \(?\w+ (?:& 7|% 8)\)*\) << 4"), "cuda/tile/fragment.cuh", "swizzles belong to"),
     # The row of a warp, of a lane, and the column of a lane; / 4 * 4 is the first lane of four.
     (
@@ -200,9 +196,8 @@ def check_titles(path: Path, lines: list[str]) -> Iterator[Finding]:
 
 def findings(root: Path) -> Iterator[Finding]:
     csrc = root / "csrc"
-    for path in sorted(
-        p for top in ("csrc", "tests", "examples") for p in (root / top).rglob("*") if p.suffix in SOURCES
-    ):
+    tops = ("csrc", "tests", "examples")
+    for path in sorted(p for top in tops for p in (root / top).rglob("*") if p.suffix in SOURCES):
         text = path.read_text(encoding="utf-8")
         lines, code = text.splitlines(), without_comments(text).splitlines()
         yield from check_spdx(path, lines)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python tools/check_wheel.py WHEEL [SAME]: whether a wheel is what a release promises; SAME is a second build of it.
 
-Its tag serves every Python, libsinkattn has no symbol of torch, operators have none of Python, the SBOM's digests are
-those of the files, no path of the machine that built it is inside, and a second build has the same bytes.
+Its tag serves every Python, libsinkattn has no symbol of torch and operators none of Python, the SBOM's digests are the
+files', no path of the building machine is inside, and a second build has the same bytes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether two builds hold the same machine code, kernel by kernel; for changes that must not reach the GPU.
 
-Kernels are matched by architecture and demangled name without namespaces, so files and namespaces may move. A kernel is
-its instructions in order, with their encodings; addresses, labels and the names of symbols do not count. Prints one
-line for each kernel that differs or that only one build has, and exits with 1 if there is any. Needs cuobjdump,
-nvdisasm and c++filt.
+Kernels are matched by architecture and demangled name without namespaces, and compared by instructions and encodings,
+without addresses, labels and names of symbols. Prints a line for each kernel that differs or that only one build has,
+and exits with 1 if there is any. Needs cuobjdump, nvdisasm and c++filt.
 
     python tools/compare_sass.py build/before build/after
     python tools/compare_sass.py --object fwd_sm90 build/before build/after

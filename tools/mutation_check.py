@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plants bugs, one at a time, in a copy of the sources, and sees that the test named beside each one fails.
 
-All of them take minutes, since a bug in C or C++ compiles the extension again.
+All take minutes: a bug in C or C++ compiles the extension again.
 """
 
 from __future__ import annotations

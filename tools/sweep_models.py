@@ -4,10 +4,9 @@
 python tools/sweep_models.py                 all of them, as the table of docs/models.md; some minutes
 python tools/sweep_models.py llama gpt_oss   these; --verbose shows each check's distance
 
-Each model is built with a layer of each kind, random weights, sinks from N(0, 1.5) and windows of 6 tokens, and
-compared in fp32 with its own eager attention: logits and gradients, padding on the left and right, greedy generation,
-torch.compile; and packed rows with each sequence alone, since eager attention may let packed sequences see each other.
-Exits with 1 when a model is silently wrong.
+Each model has a layer of each kind, random weights, sinks from N(0, 1.5) and windows of 6 tokens, and is compared in
+fp32 with its own eager attention: logits and gradients, padding on both sides, greedy generation, torch.compile; packed
+rows with each sequence alone. Exits with 1 when a model is silently wrong.
 """
 
 from __future__ import annotations
@@ -260,10 +259,7 @@ def takes_position_ids(model: Any) -> bool:
 
 
 def attention_alone_mixes(model: Any) -> bool:
-    """Whether a token reaches the next one in no other way: not through a recurrent layer or a convolution.
-
-    Experts meet other tokens then, so products of other sizes may round otherwise.
-    """
+    """Whether a token reaches the next one in no other way: not through a recurrent layer or a convolution."""
     AttentionInterface.register("zeros", zeros)
     AttentionMaskInterface.register("zeros", eager_mask)
     twin = copy.deepcopy(model)
@@ -310,11 +306,8 @@ def compare(name: str, checks: list[str] | None = None, verbose: bool = False, *
                 continue
             except Exception as error:
                 sentence = next((s for s in str(error).splitlines() if "sinkattn:" in s), None)
-                results[check] = "no: " + (
-                    sentence[sentence.index("sinkattn:") + 10 :]
-                    if sentence
-                    else f"{type(error).__name__}: {error}"[:150]
-                )
+                other = f"{type(error).__name__}: {error}"[:150]
+                results[check] = "no: " + (sentence[sentence.index("sinkattn:") + 10 :] if sentence else other)
                 continue
         if verbose:
             print(f"  {name} {check}: {worst:.1e}, asked {asked.count} times")

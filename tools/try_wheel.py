@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """python tools/try_wheel.py WHEEL RELEASE[-PYTHON] FOLDER PYTEST...: the wheel under a torch of that release.
 
-On a CPU, with pytest's arguments as in the folder tests. RELEASE-PYTHON, 2.15-3.14 say, does it under another Python;
-where there is none, that is said and this one taken. Prints one line, and everything if a test failed.
+On a CPU, with pytest's arguments as in the folder tests. RELEASE-PYTHON, 2.15-3.14 say, takes another Python; where
+none is found, it says so and takes this one. Prints one line, and everything if a test failed.
 
-The package index has torch built for CUDA, which wants gigabytes of CUDA libraries before it imports. None is called
-on a CPU, so each gets an empty one of its name, whose functions return an error.
+The package index has torch built for CUDA, whose import needs gigabytes of CUDA libraries. A CPU calls none, so each is
+replaced by one whose functions return an error.
 """
 
 from __future__ import annotations
