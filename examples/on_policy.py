@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small model with sinks on what vLLM samples from it, and say how far sampler and trainer disagree.
+"""Train a small model with sinks on samples of vLLM, and measure how far sampler and trainer disagree.
 
 After each weight sync both score the same tokens, and rollout_probs_diff (verl's name) is the difference of their
 probabilities:
 
     eager            transformers' eager attention in the trainer, vLLM's own in the sampler
-    trainer alone    sinkattn in the trainer, vLLM's own attention in the sampler
+    trainer alone    sinkattn in the trainer, vLLM's own in the sampler
     both             sinkattn in both
     both, 16 rows    the same, and matmuls that compute 16 rows at a time: this is trained on
 

@@ -45,7 +45,7 @@ WORLDS = {
 }
 INCLUDE = re.compile(r'\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
-# The mask's fields are read where the mask is computed and where it is validated.
+# Only these read the mask's fields.
 MASK_FIELD = re.compile(r"(?:\.|->)(?:has_)?(?:left|right|shift)\b|\bwindow_size_(?:left|right)\s*[-+*/]\s*\w")
 MASK_FILES = {"csrc/core/mask.h", "csrc/core/validate.c"}
 
@@ -69,7 +69,7 @@ VOCABULARY = (
         "bounds of tiles belong to core/split.h and",
     ),
 )
-# Files that still write such lines out, which their machine code may depend on: words of the sentence -> files.
+# Files that still write such lines, since machine code may depend on them: words of the sentence -> files.
 EXPLICIT = {
     "swizzles": {"cuda/decode/tile.cuh"},
     "geometry": {
