@@ -326,6 +326,35 @@ static void test_which_decodes_have_one_key_tile(void) {
     }
 }
 
+/* Of a cache of 32 MiB and more, 8 kv heads: by rows of a kv head, page size, widths and num_splits. */
+static void test_which_decodes_have_many_rows(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    const struct {
+        int64_t q_len, num_q_heads, page_size, k_len, head_dim, num_splits;
+        const char *name;
+    } cases[] = {{2, 64, 64, 16384, 64, 0, "sm80_d64"}, {3, 64, 64, 16384, 64, 0, "sm90_swapped_d64"},
+            {3, 64, 64, 16320, 64, 0, "sm80_d64"}, {1, 512, 16, 16384, 64, 0, "sm90_swapped_d64"},
+            {1, 8, 24, 16392, 64, 0, "sm90_swapped_d64"}, {1, 64, 1, 16384, 64, 0, "sm90_swapped_d64"},
+            {1, 64, 1, 16384, 64, 2, "sm80_d64"}, {1, 512, 64, 16384, 64, 2, "sm90_rows_d64"}, {5, 64, 64, 16384, 72, 0, "sm90_rows_d128"},
+            {4, 64, 64, 16384, 72, 0, "sm80_d128"}, {1, 128, 16, 4096, 264, 0, "sm90_swapped_d512"}, {1, 64, 16, 4096, 264, 0, "sm80_d512"},
+            {1, 136, 16, 4096, 264, 0, "sm80_d512"}, {1, 128, 8, 4096, 264, 0, "sm80_d512"}, {1, 128, 16, 8192, 256, 0, "sm80_d256"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sinkattn_problem problem = causal_window(SINKATTN_DECODE, 1 << 20);
+        problem.num_kv_heads = 8;
+        problem.q_len = cases[i].q_len;
+        problem.num_q_heads = cases[i].num_q_heads;
+        problem.page_size = cases[i].page_size;
+        problem.num_pages = 9;
+        problem.k_len = cases[i].k_len;
+        problem.head_dim = cases[i].head_dim;
+        problem.num_splits = cases[i].num_splits;
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        const char *name = status.code ? status.message : sinkattn_variant(plan.variant)->name;
+        CHECK(strcmp(name + strlen("sa_decode_cuda_"), cases[i].name) == 0, "case %zu: %s", i, name);
+    }
+}
+
 /* A decode with invariant has the arch and the key tiles of the forward that serves its rows, or is that forward. */
 static void test_invariant_decodes_follow_a_forward(void) {
     const int64_t head_dims[] = {8, 64, 72, 128, 136, 256}, groups[] = {1, 3, 8, 192, 193}, lefts[] = {-1, 0, 127, 143, 4096},
@@ -464,5 +493,6 @@ static void test_what_is_not_compiled_is_planned_and_not_run(void) {
 const test rule_tests[] = {TEST(what_is_not_compiled_is_planned_and_not_run), TEST(the_forward_of_sm90_is_planned),
         TEST(the_decode_is_planned), TEST(values_narrower_than_keys), TEST(the_workspace_of_narrow_values), TEST(room_for_a_block),
         TEST(rows_and_devices), TEST(the_local_windows_edge), TEST(the_single_tiles_edge), TEST(workers_of_few_rows),
-        TEST(which_decodes_have_one_key_tile), TEST(the_few_rows_edge), TEST(the_wide_tiles_edge), TEST(invariant_decodes_follow_a_forward),
-        TEST(partials_that_fit), TEST(sink_tokens_beyond_the_keys), TEST(scales_at_the_edge), TEST(packed_rows_over_a_cache), {0}};
+        TEST(which_decodes_have_one_key_tile), TEST(which_decodes_have_many_rows), TEST(the_few_rows_edge), TEST(the_wide_tiles_edge),
+        TEST(invariant_decodes_follow_a_forward), TEST(partials_that_fit), TEST(sink_tokens_beyond_the_keys), TEST(scales_at_the_edge),
+        TEST(packed_rows_over_a_cache), {0}};
