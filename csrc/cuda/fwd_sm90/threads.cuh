@@ -28,7 +28,7 @@ template <class C, int kHalves>
 __device__ __forceinline__ void copy_tile(uint32_t to, Barrier &full, const ThreadKeys::Pool &pool, const Work &work, int t, int next_t,
         const ThreadKeys &cache, int &page, uint32_t *offsets, unsigned *error_word) {
     constexpr uint32_t kNone = ~0u;
-    const int lane = pinned(threadIdx.x % 32), chunk = lane % 8, row = lane / 8;
+    const int lane = pinned(threadIdx.x % 32), chunk = lane % 8, row = lane / 8, left = pool.columns - 8 * chunk;
     const uint4 *head = static_cast<const uint4 *>(pool.data) + static_cast<uint32_t>(work.kv_head) * static_cast<uint64_t>(pool.head);
     const uint4 *from = pinned(head + chunk); // pinned: an address is one addition to it
     to += swizzled(row, chunk);
@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_tile(uint32_t to, Barrier &full, const Thre
 #pragma unroll
                 for (int half = 0; half < kHalves; half++)
                     cp_async_16(rows_on(to, j + 4 * i) + half * C::kKeyHalf, from + its[i] + 8 * half,
-                            its[i] != kNone && 64 * half + chunk * 8 < pool.columns);
+                            its[i] != kNone && 64 * half < (kHalves == 3 ? pinned(left) : left));
         }
         to += 32 * kRowBytes;
         key += 32;
