@@ -91,7 +91,7 @@ sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &pl
     Maps maps = {};
     SA_TRY(check_sizes(args, plan, kRows));
     SA_TRY(sa_cuda_error_word(&params.error_word));
-    SA_TRY(map_caches(&maps, args));
+    if (problem.page_size % kTileK == 0) SA_TRY(map_caches(&maps, args)); // else threads copy
     SA_TRY(allow_shared<kKernel>(sizeof(typename C::Smem)));
     set_tensors(params, args, 1, kRows);
     set_extras(params, args);
@@ -102,7 +102,8 @@ sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &pl
     params.slot_floats = static_cast<uint32_t>(sa_decode_rows_a_slot(&problem, &plan) * C::kPartialRow);
     params.tag = next_launch_tag();
     const uint32_t grid = cut_work<C>(params, problem, plan);
-    return launch_overlapping<kKernel>("sa_decode_cuda_sm90_rows", grid, kThreads, sizeof(typename C::Smem), context.stream, params, maps);
+    return launch_overlapping<kKernel>(
+            sinkattn_variant(plan.variant)->name, grid, kThreads, sizeof(typename C::Smem), context.stream, params, maps);
 }
 
 } // namespace many_rows
