@@ -183,8 +183,8 @@ const char *sa_refusal_many_rows_v128(const sinkattn_problem *p, const sinkattn_
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_many_rows(p, info);
 }
 
-/* A cache that the L2 cache does not hold, read once for 64 rows: more than 16 rows up to head_dim 64, or any in small pages; 9 to 16 past
- * head_dim 256. */
+/* A cache that the L2 cache does not hold, read once for 64 rows: more than 16 rows up to head_dim 64, or any where page_size is
+ * no multiple of tile_k; 9 to 16 past head_dim 256. */
 const char *sa_refusal_swapped(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant_one_width(p, info);
     if (why) return why;

@@ -97,7 +97,6 @@ template <class Element> using Latent = Config<Element, 576, 512, 4, 2, 1, true>
 template <int kSteps, int kStages, int kHeadDim, int kHeadDimV>
 sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_decode_args *>(arguments);
-    if (args.fwd.problem.batch == 0 || args.fwd.problem.q_len == 0) return sa_ok();
     using OfBf16 = Rows<Bf16, kSteps, kStages, kHeadDim, kHeadDimV>;
     using OfFp16 = Rows<Fp16, kSteps, kStages, kHeadDim, kHeadDimV>;
     constexpr bool kHasLatent = kHeadDim == 576;

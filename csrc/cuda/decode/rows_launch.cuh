@@ -87,6 +87,7 @@ template <class C, auto kKernel, int kThreads>
 sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     static_assert(sizeof(typename C::Smem) <= 227 * 1024, "what a block of compute capability 9.0 may use");
     const sinkattn_problem &problem = args.fwd.problem;
+    if (problem.batch == 0 || problem.q_len == 0) return sa_ok();
     typename C::Arguments params = {};
     Maps maps = {};
     SA_TRY(check_sizes(args, plan, kRows));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Loads of the decode with swapped operands on sm_90: boxes of 16 keys by TMA, or keys by threads where a page has fewer.
+// Loads of the decode with swapped operands on sm_90: boxes of 16 keys by TMA, or keys by threads where page_size is no multiple.
 #pragma once
 
 #include "cuda/decode/rows_loads.cuh"

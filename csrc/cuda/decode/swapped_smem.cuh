@@ -20,7 +20,7 @@ template <class Element_, int kHeadDim_, int kRows_, int kBlocks_, int kTeams_, 
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kRows = kRows_, kBlocks = kBlocks_, kTeams = kTeams_, kSlots = kSlots_,
                          kStages = kSlots;
-    static constexpr bool kByThreads = kByThreads_; // threads copy K and V, where pages have fewer than 16 keys; else TMA
+    static constexpr bool kByThreads = kByThreads_; // threads copy K and V, where page_size is no multiple of 16; else TMA
     static constexpr bool kSplitsP = std::is_same_v<Element, Bf16>;
     static constexpr int kHalves = kHeadDim / 64, kKeys = 64 * kBlocks, kSteps = 4 * kBlocks;
     static constexpr int kKeyHalf = kKeys * kRowBytes, kQueryHalf = kRows * kRowBytes, kSlotBytes = kHalves * kKeyHalf;
