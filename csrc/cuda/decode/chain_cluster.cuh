@@ -5,7 +5,7 @@
 //
 //     scorers, a warp for each 16 keys of a tile    K | S | weights, rounded -> the tile's stage in every block; unrounded -> the adder
 //     adder                                         a tile's sums of weights -> its stage in every block
-//     loaders, two warps                            V of the block's columns, of every tile
+//     loaders, four warps                           V of the block's columns, of every tile
 //     chain                                         O += P V, tile by tile, sum += the tile's sums
 //
 // Only the chain is serial: one product of 16 keys after another, and a sum a tile. All else of a tile depends on its keys and the pivots.
@@ -26,11 +26,11 @@ template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadD
     static constexpr int kCluster = kHeadDim / 16, kMostRows = 8;
     static constexpr int kSteps = kHeadDim == 64 ? 8 : 5, kWalkKeys = kSteps * kTileK; // of a key tile of the forward
     static_assert(kWalkKeys == ChainConfig<Element, kHeadDim, 8>::kPivotKeys, "the forward's tiles");
-    static constexpr int kScorers = kSteps, kLoaders = 2, kAdder = kScorers, kChain = kScorers + 1, kFirstLoader = kScorers + 2; // warps
+    static constexpr int kScorers = kSteps, kLoaders = 4, kAdder = kScorers, kChain = kScorers + 1, kFirstLoader = kScorers + 2; // warps
     static constexpr int kWarps = kFirstLoader + kLoaders, kThreads = 32 * kWarps;
     static constexpr int kValueRow = 32, kValueBytes = kWalkKeys * kValueRow; // of the block's columns
-    static constexpr int kRounds = 3, kWeightStages = kRounds * kCluster;     // a round: a tile of each block
-    static constexpr int kKeyStages = kHeadDim == 64 ? 3 : 2, kValueStages = kHeadDim == 64 ? 8 : 12;
+    static constexpr int kRounds = 2, kStages = kRounds * kCluster;           // of weights and values; a round: a tile of each block
+    static constexpr int kKeyStages = kHeadDim == 64 ? 3 : 2;
     static constexpr int kAhead = kHeadDim == 64 ? 4 : 5; // k16 steps
     // Of a key tile.
     struct WeightStage {
@@ -39,13 +39,13 @@ template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadD
     };
     struct Smem {
         alignas(128) unsigned char keys[kScorers][kKeyStages][kTileBytes];
-        unsigned char values[kValueStages][kValueBytes];
-        WeightStage sent[kWeightStages];
+        unsigned char values[kStages][kValueBytes];
+        WeightStage sent[kStages];
         float4 weights[kSteps][32];
         float out[kMostRows][16], before[5][32];
-        Barriers<kWeightStages> full; // a stage of weights
-        Barriers<kRounds> empty;      // the stages of the block's own tiles, in every block
-        Barriers<kValueStages> v_full, v_empty;
+        Barriers<kStages> full;  // weights and values
+        Barriers<kRounds> empty; // the stages of the block's own tiles, in every block
+        Barriers<kStages> v_empty;
         Barriers<1> weights_full, weights_empty;
         Part part;
         Row rows[kMostRows], seen_by_all;
@@ -81,6 +81,15 @@ template <class C> struct ClusterStream {
         return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
     }
 
+    // Whether rows see some of 16 keys from `key` on, all of them together; and all keys of a tile.
+    __device__ __forceinline__ bool is_any_seen(int32_t key) const {
+        return (key < tiles.sink_keys) | ((key + kTileK > tiles.band.begin) & (key < tiles.band.end));
+    }
+
+    __device__ __forceinline__ bool is_all_seen(int32_t key) const {
+        return (key >= tiles.band.begin) & (key + C::kWalkKeys <= tiles.band.end);
+    }
+
     // Of 16 keys from `key` on.
     __device__ __forceinline__ bool all_see(int32_t key) const {
         const Row &keys = smem.seen_by_all;
@@ -93,11 +102,10 @@ template <class C> struct ClusterStream {
         return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
     }
 
+    __device__ __forceinline__ int32_t page_at(int32_t key) const { return pages ? load_relaxed(pages + page_index(key)) : batch; }
+
     // -1 for a key that no row sees.
-    __device__ __forceinline__ int32_t page_of(int32_t key) const {
-        if (!is_seen(key)) return -1;
-        return pages ? load_relaxed(pages + page_index(key)) : batch;
-    }
+    __device__ __forceinline__ int32_t page_of(int32_t key) const { return is_seen(key) ? page_at(key) : -1; }
 
     __device__ __forceinline__ void copy(uint32_t to, const uint16_t *from, int32_t page, int32_t key, int64_t page_stride,
             int32_t row_stride, int64_t gap, bool real) const {
@@ -232,7 +240,7 @@ template <class C> struct Scorer : ClusterStream<C> {
         for (int x = 0; x < 4; x++) w[x] = exp2_approx(fmaf(s[x], params.scale_log2, -(pivot[x % 2] == -INFINITY ? 0.0f : pivot[x % 2])));
         const uint2 p = {
                 transposed(pack_halves<typename C::Element>(w[0], w[1])), transposed(pack_halves<typename C::Element>(w[2], w[3]))};
-        const Ring<C::kWeightStages> ring{n};
+        const Ring<C::kStages> ring{n};
         const uint32_t to = shared_address(&smem.sent[ring.stage()].p[warp()][lane()]), full = shared_address(smem.full[ring.stage()]);
         this->acquire_stage(n);
 #pragma unroll
@@ -298,7 +306,7 @@ template <class C> struct Adder : ClusterStream<C> {
             if (lane() == 0) smem.weights_empty.release(tile);
             for (float &x : sum) x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, 4));
             const float total = lane() & 4 ? sum[1] : sum[0];
-            const Ring<C::kWeightStages> ring{n};
+            const Ring<C::kStages> ring{n};
             const uint32_t to = shared_address(&smem.sent[ring.stage()].totals[lane()]), full = shared_address(smem.full[ring.stage()]);
             this->acquire_stage(n);
 #pragma unroll
@@ -308,38 +316,69 @@ template <class C> struct Adder : ClusterStream<C> {
 };
 
 // Copies the block's columns of V, every second tile each.
+// Copies the block's columns of V, every kLoaders-th tile each. A lane finds where 16 keys lie, or where pages may be smaller, single keys.
 template <class C> struct ValueLoader : ClusterStream<C> {
     using Base = ClusterStream<C>;
     using Base::lane, Base::params, Base::smem;
-    static constexpr int kLanePages = (C::kSteps + 1) / 2; // of keys lane + 32 x
+    static constexpr int64_t kNowhere = INT64_MIN;
+    template <bool kWhole> static constexpr int kPlaces = kWhole ? 1 : (C::kSteps + 1) / 2; // of a lane
 
     __device__ __forceinline__ explicit ValueLoader(const Base &stream) : Base(stream) {}
 
-    __device__ __forceinline__ void find_pages(int32_t (&found)[kLanePages], int32_t i) const {
+    // The first key of place x, counted in the tile.
+    template <bool kWhole> __device__ __forceinline__ static int32_t key_of(int x) { return kWhole ? lane() * kTileK : lane() + 32 * x; }
+
+    template <bool kWhole> __device__ __forceinline__ void find_pages(int32_t (&found)[kPlaces<kWhole>], int32_t i) const {
 #pragma unroll
-        for (int x = 0; x < kLanePages; x++)
-            found[x] = i < this->num_tiles && lane() + 32 * x < C::kWalkKeys ? this->page_of(this->first_key(i) + lane() + 32 * x) : -1;
+        for (int x = 0; x < kPlaces<kWhole>; x++) {
+            const int32_t own = key_of<kWhole>(x), key = this->first_key(i) + own;
+            const bool exists = i < this->num_tiles && own < C::kWalkKeys;
+            found[x] = !exists ? -1 : !kWhole ? this->page_of(key) : this->is_any_seen(key) ? this->page_at(key) : -1;
+        }
+    }
+
+    // Of a key's row of V, in elements.
+    __device__ __forceinline__ int64_t offset_of(int32_t page, int32_t key) const {
+        const int32_t slot = key - this->page_index(key) * params.page_size;
+        const int64_t offset = page * params.v_page + wide(slot) * params.v_row + (page >= params.first_host_page ? params.v_gap : 0);
+        return this->is_inside(page) ? offset : kNowhere;
     }
 
     __device__ __forceinline__ void run(int32_t first, uint32_t done) const {
+        if (params.whole_tiles)
+            copy<true>(first, done);
+        else
+            copy<false>(first, done);
+    }
+
+    template <bool kWhole> __device__ __forceinline__ void copy(int32_t first, uint32_t done) const {
         const int row = lane() / 2, chunk = lane() % 2;
         const auto column = static_cast<int>(this->rank) * 16 + chunk * 8;
-        const uint16_t *v = params.v + wide(smem.part.kv_head) * params.v_head + column;
+        const bool exists = column < params.head_dim;
+        const uint16_t *v = params.v + wide(smem.part.kv_head) * params.v_head + column + (kWhole ? wide(row) * params.v_row : 0);
         const uint32_t behind = (this->warp() - C::kFirstLoader + done) % C::kLoaders;
-        int32_t i = first + static_cast<int32_t>(behind), found[kLanePages];
-        find_pages(found, i);
+        int32_t i = first + static_cast<int32_t>(behind), found[kPlaces<kWhole>], next[kPlaces<kWhole>];
+        find_pages<kWhole>(found, i);
 #pragma unroll 1
         for (uint32_t n = done + behind; i < this->num_tiles; i += C::kLoaders, n += C::kLoaders) {
-            const Ring<C::kValueStages> ring{n};
+            find_pages<kWhole>(next, i + C::kLoaders); // which arrive behind the copies
+            const Ring<C::kStages> ring{n};
+            const int32_t key = this->first_key(i);
+            const bool all = !kWhole || this->is_all_seen(key);
             const uint32_t to = shared_address(smem.values[ring.stage()]) + row * C::kValueRow + ((chunk ^ (row >> 2 & 1)) << 4);
-            const int32_t key = this->first_key(i) + row;
+            int64_t offset[kPlaces<kWhole>];
+#pragma unroll
+            for (int x = 0; x < kPlaces<kWhole>; x++) offset[x] = offset_of(found[x], key + key_of<kWhole>(x));
             smem.v_empty.acquire(ring);
 #pragma unroll
-            for (int t = 0; t < C::kSteps; t++)
-                this->copy(to + t * kTileK * C::kValueRow, v, __shfl_sync(0xffffffffu, found[t / 2], 16 * (t % 2) + row), key + t * kTileK,
-                        params.v_page, params.v_row, params.v_gap, column < params.head_dim);
-            smem.v_full[ring.stage()].arrive_copied();
-            find_pages(found, i + C::kLoaders);
+            for (int t = 0; t < C::kSteps; t++) {
+                const int64_t from = __shfl_sync(0xffffffffu, kWhole ? offset[0] : offset[t / 2], kWhole ? t : 16 * (t % 2) + row);
+                const bool seen = all || this->is_seen(key + t * kTileK + row);
+                cp_async_16_once(to + t * kTileK * C::kValueRow, v + from, exists && seen && from != kNowhere);
+            }
+            smem.full[ring.stage()].arrive_copied();
+#pragma unroll
+            for (int x = 0; x < kPlaces<kWhole>; x++) found[x] = next[x];
         }
     }
 };

@@ -29,7 +29,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
     // A value that is not finite, of 16 keys that not all rows see, is zeroed in shared memory and added explicitly to the rows that see
     // it.
     __device__ __forceinline__ void hide_nonfinite(uint32_t n, int32_t first_key) {
-        unsigned char *tile = smem.values[n % C::kValueStages];
+        unsigned char *tile = smem.values[n % C::kStages];
         const auto chunk_at = [&](int key, int chunk) { return tile + key * C::kValueRow + ((chunk ^ (key >> 2 & 1)) << 4); };
 #pragma unroll 1
         for (int t = 0; t < C::kSteps; t++) {
@@ -56,10 +56,9 @@ template <class C> struct ColumnChain : ClusterStream<C> {
         }
     }
 
-    // Wait for tile i, the n-th of all runs.
-    __device__ __forceinline__ void wait_weights(uint32_t n) { smem.full[n % C::kWeightStages].wait(Ring<C::kWeightStages>{n}); }
-    __device__ __forceinline__ void wait_values(int32_t i, uint32_t n) {
-        smem.v_full.wait(Ring<C::kValueStages>{n});
+    // Waits for tile i, the n-th of all runs.
+    __device__ __forceinline__ void wait(int32_t i, uint32_t n) {
+        smem.full.wait(Ring<C::kStages>{n});
         if (__builtin_expect(params.band.q_len > 1, false)) hide_nonfinite(n, this->first_key(i));
     }
 
@@ -72,7 +71,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
     __device__ __forceinline__ Place place(uint32_t n) const {
         const int row = right_row(lane());
         const uint32_t at = row * C::kValueRow + ((right_chunk(lane()) ^ (row >> 2 & 1)) << 4);
-        return {shared_address(smem.values[n % C::kValueStages]) + at, &smem.sent[n % C::kWeightStages].p[0][lane()]};
+        return {shared_address(smem.values[n % C::kStages]) + at, &smem.sent[n % C::kStages].p[0][lane()]};
     }
 
     __device__ __forceinline__ void fetch(int t, const Place &from) {
@@ -81,11 +80,11 @@ template <class C> struct ColumnChain : ClusterStream<C> {
     }
 
     __device__ __forceinline__ void release(uint32_t n) const {
-        if (lane()) return;
-        const Ring<C::kWeightStages> ring{n};
-        smem.v_empty.release(Ring<C::kValueStages>{n});
-        smem.full[ring.stage()].arrive_expect(sizeof(typename C::WeightStage));
-        arrive_at_block(address_of_block(shared_address(&smem.empty[n / C::kCluster % C::kRounds]), n % C::kCluster));
+        const Ring<C::kStages> ring{n};
+        const uint32_t of_owner = address_of_block(shared_address(&smem.empty[n / C::kCluster % C::kRounds]), n % C::kCluster);
+        if (lane() == 0) smem.v_empty.release(ring);
+        if (lane() == 0) smem.full[ring.stage()].arrive_expect(sizeof(typename C::WeightStage));
+        if (lane() == 0) arrive_at_block(of_owner);
     }
 
     // Takes the run's pivots.
@@ -119,39 +118,40 @@ template <class C> struct ColumnChain : ClusterStream<C> {
     __device__ __forceinline__ void run(int32_t first, uint32_t n) {
         constexpr int kNext = C::kSteps - kAhead; // the step after which the next tile is fetched
         move_pivots();
-        wait_weights(n);
-        wait_values(first, n);
+        wait(first, n);
         Place at = place(n);
-        float total = smem.sent[n % C::kWeightStages].totals[lane()];
+        float total = smem.sent[n % C::kStages].totals[lane()], most = limit;
 #pragma unroll
         for (int t = 0; t < kAhead; t++) fetch(t, at);
         bool stopped = false;
 #pragma unroll 1
-        for (int32_t i = first; i < this->num_tiles; i++, n++) {
-            if (__builtin_expect(__any_sync(0xffffffffu, total > limit) && !stopped, false)) {
-                stop_at(i, total > limit);
+        for (int32_t i = first;; n++) {
+            if (__builtin_expect(__any_sync(0xffffffffu, total > most), false)) {
+                stop_at(i, total > most);
+                most = INFINITY;
                 stopped = true;
             }
             sum = __fadd_rn(sum, total);
-            Place next;
+            const bool last = ++i == this->num_tiles;
+            Place next = at;
 #pragma unroll
             for (int t = 0; t < C::kSteps; t++) {
                 mma_m16n8k16<typename C::Element>(o, v[t % kAhead], p[t % kAhead].x, p[t % kAhead].y);
-                if (t == (kNext < 2 ? 0 : kNext - 2) && i + 1 < this->num_tiles) wait_weights(n + 1);
-                if (t == (kNext < 1 ? 0 : kNext - 1) && i + 1 < this->num_tiles) wait_values(i + 1, n + 1);
+                if (t == (kNext < 1 ? 0 : kNext - 1) && !last) wait(i, n + 1);
                 if (t == kNext) {
                     next = place(n + 1);
-                    total = smem.sent[(n + 1) % C::kWeightStages].totals[lane()];
+                    total = smem.sent[(n + 1) % C::kStages].totals[lane()];
                 }
                 if (t < kNext)
                     fetch(t + kAhead, at);
                 else
                     fetch(t - kNext, next); // past the last tile, of no meaning
-                if (t == 1 && i > first) release(n - 1);
+                if (t == 1 && i > first + 1) release(n - 1);
             }
+            if (last) break;
             at = next;
         }
-        release(n - 1);
+        release(n);
         if (!stopped) {
             if (lane() == 0) smem.stop = this->num_tiles;
             return;

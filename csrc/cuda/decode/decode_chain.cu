@@ -129,16 +129,15 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
     extern __shared__ __align__(128) unsigned char shared[];
     auto &smem = *reinterpret_cast<typename C::Smem *>(shared);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < C::kWeightStages; i++) smem.full[i].init(1);
         for (int i = 0; i < C::kRounds; i++) smem.empty[i].init(C::kCluster);
-        for (int i = 0; i < C::kValueStages; i++) {
-            smem.v_full[i].init(32);
+        for (int i = 0; i < C::kStages; i++) {
+            smem.full[i].init(33); // a loader's lanes, and the chain, which tells the bytes
             smem.v_empty[i].init(1);
         }
         smem.weights_full[0].init(C::kScorers);
         smem.weights_empty[0].init(1);
         barrier_init_fence();
-        for (int i = 0; i < C::kWeightStages; i++) smem.full[i].arrive_expect(sizeof(typename C::WeightStage));
+        for (int i = 0; i < C::kStages; i++) smem.full[i].arrive_expect(sizeof(typename C::WeightStage));
     }
     __syncwarp();
     cluster_arrive();
