@@ -30,35 +30,25 @@ template <class C> struct Values {
 
     // Where values of a step that not all rows see are not finite: adds them to the rows that see them and leaves zeros. tile: of 16 keys.
     template <int kTeam> __device__ __forceinline__ void hide_nonfinite(Out &o, unsigned char *values, int32_t tile) {
-        constexpr int kChunks = C::kColumns / 8 * kTileK, kEights = C::kN / 8;
-        const auto chunk_at = [&](int x) { return values + x / (8 * kTileK) * C::kKeyHalf + x % (8 * kTileK) * 16; };
-        bool bad = false;
-        for (int x = thread(); x < kChunks; x += 128) {
-            const uint4 chunk = *reinterpret_cast<const uint4 *>(chunk_at(x));
-            for (const uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) bad |= any_nonfinite<Element>(pair);
-        }
-        async_fence(); // of values that were read, before a copy overwrites them
-        if (!bar_any<128>(kHideBarrier + warpgroup, bad)) return;
-        const decode::Row rows[2] = {smem.rows[warpgroup_row(0)], smem.rows[warpgroup_row(1)]};
+        constexpr int kEights = C::kN / 8;
+        hide_nonfinite_values<Element, C::kKeyHalf>(values, C::kColumns, kHideBarrier + warpgroup, [&] {
+            const decode::Row rows[2] = {smem.rows[warpgroup_row(0)], smem.rows[warpgroup_row(1)]};
 #pragma unroll 1
-        for (int key = 0; key < kTileK; key++) {
-            const bool meets[2] = {decode::sees(rows[0], tile * kTileK + key), decode::sees(rows[1], tile * kTileK + key)};
+            for (int key = 0; key < kTileK; key++) {
+                const bool meets[2] = {decode::sees(rows[0], tile * kTileK + key), decode::sees(rows[1], tile * kTileK + key)};
 #pragma unroll
-            for (int n = 0; n < C::kColumns / 8; n++) {
-                const uint32_t pair =
-                        *reinterpret_cast<const uint32_t *>(values + n / 8 * C::kKeyHalf + swizzled(key, n % 8) + 2 * fragment_column());
+                for (int n = 0; n < C::kColumns / 8; n++) {
+                    const uint32_t pair = *reinterpret_cast<const uint32_t *>(
+                            values + n / 8 * C::kKeyHalf + swizzled(key, n % 8) + 2 * fragment_column());
 #pragma unroll
-                for (int x = 0; x < 2; x++) {
-                    const float value = nonfinite_part<Element>(static_cast<uint16_t>(pair >> 16 * x));
+                    for (int x = 0; x < 2; x++) {
+                        const float value = nonfinite_part<Element>(static_cast<uint16_t>(pair >> 16 * x));
 #pragma unroll
-                    for (int i = 0; i < 2; i++) o[kTeam][n / kEights][4 * (n % kEights) + 2 * i + x] += meets[i] ? value : 0.0f;
+                        for (int i = 0; i < 2; i++) o[kTeam][n / kEights][4 * (n % kEights) + 2 * i + x] += meets[i] ? value : 0.0f;
+                    }
                 }
             }
-        }
-        bar_sync<128>(kHideBarrier + warpgroup); // all have read the values
-        for (int x = thread(); x < kChunks; x += 128) zero_chunk<Element>(chunk_at(x));
-        async_fence();
-        bar_sync<128>(kHideBarrier + warpgroup);
+        });
     }
 
     // O of a team, alpha and all, after the n-th step of all. values: the warpgroup's columns of the step's keys.

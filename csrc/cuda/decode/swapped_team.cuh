@@ -162,31 +162,20 @@ template <class C> struct Team {
     // Where values of a step that not all rows see are not finite: adds them to the rows that see them and leaves zeros. values: of its
     // keys.
     __device__ __forceinline__ void hide_nonfinite(Out &o, unsigned char *values, int32_t tile) {
-        constexpr int kChunks = C::kHalves * 8 * kTileK;
-        const int thread = static_cast<int>(threadIdx.x % 128), lane = thread % 32;
-        const auto chunk_at = [&](int x) { return values + x / (8 * kTileK) * C::kKeyHalf + x % (8 * kTileK) * 16; };
-        bool bad = false;
-        for (int x = thread; x < kChunks; x += 128) {
-            const uint4 chunk = *reinterpret_cast<const uint4 *>(chunk_at(x));
-            for (const uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) bad |= any_nonfinite<Element>(pair);
-        }
-        async_fence(); // of values that were read, before a copy overwrites them
-        if (!bar_any<128>(barrier(), bad)) return;
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        hide_nonfinite_values<Element, C::kKeyHalf>(values, C::kHeadDim, barrier(), [&] {
 #pragma unroll 1
-        for (int key = 0; key < kTileK; key++)
+            for (int key = 0; key < kTileK; key++)
 #pragma unroll
-            for (int h = 0; h < C::kHalves; h++)
-                for (int i = 0; i < 2; i++) {
-                    const float value = nonfinite_part<Element>(
-                            *reinterpret_cast<const uint16_t *>(values + h * C::kKeyHalf + swizzled(key, 2 * warp() + i) + lane / 4 * 2));
+                for (int h = 0; h < C::kHalves; h++)
+                    for (int i = 0; i < 2; i++) {
+                        const float value = nonfinite_part<Element>(*reinterpret_cast<const uint16_t *>(
+                                values + h * C::kKeyHalf + swizzled(key, 2 * warp() + i) + lane / 4 * 2));
 #pragma unroll
-                    for (int e = 0; e < C::kOwn; e++)
-                        o[h][element(e, i)] += decode::sees(smem.rows[row_of(e)], tile * kTileK + key) ? value : 0.0f;
-                }
-        bar_sync<128>(barrier()); // all have read the values
-        for (int x = thread; x < kChunks; x += 128) zero_chunk<Element>(chunk_at(x));
-        async_fence();
-        bar_sync<128>(barrier());
+                        for (int e = 0; e < C::kOwn; e++)
+                            o[h][element(e, i)] += decode::sees(smem.rows[row_of(e)], tile * kTileK + key) ? value : 0.0f;
+                    }
+        });
     }
 
     __device__ __forceinline__ void hide_values(Out &o, uint32_t n, int32_t step, int32_t last, const sa_range &full) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/ptx/sm80.cuh"
+#include "cuda/ptx/sm90.cuh"
 #include "cuda/tile/fragment.cuh"
 
 namespace sa {
@@ -95,6 +96,26 @@ template <class Element, int kThreads> __device__ __forceinline__ bool zero_nonf
         for (int n = 0; n < 8; n++) zero_nonfinite<Element>(each[n]);
     }
     return found;
+}
+
+// Zeroes the values of 16 keys that are not finite, in `columns` columns of swizzled rows whose halves lie kHalf bytes apart; before it,
+// calls add_back() if there are any. By a warpgroup, at one of its named barriers, between copies by TMA.
+template <class Element, int kHalf, class AddBack>
+__device__ __forceinline__ void hide_nonfinite_values(unsigned char *values, int columns, int barrier, const AddBack &add_back) {
+    const int thread = static_cast<int>(threadIdx.x % 128);
+    const auto chunk_at = [&](int x) { return values + x / 128 * kHalf + x % 128 * 16; };
+    bool bad = false;
+    for (int x = thread; x < 2 * columns; x += 128) {
+        const uint4 chunk = *reinterpret_cast<const uint4 *>(chunk_at(x));
+        for (const uint32_t pair : {chunk.x, chunk.y, chunk.z, chunk.w}) bad |= any_nonfinite<Element>(pair);
+    }
+    async_fence(); // of values that were read, before a copy overwrites them
+    if (!bar_any<128>(barrier, bad)) return;
+    add_back();
+    bar_sync<128>(barrier); // all have read the values
+    for (int x = thread; x < 2 * columns; x += 128) zero_chunk<Element>(chunk_at(x));
+    async_fence();
+    bar_sync<128>(barrier);
 }
 
 // The value if it is not finite, else 0.
