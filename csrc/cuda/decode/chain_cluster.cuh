@@ -30,6 +30,7 @@ template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadD
     static constexpr int kWarps = kFirstLoader + kLoaders, kThreads = 32 * kWarps;
     static constexpr int kValueRow = 32, kValueBytes = kWalkKeys * kValueRow; // of the block's columns
     static constexpr int kRounds = 2, kStages = kRounds * kCluster;           // of weights and values; a round: a tile of each block
+    static_assert((kStages & (kStages - 1)) == 0, "the chain has no time to divide");
     static constexpr int kKeyStages = kHeadDim == 64 ? 3 : 2;
     static constexpr int kAhead = kHeadDim == 64 ? 4 : 5; // k16 steps
     // Of a key tile.
@@ -43,16 +44,16 @@ template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadD
         WeightStage sent[kStages];
         float4 weights[kSteps][32];
         float out[kMostRows][16], before[5][32];
-        Barriers<kStages> full;  // weights and values
-        Barriers<kRounds> empty; // the stages of the block's own tiles, in every block
-        Barriers<kStages> v_empty;
+        Barriers<kStages> full;    // weights and values
+        Barriers<kRounds> empty;   // the stages of the block's own tiles, in every block
+        Barriers<kStages> v_empty; // values
         Barriers<1> weights_full, weights_empty;
         Part part;
         Row rows[kMostRows], seen_by_all;
         float s_aux[kMostRows], tops[kScorers][kMostRows], sum[kMostRows];
         alignas(8) float pivot[kMostRows];
-        int32_t stop;   // the tile where the next run begins
-        uint32_t large; // rows whose pivots it moves
+        int32_t stop[2]; // the tile where the next run begins, of even and odd runs: a slow warp may still read one while the next is found
+        uint32_t large;  // rows whose pivots it moves
     };
     static_assert(2 * (sizeof(Smem) + 1024) <= 228 * 1024, "two blocks an SM");
 };
@@ -81,11 +82,12 @@ template <class C> struct ClusterStream {
         return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
     }
 
-    // Whether rows see some of 16 keys from `key` on, all of them together; and all keys of a tile.
+    // Whether any row sees any of 16 keys from `key` on.
     __device__ __forceinline__ bool is_any_seen(int32_t key) const {
         return (key < tiles.sink_keys) | ((key + kTileK > tiles.band.begin) & (key < tiles.band.end));
     }
 
+    // Whether each key of a tile is seen; says no in tiles of sink tokens, which are few.
     __device__ __forceinline__ bool is_all_seen(int32_t key) const {
         return (key >= tiles.band.begin) & (key + C::kWalkKeys <= tiles.band.end);
     }
@@ -122,13 +124,13 @@ template <class C> struct ClusterStream {
 
     // Runs until none stopped early. run(first, done).
     template <class Run> __device__ __forceinline__ void in_runs(const Run &run) const {
-        uint32_t done = 0;
-        for (int32_t first = 0; first < num_tiles;) {
+        uint32_t done = 0, runs = 0;
+        for (int32_t first = 0; first < num_tiles; runs++) {
             run(first, done);
             cluster_arrive();
             cluster_wait();
             done += num_tiles - first;
-            first = smem.stop;
+            first = smem.stop[runs % 2];
         }
     }
 };
@@ -136,7 +138,7 @@ template <class C> struct ClusterStream {
 template <class C> struct Scorer : ClusterStream<C> {
     using Base = ClusterStream<C>;
     using Base::lane, Base::params, Base::smem, Base::warp;
-    static constexpr int kStages = C::kKeyStages, kRowStep = 32 / C::kChunks;
+    static constexpr int kKeyStages = C::kKeyStages, kRowStep = 32 / C::kChunks;
     uint32_t q[C::kHeadDim / 16][2];
     float pivot[2] = {-INFINITY, -INFINITY}; // of rows fragment_column() and the next
     bool bad_page = false;
@@ -160,10 +162,10 @@ template <class C> struct Scorer : ClusterStream<C> {
 
     // Pages of a run's first tile and of the block's first tiles.
     __device__ __forceinline__ static void look_up(
-            int32_t (&pages)[kStages], const Base &stream, int32_t first = 0, uint32_t behind = blockIdx.x % C::kCluster) {
+            int32_t (&pages)[kKeyStages], const Base &stream, int32_t first = 0, uint32_t behind = blockIdx.x % C::kCluster) {
         pages[0] = find_page(stream, first);
 #pragma unroll
-        for (int x = 1; x < kStages; x++) pages[x] = find_page(stream, first + static_cast<int32_t>(behind) + (x - 1) * C::kCluster);
+        for (int x = 1; x < kKeyStages; x++) pages[x] = find_page(stream, first + static_cast<int32_t>(behind) + (x - 1) * C::kCluster);
     }
 
     // page: of the lane's key, from find_page.
@@ -202,11 +204,11 @@ template <class C> struct Scorer : ClusterStream<C> {
     // or a later one, or are large.
     __device__ __forceinline__ void find_pivots(int32_t i) {
         const uint32_t large = i ? smem.large : 0;
-        cp_async_wait<kStages - 1>();
+        cp_async_wait<kKeyStages - 1>();
         for (;;) {
             __syncwarp();
             float s[4];
-            score(s, kStages - 1, i);
+            score(s, kKeyStages - 1, i);
 #pragma unroll
             for (int x = 0; x < 2; x++) {
                 const float top = column_max(fmaxf(s[x], s[2 + x]));
@@ -226,7 +228,7 @@ template <class C> struct Scorer : ClusterStream<C> {
             }
             bar_sync<32 * C::kScorers>(1);                                                   // tops may be overwritten
             if (!__any_sync(0xffffffffu, missing) || large || ++i == this->num_tiles) break; // all warps alike
-            load(kStages - 1, i, find_page(*this, i));
+            load(kKeyStages - 1, i, find_page(*this, i));
             cp_async_wait<0>();
         }
         if (warp() == 0 && lane() < 4) *reinterpret_cast<float2 *>(&smem.pivot[fragment_column()]) = {pivot[0], pivot[1]};
@@ -253,29 +255,29 @@ template <class C> struct Scorer : ClusterStream<C> {
     }
 
     // looked_up: those of the first run.
-    __device__ __forceinline__ void run(int32_t first, uint32_t done, int32_t (&looked_up)[kStages]) {
+    __device__ __forceinline__ void run(int32_t first, uint32_t done, int32_t (&looked_up)[kKeyStages]) {
         const auto behind = (this->rank + C::kCluster - done % C::kCluster) % C::kCluster; // of the block's first tile
         int32_t i = first + static_cast<int32_t>(behind), next = i;
         if (first) look_up(looked_up, *this, first, behind);
         cp_async_wait<0>();
         __syncwarp();
-        load(kStages - 1, first, looked_up[0]);
+        load(kKeyStages - 1, first, looked_up[0]);
 #pragma unroll
-        for (int stage = 0; stage < kStages - 1; stage++, next += C::kCluster) load(stage, next, looked_up[stage + 1]);
+        for (int stage = 0; stage < kKeyStages - 1; stage++, next += C::kCluster) load(stage, next, looked_up[stage + 1]);
         int32_t page = find_page(*this, next);
         find_pivots(first);
-        int stage = 0, free = kStages - 1;
+        int stage = 0, free = kKeyStages - 1;
 #pragma unroll 1
         for (uint32_t n = done + behind; i < this->num_tiles; i += C::kCluster, n += C::kCluster) {
             load(free, next, page);
             page = find_page(*this, next += C::kCluster);
-            cp_async_wait<kStages - 1>(); // in flight: keys of the block's next tiles
+            cp_async_wait<kKeyStages - 1>(); // in flight: keys of the block's next tiles
             __syncwarp();
             float s[4];
             score(s, stage, i);
             send(s, n);
             free = stage;
-            if (++stage == kStages) stage = 0;
+            if (++stage == kKeyStages) stage = 0;
         }
     }
 };
@@ -315,7 +317,6 @@ template <class C> struct Adder : ClusterStream<C> {
     }
 };
 
-// Copies the block's columns of V, every second tile each.
 // Copies the block's columns of V, every kLoaders-th tile each. A lane finds where 16 keys lie, or where pages may be smaller, single keys.
 template <class C> struct ValueLoader : ClusterStream<C> {
     using Base = ClusterStream<C>;
@@ -333,7 +334,7 @@ template <class C> struct ValueLoader : ClusterStream<C> {
         for (int x = 0; x < kPlaces<kWhole>; x++) {
             const int32_t own = key_of<kWhole>(x), key = this->first_key(i) + own;
             const bool exists = i < this->num_tiles && own < C::kWalkKeys;
-            found[x] = !exists ? -1 : !kWhole ? this->page_of(key) : this->is_any_seen(key) ? this->page_at(key) : -1;
+            found[x] = exists && (kWhole ? this->is_any_seen(key) : this->is_seen(key)) ? this->page_at(key) : -1;
         }
     }
 
@@ -356,12 +357,11 @@ template <class C> struct ValueLoader : ClusterStream<C> {
         const auto column = static_cast<int>(this->rank) * 16 + chunk * 8;
         const bool exists = column < params.head_dim;
         const uint16_t *v = params.v + wide(smem.part.kv_head) * params.v_head + column + (kWhole ? wide(row) * params.v_row : 0);
-        const uint32_t behind = (this->warp() - C::kFirstLoader + done) % C::kLoaders;
-        int32_t i = first + static_cast<int32_t>(behind), found[kPlaces<kWhole>], next[kPlaces<kWhole>];
+        const int32_t behind = this->warp() - C::kFirstLoader;
+        int32_t i = first + behind, found[kPlaces<kWhole>];
         find_pages<kWhole>(found, i);
 #pragma unroll 1
-        for (uint32_t n = done + behind; i < this->num_tiles; i += C::kLoaders, n += C::kLoaders) {
-            find_pages<kWhole>(next, i + C::kLoaders); // which arrive behind the copies
+        for (uint32_t n = done + static_cast<uint32_t>(behind); i < this->num_tiles; i += C::kLoaders, n += C::kLoaders) {
             const Ring<C::kStages> ring{n};
             const int32_t key = this->first_key(i);
             const bool all = !kWhole || this->is_all_seen(key);
@@ -369,6 +369,7 @@ template <class C> struct ValueLoader : ClusterStream<C> {
             int64_t offset[kPlaces<kWhole>];
 #pragma unroll
             for (int x = 0; x < kPlaces<kWhole>; x++) offset[x] = offset_of(found[x], key + key_of<kWhole>(x));
+            find_pages<kWhole>(found, i + C::kLoaders); // in flight during the copies
             smem.v_empty.acquire(ring);
 #pragma unroll
             for (int t = 0; t < C::kSteps; t++) {
@@ -377,8 +378,6 @@ template <class C> struct ValueLoader : ClusterStream<C> {
                 cp_async_16_once(to + t * kTileK * C::kValueRow, v + from, exists && seen && from != kNowhere);
             }
             smem.full[ring.stage()].arrive_copied();
-#pragma unroll
-            for (int x = 0; x < kPlaces<kWhole>; x++) found[x] = next[x];
         }
     }
 };

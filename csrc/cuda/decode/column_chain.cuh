@@ -12,6 +12,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
     using Base::lane, Base::params, Base::smem;
     static constexpr int kAhead = C::kAhead;
     float o[4] = {}, pivot[2] = {-INFINITY, -INFINITY}; // columns fragment_row(i), rows fragment_column() + x
+    uint32_t runs = 0;                                  // before this one
     float sum = 0.0f, sums_pivot = -INFINITY, limit;    // of class lane / 8 of row sums_row(); limit: of a tile's total
     uint32_t v[kAhead][4];                              // of the next k16 steps
     uint2 p[kAhead];
@@ -79,6 +80,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
         p[t % kAhead] = from.p[32 * t];
     }
 
+    // The lane is asked three times, which makes three predicates and no branch.
     __device__ __forceinline__ void release(uint32_t n) const {
         const Ring<C::kStages> ring{n};
         const uint32_t of_owner = address_of_block(shared_address(&smem.empty[n / C::kCluster % C::kRounds]), n % C::kCluster);
@@ -110,7 +112,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
         const uint32_t rows = __reduce_or_sync(0xffffffffu, large ? 1u << sums_row() : 0u);
         if (lane()) return;
         smem.large = rows;
-        smem.stop = i;
+        smem.stop[runs % 2] = i;
     }
 
     // Once the chain has the pivots, it has nothing but products and sums to wait for: fragments come kAhead steps ahead, what a tile needs
@@ -133,7 +135,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
             }
             sum = __fadd_rn(sum, total);
             const bool last = ++i == this->num_tiles;
-            Place next = at;
+            Place next;
 #pragma unroll
             for (int t = 0; t < C::kSteps; t++) {
                 mma_m16n8k16<typename C::Element>(o, v[t % kAhead], p[t % kAhead].x, p[t % kAhead].y);
@@ -153,9 +155,10 @@ template <class C> struct ColumnChain : ClusterStream<C> {
         }
         release(n);
         if (!stopped) {
-            if (lane() == 0) smem.stop = this->num_tiles;
+            if (lane() == 0) smem.stop[runs % 2] = this->num_tiles;
             return;
         }
+        runs++;
         for (int x = 0; x < 4; x++) o[x] = smem.before[x][lane()];
         sum = smem.before[4][lane()];
     }

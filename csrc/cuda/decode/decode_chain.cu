@@ -131,7 +131,7 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kRounds; i++) smem.empty[i].init(C::kCluster);
         for (int i = 0; i < C::kStages; i++) {
-            smem.full[i].init(33); // a loader's lanes, and the chain, which tells the bytes
+            smem.full[i].init(33); // a loader's lanes, and the chain, which announces the bytes
             smem.v_empty[i].init(1);
         }
         smem.weights_full[0].init(C::kScorers);
