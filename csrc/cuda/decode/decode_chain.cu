@@ -155,8 +155,7 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
         }
         const int32_t now = read_length(params, batch);
         if (warp < C::kScorers) Scorer<C>::look_up(pages, ClusterStream<C>(smem, params));
-        __syncthreads();
-        if (now == length) break;
+        if (!__syncthreads_or(now != length)) break; // the preceding kernel may write between the threads' first reads
         length = now;
     }
     if (threadIdx.x == 0) check_length(params, length);
