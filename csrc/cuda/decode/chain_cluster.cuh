@@ -109,11 +109,10 @@ template <class C> struct ClusterStream {
     // -1 for a key that no row sees.
     __device__ __forceinline__ int32_t page_of(int32_t key) const { return is_seen(key) ? page_at(key) : -1; }
 
-    __device__ __forceinline__ void copy(uint32_t to, const uint16_t *from, int32_t page, int32_t key, int64_t page_stride,
-            int32_t row_stride, int64_t gap, bool real) const {
+    // Of a key's row in its page, in elements.
+    __device__ __forceinline__ int64_t offset_of(int32_t page, int32_t key, int64_t page_stride, int32_t row_stride, int64_t gap) const {
         const int32_t slot = key - page_index(key) * params.page_size;
-        const int64_t offset = page * page_stride + wide(slot) * row_stride + (page >= params.first_host_page ? gap : 0);
-        cp_async_16_once(to, from + offset, real && is_inside(page));
+        return page * page_stride + wide(slot) * row_stride + (page >= params.first_host_page ? gap : 0);
     }
 
     // Waits until all blocks have read the previous tile in the stage of tile n, one of this block's.
@@ -122,15 +121,16 @@ template <class C> struct ClusterStream {
         smem.empty[use.stage()].wait_previous(use);
     }
 
-    // Runs until none stopped early. run(first, done).
+    // Runs until none stopped early. run(first, done, stop): the chain writes to stop where the next run begins.
     template <class Run> __device__ __forceinline__ void in_runs(const Run &run) const {
         uint32_t done = 0, runs = 0;
         for (int32_t first = 0; first < num_tiles; runs++) {
-            run(first, done);
+            int32_t &stop = smem.stop[runs % 2];
+            run(first, done, stop);
             cluster_arrive();
             cluster_wait();
             done += num_tiles - first;
-            first = smem.stop[runs % 2];
+            first = stop;
         }
     }
 };
@@ -176,9 +176,12 @@ template <class C> struct Scorer : ClusterStream<C> {
             bad_page |= !this->is_inside(page) & this->is_seen(key + lane() % kTileK);
             const uint16_t *k = params.k + wide(smem.part.kv_head) * params.k_head + chunk * 8;
 #pragma unroll
-            for (int r = 0; r < kTileK; r += kRowStep)
-                this->copy(swizzled(keys(stage), C::kRowBytes, row + r, chunk), k, __shfl_sync(0xffffffffu, page, row + r), key + row + r,
-                        params.k_page, params.k_row, params.k_gap, chunk * 8 < params.head_dim);
+            for (int r = 0; r < kTileK; r += kRowStep) {
+                const int32_t its_page = __shfl_sync(0xffffffffu, page, row + r);
+                const int64_t offset = this->offset_of(its_page, key + row + r, params.k_page, params.k_row, params.k_gap);
+                cp_async_16_once(swizzled(keys(stage), C::kRowBytes, row + r, chunk), k + offset,
+                        chunk * 8 < params.head_dim && this->is_inside(its_page));
+            }
         }
         cp_async_commit();
     }
@@ -338,13 +341,6 @@ template <class C> struct ValueLoader : ClusterStream<C> {
         }
     }
 
-    // Of a key's row of V, in elements.
-    __device__ __forceinline__ int64_t offset_of(int32_t page, int32_t key) const {
-        const int32_t slot = key - this->page_index(key) * params.page_size;
-        const int64_t offset = page * params.v_page + wide(slot) * params.v_row + (page >= params.first_host_page ? params.v_gap : 0);
-        return this->is_inside(page) ? offset : kNowhere;
-    }
-
     __device__ __forceinline__ void run(int32_t first, uint32_t done) const {
         if (params.whole_tiles)
             copy<true>(first, done);
@@ -368,7 +364,10 @@ template <class C> struct ValueLoader : ClusterStream<C> {
             const uint32_t to = shared_address(smem.values[ring.stage()]) + row * C::kValueRow + ((chunk ^ (row >> 2 & 1)) << 4);
             int64_t offset[kPlaces<kWhole>];
 #pragma unroll
-            for (int x = 0; x < kPlaces<kWhole>; x++) offset[x] = offset_of(found[x], key + key_of<kWhole>(x));
+            for (int x = 0; x < kPlaces<kWhole>; x++) {
+                offset[x] = this->offset_of(found[x], key + key_of<kWhole>(x), params.v_page, params.v_row, params.v_gap);
+                if (!this->is_inside(found[x])) offset[x] = kNowhere;
+            }
             find_pages<kWhole>(found, i + C::kLoaders); // in flight during the copies
             smem.v_empty.acquire(ring);
 #pragma unroll

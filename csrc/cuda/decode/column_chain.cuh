@@ -12,7 +12,6 @@ template <class C> struct ColumnChain : ClusterStream<C> {
     using Base::lane, Base::params, Base::smem;
     static constexpr int kAhead = C::kAhead;
     float o[4] = {}, pivot[2] = {-INFINITY, -INFINITY}; // columns fragment_row(i), rows fragment_column() + x
-    uint32_t runs = 0;                                  // before this one
     float sum = 0.0f, sums_pivot = -INFINITY, limit;    // of class lane / 8 of row sums_row(); limit: of a tile's total
     uint32_t v[kAhead][4];                              // of the next k16 steps
     uint2 p[kAhead];
@@ -106,18 +105,18 @@ template <class C> struct ColumnChain : ClusterStream<C> {
     }
 
     // Some row's total of tile i is large: the next run begins here, from this state.
-    __device__ __forceinline__ void stop_at(int32_t i, bool large) {
+    __device__ __forceinline__ void stop_at(int32_t i, bool large, int32_t &stop) {
         for (int x = 0; x < 4; x++) smem.before[x][lane()] = o[x];
         smem.before[4][lane()] = sum;
         const uint32_t rows = __reduce_or_sync(0xffffffffu, large ? 1u << sums_row() : 0u);
         if (lane()) return;
         smem.large = rows;
-        smem.stop[runs % 2] = i;
+        stop = i;
     }
 
     // Once the chain has the pivots, it has nothing but products and sums to wait for: fragments come kAhead steps ahead, what a tile needs
     // besides is done between the products, and a tile is released within the next one.
-    __device__ __forceinline__ void run(int32_t first, uint32_t n) {
+    __device__ __forceinline__ void run(int32_t first, uint32_t n, int32_t &stop) {
         constexpr int kNext = C::kSteps - kAhead; // the step after which the next tile is fetched
         move_pivots();
         wait(first, n);
@@ -129,7 +128,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
 #pragma unroll 1
         for (int32_t i = first;; n++) {
             if (__builtin_expect(__any_sync(0xffffffffu, total > most), false)) {
-                stop_at(i, total > most);
+                stop_at(i, total > most, stop);
                 most = INFINITY;
                 stopped = true;
             }
@@ -155,10 +154,9 @@ template <class C> struct ColumnChain : ClusterStream<C> {
         }
         release(n);
         if (!stopped) {
-            if (lane() == 0) smem.stop[runs % 2] = this->num_tiles;
+            if (lane() == 0) stop = this->num_tiles;
             return;
         }
-        runs++;
         for (int x = 0; x < 4; x++) o[x] = smem.before[x][lane()];
         sum = smem.before[4][lane()];
     }

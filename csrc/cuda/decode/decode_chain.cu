@@ -163,18 +163,18 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
     const ClusterStream<C> stream(smem, params);
     if (warp < C::kScorers) {
         Scorer<C> scorer(stream);
-        stream.in_runs([&](int32_t first, uint32_t done) { scorer.run(first, done, pages); });
+        stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { scorer.run(first, done, pages); });
         if (scorer.bad_page) atomicOr(params.error_word, kBadBlockTable);
     } else if (warp == C::kAdder) {
         const Adder<C> adder(stream);
-        stream.in_runs([&](int32_t first, uint32_t done) { adder.run(first, done); });
+        stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { adder.run(first, done); });
     } else if (warp == C::kChain) {
         ColumnChain<C> chain(stream);
-        stream.in_runs([&](int32_t first, uint32_t done) { chain.run(first, done); });
+        stream.in_runs([&](int32_t first, uint32_t done, int32_t &stop) { chain.run(first, done, stop); });
         chain.write();
     } else {
         const ValueLoader<C> loader(stream);
-        stream.in_runs([&](int32_t first, uint32_t done) { loader.run(first, done); });
+        stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { loader.run(first, done); });
     }
 #else
     __trap();
