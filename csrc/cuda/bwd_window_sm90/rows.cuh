@@ -280,11 +280,13 @@ __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args
     uint32_t sink_ds[4] = {};
     bool meets_sinks = false;
     if constexpr (C::kSinkTokens > 0) {
-        meets_sinks = sinks.begin_step(sink_ds, static_cast<SinkSmem &>(smem), args, p, n);
+        meets_sinks = sinks.begin_step(static_cast<SinkSmem &>(smem), args, p, n);
         if (kBetween || meets_sinks) smem.staged.wait(Ring<1>{n});
+        if (kBetween) sinks.read_pairs(sink_ds, smem, n);
         if (!kBetween && meets_sinks) {
             sinks.template end_step<0>(smem, p, n);
             sinks.template end_step<1>(smem, p, n);
+            sinks.read_pairs(sink_ds, smem, n);
             sinks.template end_step<2>(smem, p, n);
         }
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Positional sink tokens in the windowed backward. Every row sees the sequence's first keys, so their dK and dV are sums over all rows. The
-// row warpgroup computes their pairs by mma.sync, beside dQ: a warp S, dP, P and dS of its 16 rows; then, with P and dS of all 64 rows from
-// shared memory, 16 columns of dK^T and dV^T, which it sums over the steps of a tile of rows in registers. A tile's sums go to the
-// workspace, and the second launch adds up those of a sequence. Tiles lie at multiples of 64 positions, and the order in which they are
-// added depends on their number alone: so no bit depends on where a share ends or what else is in the batch.
+// row warpgroup computes their pairs by mma.sync, beside dQ: warps 1 to 3 S, dP, P and dS of 16 rows each, warp 3 also those of the
+// producer's 16; then, with P and dS of all 64 rows from shared memory, a warp 16 columns of dK^T and dV^T, which it sums over the steps of
+// a tile of rows in registers. A tile's sums go to the workspace, and the second launch adds up those of a sequence. Tiles lie at multiples
+// of 64 positions, and the order in which they are added depends on their number alone: so no bit depends on where a share ends or what
+// else is in the batch.
 //
 // The math warpgroups skip pairs with sink tokens. Values of K and V that are not finite are zeroed here as they are loaded, in both
 // launches, and NaN put where a row sees them.
@@ -19,6 +20,7 @@ namespace sa::bwd_window_sm90 {
 
 constexpr int kPartial = SA_BWD_WINDOW_PARTIAL; // of one sink token: dK, then dV
 constexpr int kSlices = kThreads / 32;
+constexpr int kHelper = 3; // the row warp that prepares no rows: it computes the producer's pairs with sink tokens
 static_assert(kPartial == 2 * 64, "head_dim is at most 64");
 static_assert(kSinkKeys == 16, "two columns of accumulators, one k16 step");
 
@@ -47,7 +49,9 @@ __device__ __forceinline__ void describe_sink_step(Smem &smem, int stage, const 
     SinkStep &step = smem.sink_steps[stage];
     step.position = static_cast<int>(kKeys * walk.tile);
     step.num_keys = static_cast<int>(sa_min(sequence.k_len, p.num_sink_tokens));
-    step.slot = static_cast<int>(first_slot(args.problem, sequence, walk.index) + walk.tile - first_row_tile(sequence));
+    const int64_t slot = first_slot(args.problem, sequence, walk.index) + walk.tile - first_row_tile(sequence);
+    const bool sees = walk.tile >= 0 && walk.tile < walk.end && walk.token_begin < walk.token_end && step.num_keys > 0;
+    step.slot = sees ? static_cast<int>(slot) : -1;
     step.first_key = walk.tile == walk.begin && walk.heads == 1 ? static_cast<int>(sequence.k_begin) : -1;
 }
 
@@ -126,42 +130,65 @@ template <class C> struct SinkTokens {
         }
     }
 
-    // Stages P and dS of the warp's rows.
-    static __device__ __forceinline__ void stage_pairs(
-            Smem &smem, uint32_t n, const uint32_t (&weights)[4], const uint32_t (&gradients)[4], int warp, int lane) {
-        const uint32_t to = stage_address(smem, n);
-        const int row = 16 * warp + left_row(lane);
-        if constexpr (kBlocks == 1) {
-            const uint32_t both[4] = {weights[0], weights[1], gradients[0], gradients[1]};
-            stmatrix_x4(to + staged_at(row, left_chunk(lane), 0), both);
-        } else {
-            stmatrix_x4(to + staged_at(row, 0, left_chunk(lane)), weights);
-            stmatrix_x4(to + staged_at(row, 1, left_chunk(lane)), gradients);
-        }
-        smem.staged.arrive();
+    // What the lane gives stmatrix or ldmatrix for P and dS of 16 rows. With 16 sink tokens `part` 0 is P, 1 dS; with 8 one access has
+    // both.
+    static __device__ __forceinline__ uint32_t pairs_address(const Smem &smem, uint32_t n, int rows, int lane, int part) {
+        const int row = 16 * rows + left_row(lane), chunk = left_chunk(lane);
+        return stage_address(smem, n) + (kBlocks == 1 ? staged_at(row, chunk, 0) : staged_at(row, part, chunk));
     }
 
-    // S, dP, P and dS of step n, staged. gradients: dS, of zeros, as the left operand of dQ. False if its rows see no sink token; then P
-    // and dS are zeros.
-    __device__ __forceinline__ bool begin_step(
-            uint32_t (&gradients)[4], SinkSmem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
-        const int stage = n % kStages, lane = pinned(threadIdx.x % 32), warp = pinned(threadIdx.x / 32);
-        smem.step_ready.wait({n}); // lse, bias and token are another warp's
-        const Step &step = smem.steps[stage];
-        const SinkStep &sink = smem.sink_steps[stage];
-        if (sink.first_key >= 0) load(smem, args.fwd, step, sink);
-        if (!__any_sync(0xffffffffu, step.flags & kOwnsRows && step.begin < step.end && sink.num_keys > 0 && sink.position >= 0)) {
-            stage_pairs(smem, n, {}, {}, warp, lane);
-            return false;
+    // Stages P and dS of 16 rows.
+    static __device__ __forceinline__ void stage_pairs(
+            const Smem &smem, uint32_t n, const uint32_t (&weights)[4], const uint32_t (&gradients)[4], int rows, int lane) {
+        if constexpr (kBlocks == 1) {
+            const uint32_t both[4] = {weights[0], weights[1], gradients[0], gradients[1]};
+            stmatrix_x4(pairs_address(smem, n, rows, lane, 0), both);
+        } else {
+            stmatrix_x4(pairs_address(smem, n, rows, lane, 0), weights);
+            stmatrix_x4(pairs_address(smem, n, rows, lane, 1), gradients);
         }
+    }
+
+    // dS of the warp's rows, staged before, as the left operand of dQ.
+    static __device__ __forceinline__ void read_pairs(uint32_t (&gradients)[4], const Smem &smem, uint32_t n) {
+        const int thread = pinned(threadIdx.x);
+        uint32_t x[4];
+        ldmatrix_x4(x, pairs_address(smem, n, thread / 32, thread % 32, 1));
+#pragma unroll
+        for (int i = 0; i < 4; i++) gradients[i] = kBlocks == 2 ? x[i] : i < 2 ? x[i + 2] : 0;
+    }
+
+    // S, dP, P and dS of step n, staged; the helper also computes the producer's rows. False if the rows see no sink token; then P and dS
+    // are zeros.
+    __device__ __forceinline__ bool begin_step(SinkSmem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
+        const int stage = n % kStages;
+        smem.step_ready.wait({n}); // lse, bias and token are another warp's
+        const SinkStep &sink = smem.sink_steps[stage];
+        if (sink.first_key >= 0) load(smem, args.fwd, smem.steps[stage], sink);
+        const bool sees = __any_sync(0xffffffffu, sink.slot >= 0);
+        if (threadIdx.x < 32) return sees;
+#pragma unroll 1
+        for (int rows = pinned(threadIdx.x / 32) % kHelper;; rows = kHelper) {
+            uint32_t weights[4] = {}, gradients[4] = {};
+            const int lane = pinned(threadIdx.x % 32);
+            if (sees) find_pairs(weights, gradients, smem, p, stage, rows, lane);
+            stage_pairs(smem, n, weights, gradients, rows, lane);
+            if (rows == pinned(threadIdx.x / 32)) break;
+        }
+        smem.staged.arrive();
+        return sees;
+    }
+
+    // P and dS of 16 rows.
+    __device__ __forceinline__ void find_pairs(
+            uint32_t (&weights)[4], uint32_t (&gradients)[4], const SinkSmem &smem, const Problem &p, int stage, int rows, int lane) {
         const bool any_bad = C::kHide || smem.any_bad_sinks;
         float s[kBlocks][4] = {}, dp[kBlocks][4] = {};
-        score(s, shared_address(smem.q[stage]) + 16 * warp * kRowBytes, shared_address(smem.sink_k), lane);
-        score(dp, shared_address(smem.dout[stage]) + 16 * warp * kRowBytes, shared_address(smem.sink_v), lane);
-        uint32_t weights[4] = {};
+        score(s, shared_address(smem.q[stage]) + 16 * rows * kRowBytes, shared_address(smem.sink_k), lane);
+        score(dp, shared_address(smem.dout[stage]) + 16 * rows * kRowBytes, shared_address(smem.sink_v), lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = 16 * warp + fragment_row(lane, i), seen = num_seen(smem, stage, row);
+            const int row = 16 * rows + fragment_row(lane, i), seen = num_seen(smem, stage, row);
             const float lse = smem.lse[stage][row];
             const float2 bias = smem.bias[stage][row]; // g - delta, p_sink
 #pragma unroll
@@ -185,8 +212,6 @@ template <class C> struct SinkTokens {
                 gradients[2 * block + i] = pack_halves<Element>(ds[0], ds[1]);
             }
         }
-        stage_pairs(smem, n, weights, gradients, warp, lane);
-        return true;
     }
 
     // dV^T += dO^T P and dK^T += Q^T dS over rows 16 kBegin to 16 kEnd - 1 of step n.

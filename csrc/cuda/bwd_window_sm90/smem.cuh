@@ -33,7 +33,7 @@ template <class Element_, bool kSums_, bool kHide_, int kSinkTokens_> struct Con
 // What a step needs for its pairs with sink tokens.
 struct alignas(16) SinkStep {
     int position, num_keys; // of the tile's first position; sink tokens of the sequence
-    int slot;               // of the tile's partial sums, in its kv head's
+    int slot;               // of the tile's partial sums, in its kv head's; -1: the block has no such pairs in the step
     int first_key;          // coordinate of the sequence's first key, -1 where K and V of the sink tokens are loaded already
 };
 
