@@ -49,7 +49,7 @@ def test_gradients_of_local_windows_of_wide_heads(ratio: int, left: int, widths:
     assert_right_on_device(Case.parse(f"d{widths}-causal-w{left + 1}-g{ratio}-{lens}-poison-{dtype}-seed{ratio}"))
 
 
-@pytest.mark.parametrize("ratio", [1, 5, 7, 8, 16])
+@pytest.mark.parametrize("ratio", [1, 5, 7, 8, 16, 24])
 @pytest.mark.parametrize("widths", ["40", "64", "88", "120", "128", "160-v96", "256"])
 @pytest.mark.parametrize(
     ("left", "right", "num_sink_tokens"), [(-1, 0, 0), (299, 0, 0), (200, 90, 0), (-1, -1, 0), (299, 0, 140)]

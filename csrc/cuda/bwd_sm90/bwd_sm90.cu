@@ -376,8 +376,12 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 
 template <class C>
 sinkattn_status launch_config(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    return launch<C, bwd_kernel<C, kNoTerms>, bwd_kernel<C, kTermsOfAny>, bwd_kernel<C, kTermsOf8>, bwd_kernel<C, kTermsOf16>>(
-            args, plan, context);
+    if constexpr (C::kHeadDim == 64)
+        return launch<C, bwd_kernel<C, kNoTerms>, bwd_kernel<C, kTermsOfAny>, bwd_kernel<C, kTermsOf8>, bwd_kernel<C, kTermsOf16>,
+                bwd_kernel<C, kTermsOf24>>(args, plan, context);
+    else
+        return launch<C, bwd_kernel<C, kNoTerms>, bwd_kernel<C, kTermsOfAny>, bwd_kernel<C, kTermsOf8>, bwd_kernel<C, kTermsOf16>>(
+                args, plan, context);
 }
 
 template <int kHeadDim, int kRows, int kKeys>

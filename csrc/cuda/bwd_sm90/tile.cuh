@@ -133,7 +133,7 @@ __device__ __forceinline__ void find_weights(
 
 // Which sums of p_sink dS a thread keeps. Where the GQA group divides 8 P, the heads of the thread's columns repeat after 2 P of them, and
 // each of the 2 P has a sum; otherwise each lane keeps the sum of one column in 32. The values are P.
-enum TermsOf { kTermsOfAny = -1, kNoTerms = 0, kTermsOf8 = 1, kTermsOf16 = 2 };
+enum TermsOf { kTermsOfAny = -1, kNoTerms = 0, kTermsOf8 = 1, kTermsOf16 = 2, kTermsOf24 = 3 };
 template <class C, TermsOf kTerms> constexpr int kNumTerms = kTerms == kTermsOfAny ? C::kColumns / 32 : 2 * kTerms;
 
 // The column, of 32, whose sum the lane keeps.
