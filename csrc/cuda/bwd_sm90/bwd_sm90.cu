@@ -146,16 +146,20 @@ template <class C, TermsOf kTerms> struct Math {
 
     // Issues this warpgroup's part of dQ from dS in buffer `of`.
     __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t of) {
-        dq_product<C>(dq, address(smem.ds[0][C::kRows == 64 ? 0 : math_warpgroup]) + of * static_cast<uint32_t>(sizeof smem.ds[0]),
-                address(smem.keys) + (C::kRows == 64 ? math_warpgroup * C::kKeyHalf : 0));
+        const uint32_t ds = address(smem.ds[0]) + of * static_cast<uint32_t>(sizeof smem.ds[0]), keys = address(smem.keys);
+        if constexpr (C::kRows == 64)
+            dq_product_by_rows<C>(dq, ds, keys + math_warpgroup * C::kKeyHalf);
+        else
+            dq_product<C>(dq, ds + math_warpgroup * C::kKeys * kRowBytes, keys);
     }
 
     // Waits for dQ, with kPending products issued after it, from dS in buffer `of`. Hands this warpgroup's dQ to the adder; where the tile
-    // has no later key block, adds the sum to it and writes dq instead.
-    template <int kPending> __device__ __forceinline__ void hand_over(float (&dq)[32], const Item &item, int t, uint32_t of) {
+    // has no later key block, so that it `finishes`, adds the sum and writes dq instead. What next() issues runs while the fence waits.
+    template <int kPending, class Next>
+    __device__ __forceinline__ void hand_over(float (&dq)[32], const Item &item, int t, bool finishes, uint32_t of, const Next &next) {
         const uint32_t sum = dq_ring.stage() % C::kSums;
         smem.dq_ready.wait(dq_ring);
-        if (t < item.finish_end) {
+        if (finishes) {
             wgmma_wait<kPending>();
             pin(dq);
             if (C::kIsLate) smem.ds_empty[of].arrive();
@@ -170,6 +174,7 @@ template <class C, TermsOf kTerms> struct Math {
             for (int i = 0; i < 8; i++)
                 if (i < 4 || C::kIsWhole || math_warpgroup == 0) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
         }
+        next();
         async_fence();
         __syncwarp();
         smem.dq_full[sum].arrive();
@@ -193,12 +198,15 @@ template <class C, TermsOf kTerms> struct Math {
     __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, const Item &item) {
         Scores s, dp;
         float dq[32];
+        // Read once: a load from shared memory is slow beside wgmma.
+        const int begin = warp_uniform(item.round_begin), finish_end = warp_uniform(item.finish_end),
+                  full_begin = warp_uniform(item.tiles.full_begin), full_end = warp_uniform(item.tiles.full_end);
         begin_scores(s);
         begin_dp(dp);
         for (int t = item.round_end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
-            if (t >= item.tiles.full_begin && t < item.tiles.full_end)
+            if (t >= full_begin && t < full_end)
                 find_operands<false>(s, dp, weights, ds, item, t);
             else
                 find_operands<true>(s, dp, weights, ds, item, t);
@@ -207,7 +215,7 @@ template <class C, TermsOf kTerms> struct Math {
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
             const Ring<C::kSums> last = {dq_ring.n - 1};
             if (dq_ring.n > 0) smem.dq_full[last.stage()].wait(last); // dS of the previous tile has been read
-            write_ds<C>(smem, ds, math_warpgroup, 0);
+            write_ds_by_rows<C>(smem, ds, math_warpgroup);
             async_fence();
             bar_sync<C::kMathThreads>(kMathBarrier);
             begin_dq(dq, 0);
@@ -216,12 +224,11 @@ template <class C, TermsOf kTerms> struct Math {
             pin(dk);
             smem.row_empty[stage].arrive();
             ring.n++;
-            if (t == item.round_begin) break;
+            if (t == begin) break;
             begin_scores(s);
-            hand_over<1>(dq, item, t, 0);
-            begin_dp(dp);
+            hand_over<1>(dq, item, t, t < finish_end, 0, [&] { begin_dp(dp); });
         }
-        hand_over<0>(dq, item, item.round_begin, 0);
+        hand_over<0>(dq, item, begin, begin < finish_end, 0, [] {});
     }
 
     // The token goes from the first warpgroup to the second and back in every tile.
@@ -262,15 +269,15 @@ template <class C, TermsOf kTerms> struct Math {
             if (t == item.round_end - 1) {
                 wgmma_wait<1>();
                 pin(dq);
+                begin_dp(dp);
             } else {
-                hand_over<1>(dq, item, t + 1, stage ^ 1);
+                hand_over<1>(dq, item, t + 1, t + 1 < item.finish_end, stage ^ 1, [&] { begin_dp(dp); });
             }
-            begin_dp(dp);
         }
         const Ring<2> last = {ring.n - 1};
         const uint32_t of = warp_uniform(last.stage());
-        if (item.round_begin != item.round_end - 1) {
-            hand_over<0>(dq, item, item.round_begin + 1, of ^ 1);
+        if (begin != item.round_end - 1) {
+            hand_over<0>(dq, item, begin + 1, begin + 1 < item.finish_end, of ^ 1, [] {});
         } else {
             wgmma_wait<0>();
             pin(dq);
@@ -278,7 +285,7 @@ template <class C, TermsOf kTerms> struct Math {
         smem.ds_full.wait(last);
         begin_dq(dq, of);
         const bool has_released = release_keys(dq, item);
-        hand_over<0>(dq, item, item.round_begin, of);
+        hand_over<0>(dq, item, begin, begin < item.finish_end, of, [] {});
         return has_released;
     }
 

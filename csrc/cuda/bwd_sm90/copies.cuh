@@ -26,7 +26,7 @@ struct Maps {
 template <class C, bool kIsWide = C::kIsWide> struct Smem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalves * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalves * C::kRowHalf];
-    alignas(1024) unsigned char ds[C::kDsStages][C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows
+    alignas(1024) unsigned char ds[C::kDsStages][C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows, or 64 rows x keys
     alignas(128) float dq[C::kSums][C::kTileFloats / C::kParts];                       // of a tile, or a math warpgroup's part
     RowStats<C> stats[C::kStages];
     float terms[C::kHeadDim == 64 ? 6 : 4][C::kMathThreads]; // each thread's sums for ds_aux: registers are short

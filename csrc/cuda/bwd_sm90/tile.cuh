@@ -98,6 +98,17 @@ template <class C, int kSize> __device__ __forceinline__ void dq_product(float (
     wgmma_commit();
 }
 
+// dQ = dS K, from dS as write_ds_by_rows stores it.
+template <class C, int kSize> __device__ __forceinline__ void dq_product_by_rows(float (&dq)[kSize], uint32_t ds, uint32_t keys) {
+    const uint64_t left = operand(ds, 0), right = operand(keys, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < C::kKeys / 16; step++)
+        wgmma_shared_rows<typename C::Element>(
+                dq, operand_at(left, step / 4 * C::kRowHalf + step % 4 * 32), operand_at(right, step * 16 * kRowBytes), step > 0);
+    wgmma_commit();
+}
+
 // Which of a thread's columns see its two keys: a bit each, columns 8 n and 8 n + 1 after its first at bits 2 n and 2 n + 1.
 struct Seen {
     uint32_t bits[2];
@@ -202,6 +213,15 @@ __device__ __forceinline__ void write_ds(Smem<C> &smem, const uint32_t (&ds)[C::
             swizzled(shared_address(smem.ds[0]) + buffer * static_cast<uint32_t>(sizeof smem.ds[0]), kRowBytes, key, store_chunk(thread));
 #pragma unroll
     for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4(pairs_on(first, n, sizeof smem.ds[0][0]), ds[n]);
+}
+
+// Stores the warpgroup's dS as rows x 64 keys, the second one's behind the first one's.
+template <class C>
+__device__ __forceinline__ void write_ds_by_rows(Smem<C> &smem, const uint32_t (&ds)[C::kRows / 16][4], int math_warpgroup) {
+    const int thread = pinned(threadIdx.x), lane = thread % 32, chunk = thread % 128 / 32 * 2 + right_chunk(lane);
+    const uint32_t first = swizzled(shared_address(smem.ds[0]) + math_warpgroup * C::kRowHalf, kRowBytes, right_row(lane), chunk);
+#pragma unroll
+    for (int n = 0; n < C::kRows / 16; n++) stmatrix_x4_trans(first + n * 16 * kRowBytes, ds[n]);
 }
 
 // Writes the thread's row r, times a factor and rounded. Four lanes exchange their pairs, so that each writes whole 16-byte chunks.
