@@ -116,6 +116,10 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     if (!c.is_local && !c.is_long && c.uses) {
         const int32_t most = (int32_t)sa_within(room->num_slots / c.uses, 1, c.count);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
+        /* Sets of one size, of more than half of `most`: a smaller last one has too few items for the machine. */
+        int32_t even = most;
+        while (2 * even > most && c.count % even) even--;
+        if (!c.split && 2 * even > most) c.together = even;
     }
     if (c.sinks) {
         /* A round needs slots whose last tiles no later block sees: those of `span` tiles before it and of `lead` are taken. Chains are as

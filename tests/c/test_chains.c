@@ -178,7 +178,8 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
     }
 }
 
-/* 4096 tokens of 8 kv heads of 8 fill an H200 with whole blocks, and 8192 of one kv head of 16 do not. */
+/* 4096 tokens of 8 kv heads of 8 fill an H200 with whole blocks, and 8192 of one kv head of 16 do not. Of 8 heads of 10240, for three of
+ * which there are slots, two are side by side, of 7 three. */
 static void test_few_blocks_have_rounds(void) {
     const sinkattn_mask causal = {.has_right = true};
     sa_chain_room room = {.num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .num_slots = 2048};
@@ -192,6 +193,10 @@ static void test_few_blocks_have_rounds(void) {
         const int32_t rounds = sa_chains_of(&band, 16, kKeys, &room).rounds;
         CHECK(rounds == short_ones[i].rounds, "%d tokens, 64:8: %d rounds", (int)short_ones[i].length, (int)rounds);
     }
+    band = sa_band_of(&causal, 10240, 10240);
+    CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 2, "10240 tokens, 64:8");
+    room.num_heads = 7;
+    CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 3, "10240 tokens, 56:7");
     room.num_heads = 1;
     band = sa_band_of(&causal, 8192, 8192);
     sa_chains chains = sa_chains_of(&band, 8, kKeys, &room);
