@@ -43,7 +43,8 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static constexpr int kThreads = 384, kMathThreads = 256, kMathWarps = kMathThreads / 32;
     // With kIsLate the warpgroups compute dQ a tile late, half a tile apart, and each hands over its part. It does not pay at head_dim 128.
     static constexpr bool kIsLate = kHeadDim == 64;
-    static constexpr int kStages = 2, kDsStages = kIsLate ? 2 : 1; // of row tiles; of dS
+    static constexpr int kStages = 2, kDsStages = kIsLate ? 2 : 1;                  // of row tiles; of dS
+    static constexpr TermsOf kMostTerms = kHeadDim == 64 ? kTermsOf24 : kTermsOf16; // the longest period with sums of its own
     // Parts of a tile's dQ; buffers of a part, one an adder; their uses until a warpgroup has the same buffer again.
     static constexpr int kParts = kIsLate ? 2 : 1, kSums = kIsLate ? 3 : 2, kSumUses = kSums * kParts;
     static constexpr int kTileFloats = kRows * kHeadDim;
@@ -148,7 +149,7 @@ template <class C, TermsOf kTerms> struct Math {
     __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t of) {
         const uint32_t ds = address(smem.ds[0]) + of * static_cast<uint32_t>(sizeof smem.ds[0]), keys = address(smem.keys);
         if constexpr (C::kRows == 64)
-            dq_product_by_rows<C>(dq, ds, keys + math_warpgroup * C::kKeyHalf);
+            wgmma_ab<typename C::Element, C::kKeys, C::kRowHalf, 0>(dq, ds, keys + math_warpgroup * C::kKeyHalf, false);
         else
             dq_product<C>(dq, ds + math_warpgroup * C::kKeys * kRowBytes, keys);
     }
@@ -383,7 +384,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
 
 template <class C>
 sinkattn_status launch_config(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    if constexpr (C::kHeadDim == 64)
+    if constexpr (C::kMostTerms == kTermsOf24)
         return launch<C, bwd_kernel<C, kNoTerms>, bwd_kernel<C, kTermsOfAny>, bwd_kernel<C, kTermsOf8>, bwd_kernel<C, kTermsOf16>,
                 bwd_kernel<C, kTermsOf24>>(args, plan, context);
     else

@@ -152,13 +152,14 @@ template <class C, TermsOf kTerms> struct WideMath {
             bar_sync<C::kMathThreads>(kMathBarrier);
             float dq[32], last[C::kLastPiece / 2];
             begin_dq(dq, 0);
-            wgmma_ab<Element, C::kRowHalf>(sums.dv, address(smem.weights),
-                    address(smem.douts[dout_stage]) + KeyGradients<C>::kWidthV / 64 * math_warpgroup * C::kRowHalf);
+            wgmma_ab<Element, C::kRows, 0, C::kRowHalf>(sums.dv, address(smem.weights),
+                    address(smem.douts[dout_stage]) + KeyGradients<C>::kWidthV / 64 * math_warpgroup * C::kRowHalf, true);
             hand_over<1>(dq, item, t, 0); // dV running
-            wgmma_ab<Element, C::kRowHalf>(sums.dk, address(smem.ds), address(smem.queries[stage]) + 2 * math_warpgroup * C::kRowHalf);
+            wgmma_ab<Element, C::kRows, 0, C::kRowHalf>(
+                    sums.dk, address(smem.ds), address(smem.queries[stage]) + 2 * math_warpgroup * C::kRowHalf, true);
             if constexpr (KeyGradients<C>::kHasMiddle)
-                wgmma_ab<Element, C::kRowHalf>(
-                        sums.middle, address(smem.ds), address(smem.queries[stage]) + C::kRowHalf + math_warpgroup * kRowBytes / 2);
+                wgmma_ab<Element, C::kRows, 0, C::kRowHalf>(
+                        sums.middle, address(smem.ds), address(smem.queries[stage]) + C::kRowHalf + math_warpgroup * kRowBytes / 2, true);
             wgmma_wait<KeyGradients<C>::kHasMiddle ? 2 : 1>(); // dV complete; dK running
             pin(sums.dv);
             smem.dout_empty[dout_stage].arrive();

@@ -4,7 +4,7 @@
 // sums over key blocks.
 //
 // A kernel's Config has kIsWide, kHalves, kHalvesV, kRowHalf, kKeyHalf, kStages, kSums and kMathThreads, beside the fields that work.cuh
-// needs; up to head_dim 128 kDsStages, kIsLate and kSumUses too, above it kDoutStages and kPieceFloats.
+// needs; up to head_dim 128 kDsStages, kIsLate, kSumUses and kMostTerms too, above it kDoutStages and kPieceFloats.
 #pragma once
 
 #include "cuda/bwd_sm90/work.cuh"
@@ -29,9 +29,9 @@ template <class C, bool kIsWide = C::kIsWide> struct Smem {
     alignas(1024) unsigned char ds[C::kDsStages][C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows, or 64 rows x keys
     alignas(128) float dq[C::kSums][C::kTileFloats / C::kParts];                       // of a tile, or a math warpgroup's part
     RowStats<C> stats[C::kStages];
-    float terms[C::kHeadDim == 64 ? 6 : 4][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
-    int64_t dq_offset[C::kRows];                             // of each row of a tile, in elements from its first
-    int token[C::kRows];                                     // of each row of a tile, counted in the tile
+    float terms[2 * C::kMostTerms][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
+    int64_t dq_offset[C::kRows];                     // of each row of a tile, in elements from its first
+    int token[C::kRows];                             // of each row of a tile, counted in the tile
     Item items[2];
     sa_range seen_by[C::kKeys];        // rows that see each key
     bool poisoned[C::kKeys], hides[2]; // keys of K that were not finite; whether clean_rows zeroed any dO of each of `items`

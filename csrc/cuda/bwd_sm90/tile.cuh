@@ -98,17 +98,6 @@ template <class C, int kSize> __device__ __forceinline__ void dq_product(float (
     wgmma_commit();
 }
 
-// dQ = dS K, from dS as write_ds_by_rows stores it.
-template <class C, int kSize> __device__ __forceinline__ void dq_product_by_rows(float (&dq)[kSize], uint32_t ds, uint32_t keys) {
-    const uint64_t left = operand(ds, 0), right = operand(keys, 0);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < C::kKeys / 16; step++)
-        wgmma_shared_rows<typename C::Element>(
-                dq, operand_at(left, step / 4 * C::kRowHalf + step % 4 * 32), operand_at(right, step * 16 * kRowBytes), step > 0);
-    wgmma_commit();
-}
-
 // Which of a thread's columns see its two keys: a bit each, columns 8 n and 8 n + 1 after its first at bits 2 n and 2 n + 1.
 struct Seen {
     uint32_t bits[2];

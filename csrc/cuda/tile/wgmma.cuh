@@ -21,13 +21,15 @@ __device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_
     wgmma_commit();
 }
 
-// d += a b over kRowBytes / 2 columns of a.
-template <class Element, int kHalf, int kSize> __device__ __forceinline__ void wgmma_ab(float (&d)[kSize], uint32_t a, uint32_t b) {
-    const uint64_t left = operand(a, 0), right = operand(b, kHalf);
+// d = a b over kLength columns of a, added to d if `adds`.
+template <class Element, int kLength, int kHalfA, int kHalfB, int kSize>
+__device__ __forceinline__ void wgmma_ab(float (&d)[kSize], uint32_t a, uint32_t b, bool adds) {
+    const uint64_t left = operand(a, 0), right = operand(b, kHalfB);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kRowBytes / 32; step++)
-        wgmma_shared_rows<Element>(d, operand_at(left, step * 32), operand_at(right, step * 16 * kRowBytes), true);
+    for (int step = 0; step < kLength / 16; step++)
+        wgmma_shared_rows<Element>(
+                d, operand_at(left, step / 4 * kHalfA + step % 4 * 32), operand_at(right, step * 16 * kRowBytes), adds || step > 0);
     wgmma_commit();
 }
 
