@@ -85,6 +85,12 @@ SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
     return (int32_t)sa_last(rounds, sa_first(most_short, tiles / SA_SHORT_ROUND));
 }
 
+/* The largest divisor of count up to most, which is at least 1. */
+SA_HD int32_t sa_largest_divisor(int32_t count, int32_t most) {
+    while (count % most) most--;
+    return most;
+}
+
 /* tokens: of a row tile; keys: of a block. */
 SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_position_t keys, const sa_chain_room *room) {
     sa_chains c;
@@ -117,15 +123,14 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
         const int32_t most = (int32_t)sa_within(room->num_slots / c.uses, 1, c.count);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
         /* Sets of one size, of more than half of `most`: a smaller last one has too few items for the machine. */
-        int32_t even = most;
-        while (2 * even > most && c.count % even) even--;
+        const int32_t even = sa_largest_divisor(c.count, most);
         if (!c.split && 2 * even > most) c.together = even;
     }
     if (c.sinks) {
         /* A round needs slots whose last tiles no later block sees: those of `span` tiles before it and of `lead` are taken. Chains are as
          * many as leave each room for two spans more, lest items wait for slots. */
         const int32_t least = SA_SINK_ROUND + room->span, most = room->num_slots / (least + 2 * room->span + SA_SINK_LEAD);
-        for (c.together = (int32_t)sa_within(most, 1, c.count); c.count % c.together;) c.together--;
+        c.together = sa_largest_divisor(c.count, (int32_t)sa_within(most, 1, c.count));
         c.lead = (int32_t)sa_within(room->num_slots / c.together - least, 0, SA_SINK_LEAD);
     }
     return c;
