@@ -243,11 +243,12 @@ template <class C, TermsOf kTerms> struct Math {
         float dq[32];
         begin_scores(s);
         begin_dp(dp);
-        const int begin = item.round_begin;
+        const int begin = warp_uniform(item.round_begin), end = warp_uniform(item.round_end), finish_end = warp_uniform(item.finish_end),
+                  full_begin = warp_uniform(item.tiles.full_begin), full_end = warp_uniform(item.tiles.full_end);
         for (int t = item.round_end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 2) handed to its adder, dS(t + 1) in shared memory.
             Operands weights, ds;
-            find_operands_late(s, dp, weights, ds, t >= item.tiles.full_begin && t < item.tiles.full_end, item, t);
+            find_operands_late(s, dp, weights, ds, t >= full_begin && t < full_end, item, t);
             const uint32_t stage = warp_uniform(ring.stage()); // of the row tile, and of its dS
             smem.ds_empty.acquire(ring);
             write_ds<C>(smem, ds, math_warpgroup, stage);
@@ -257,7 +258,7 @@ template <class C, TermsOf kTerms> struct Math {
             take_token();
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
-            if (t != item.round_end - 1) smem.ds_full.wait(Ring<2>{ring.n - 1});
+            if (t != end - 1) smem.ds_full.wait(Ring<2>{ring.n - 1});
             begin_dq(dq, stage ^ 1); // of tile t + 1; of the first tile's, which has none, nothing is used
             pass_token();
             wgmma_wait<1>(); // dV, dK complete; dQ(t + 1) still running
@@ -267,18 +268,18 @@ template <class C, TermsOf kTerms> struct Math {
             ring.n++;
             if (t == begin) break;
             begin_scores(s);
-            if (t == item.round_end - 1) {
+            if (t == end - 1) {
                 wgmma_wait<1>();
                 pin(dq);
                 begin_dp(dp);
             } else {
-                hand_over<1>(dq, item, t + 1, t + 1 < item.finish_end, stage ^ 1, [&] { begin_dp(dp); });
+                hand_over<1>(dq, item, t + 1, t + 1 < finish_end, stage ^ 1, [&] { begin_dp(dp); });
             }
         }
         const Ring<2> last = {ring.n - 1};
         const uint32_t of = warp_uniform(last.stage());
-        if (begin != item.round_end - 1) {
-            hand_over<0>(dq, item, begin + 1, begin + 1 < item.finish_end, of ^ 1, [] {});
+        if (begin != end - 1) {
+            hand_over<0>(dq, item, begin + 1, begin + 1 < finish_end, of ^ 1, [] {});
         } else {
             wgmma_wait<0>();
             pin(dq);
@@ -286,7 +287,7 @@ template <class C, TermsOf kTerms> struct Math {
         smem.ds_full.wait(last);
         begin_dq(dq, of);
         const bool has_released = release_keys(dq, item);
-        hand_over<0>(dq, item, begin, begin < item.finish_end, of, [] {});
+        hand_over<0>(dq, item, begin, begin < finish_end, of, [] {});
         return has_released;
     }
 

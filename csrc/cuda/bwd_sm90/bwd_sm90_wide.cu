@@ -111,11 +111,12 @@ template <class C, TermsOf kTerms> struct WideMath {
 
     // Waits for piece i of dQ, with kPending products issued after it. Hands it to the adder; where the tile has no later key block, adds
     // the sum to it and writes dq instead.
-    template <int kPending, int kSize> __device__ __forceinline__ void hand_over(float (&dq)[kSize], const Item &item, int t, int i) {
+    template <int kPending, int kSize>
+    __device__ __forceinline__ void hand_over(float (&dq)[kSize], const Item &item, int t, bool finishes, int i) {
         const uint32_t buffer = math_warpgroup * C::kSums + dq_ring.stage();
         float *sum = smem.dq[buffer];
         smem.dq_ready[buffer].wait(dq_ring);
-        if (t < item.finish_end) {
+        if (finishes) {
             wgmma_wait<kPending>();
             pin(dq);
             finish_tile<C>(dq, sum, 0, smem.finish_alone[math_warpgroup], smem, args, p, item, t, 0, piece_column<C>(i, math_warpgroup));
@@ -135,12 +136,14 @@ template <class C, TermsOf kTerms> struct WideMath {
     // Walks over the row tiles of a round of the item, the last one first.
     __device__ __forceinline__ void meet_tiles(KeyGradients<C> &sums, const Item &item) {
         Scores s, dp;
+        const int begin = warp_uniform(item.round_begin), finish_end = warp_uniform(item.finish_end),
+                  full_begin = warp_uniform(item.tiles.full_begin), full_end = warp_uniform(item.tiles.full_end);
         begin_scores(s);
         begin_dp(dp);
         for (int t = item.round_end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
-            if (t >= item.tiles.full_begin && t < item.tiles.full_end)
+            if (t >= full_begin && t < full_end)
                 find_operands<false>(s, dp, weights, ds, item, t);
             else
                 find_operands<true>(s, dp, weights, ds, item, t);
@@ -154,7 +157,8 @@ template <class C, TermsOf kTerms> struct WideMath {
             begin_dq(dq, 0);
             wgmma_ab<Element, C::kRows, 0, C::kRowHalf>(sums.dv, address(smem.weights),
                     address(smem.douts[dout_stage]) + KeyGradients<C>::kWidthV / 64 * math_warpgroup * C::kRowHalf, true);
-            hand_over<1>(dq, item, t, 0); // dV running
+            const bool finishes = t < finish_end;
+            hand_over<1>(dq, item, t, finishes, 0); // dV running
             wgmma_ab<Element, C::kRows, 0, C::kRowHalf>(
                     sums.dk, address(smem.ds), address(smem.queries[stage]) + 2 * math_warpgroup * C::kRowHalf, true);
             if constexpr (KeyGradients<C>::kHasMiddle)
@@ -169,13 +173,13 @@ template <class C, TermsOf kTerms> struct WideMath {
             pin(sums.middle);
             smem.row_empty[stage].arrive();
             ring.n++;
-            if (t == item.round_begin) {
-                hand_over<0>(last, item, t, 1);
+            if (t == begin) {
+                hand_over<0>(last, item, t, finishes, 1);
                 smem.operands_empty[0].arrive();
                 return;
             }
             begin_scores(s);
-            hand_over<1>(last, item, t, 1);
+            hand_over<1>(last, item, t, finishes, 1);
             smem.operands_empty[0].arrive();
             begin_dp(dp);
         }
