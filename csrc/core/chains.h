@@ -22,17 +22,25 @@
 
 #include "split.h"
 
-/* A sequence has rounds if its key blocks, of all kv heads, are fewer than SA_FEW_BLOCKS: as many as the best of four rules gives.
+/* A sequence has rounds if its key blocks, of all kv heads, do not fill the machine: as many as the best of these rules gives.
  *
  *     rule      for                                      blocks times rounds    least tiles of a round
- *     LEAST     all                                      SA_ROUND_BLOCKS        SA_LEAST_ROUND
- *     LONG      all                                      SA_LONG_BLOCKS         SA_LONG_ROUND
+ *     LEAST     fewer than SA_FEW_BLOCKS                 SA_ROUND_BLOCKS        SA_LEAST_ROUND
+ *     LONG      fewer than SA_FEW_BLOCKS                 SA_LONG_BLOCKS         SA_LONG_ROUND
  *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_SHORT_BLOCKS        SA_SHORT_ROUND
  *     THIN      at most SA_THIN_BLOCKS, and fewer than   SA_THIN_ROUNDS         SA_SHORT_ROUND
  *               two times SA_LEAST_ROUND tiles
+ *     HALF      more than SA_FEW_BLOCKS                  2 rounds, or 3 of four times SA_HALF_ROUND tiles
+ *
+ * And where slots are what lacks. Those of 64 MiB are taken by 16 key blocks for each token of a tile, where rows are as many as keys.
+ *
+ *     CROWD     SA_CROWD_TILES, and at most              SA_CROWD_ROUNDS rounds, divided by tokens a tile
+ *               SA_CROWD_TOKENS tokens a tile
+ *     SET       more than room.most_tiles                of at most room.round_tiles; if more than SA_SET_ROUNDS, a multiple
  */
 enum {
     SA_FEW_BLOCKS = 256,
+    SA_MANY_BLOCKS = 512,
     SA_ROUND_BLOCKS = 512,
     SA_LEAST_ROUND = 32,
     SA_LONG_BLOCKS = 1024,
@@ -42,10 +50,15 @@ enum {
     SA_SHORT_ROUND = 8,
     SA_THIN_BLOCKS = 96,
     SA_THIN_ROUNDS = 192,
-    SA_MANY_BLOCKS = 256, /* of all sequences and kv heads: items are whole blocks */
-    SA_SINK_BLOCKS = 4,   /* under a window: at most so many blocks with sink tokens have rounds */
-    SA_SINK_ROUND = 16,   /* tiles of such a round */
-    SA_SINK_LEAD = 32     /* tiles by which it comes early */
+    SA_HALF_ROUND = 160,
+    SA_CROWD_TOKENS = 6,
+    SA_CROWD_TILES = 384,
+    SA_CROWD_ROUNDS = 12,
+    SA_SET_ROUNDS = 4,
+    SA_SPLIT_ROUND = 48, /* beside more than SA_FEW_BLOCKS: tiles from which a round is an item of its own */
+    SA_SINK_BLOCKS = 4,  /* under a window: at most so many blocks with sink tokens have rounds */
+    SA_SINK_ROUND = 16,  /* tiles of such a round */
+    SA_SINK_LEAD = 32    /* tiles by which it comes early */
 };
 
 /* What a launch has. */
@@ -57,7 +70,7 @@ typedef struct sa_chain_room {
     int32_t num_slots; /* accumulator slots */
     bool is_local;     /* under a window, whose items' tiles fit the slots */
     int32_t span;      /* under a window: the most tiles that see a block without sink tokens */
-    bool merges;       /* items are many: a chain is all rounds */
+    int32_t blocks;    /* key blocks of all sequences and kv heads, at most SA_MANY_BLOCKS */
 } sa_chain_room;
 
 typedef struct sa_chains {
@@ -65,7 +78,7 @@ typedef struct sa_chains {
     int32_t blind, tiles;        /* row tiles before the first row that sees a key; all row tiles of a head */
     int32_t rounds, round_tiles; /* the last round may be shorter */
     bool is_local;               /* room's, and longer than two spans: a chain's slots follow its rows */
-    bool is_long;                /* rounds because of slots: heads one after another */
+    bool is_long;                /* rounds because of slots, as items of their own: heads one after another */
     bool split;                  /* a chain is a round, not all of them */
     int32_t heads;               /* of all copies */
     int32_t count, together;     /* chains of all heads; worked on side by side */
@@ -73,9 +86,15 @@ typedef struct sa_chains {
     int32_t sinks, lead;         /* under a window: blocks with sink tokens, which alone have rounds, and how early they come, in tiles */
 } sa_chains;
 
-/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, below SA_FEW_BLOCKS, and so many row tiles. Divisions
- * are of 32 bits, since the threads of one block ask for every sequence of a launch. */
+/* Whether so many key blocks, of all kv heads, fill the machine as they are: SA_FEW_BLOCKS are nearly two for each of 132
+ * multiprocessors, and a few more would be three for some. */
+SA_HD bool sa_fill_blocks(int32_t blocks) { return blocks == SA_FEW_BLOCKS || blocks >= SA_MANY_BLOCKS; }
+
+/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, and so many row tiles. Divisions are of 32 bits, since the
+ * threads of one block ask for every sequence of a launch. */
 SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
+    if (!blocks || sa_fill_blocks(blocks)) return 1;
+    if (blocks > SA_FEW_BLOCKS) return tiles < 2 * SA_HALF_ROUND ? 1 : tiles < 4 * SA_HALF_ROUND ? 2 : 3;
     const bool is_thin = blocks <= SA_THIN_BLOCKS && tiles < 2 * SA_LEAST_ROUND;
     const int32_t most = (SA_ROUND_BLOCKS + blocks - 1) / blocks, most_long = (SA_LONG_BLOCKS + blocks - 1) / blocks,
                   most_short = blocks <= SA_SCARCE_BLOCKS ? SA_SHORT_BLOCKS / blocks
@@ -99,27 +118,36 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.tiles = sa_tile_from(band->q_len, tokens);
     c.blind = first < band->q_len ? sa_tile_of(first, tokens) : c.tiles;
     const int32_t seeing = c.tiles - c.blind;
-    const int64_t all_blocks = (int64_t)c.blocks * room->num_heads;
+    const int32_t all_blocks = (int32_t)sa_min((int64_t)c.blocks * room->num_heads, SA_MANY_BLOCKS);
     c.is_local = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles);
-    c.is_long = !room->is_local && c.tiles > room->most_tiles;
+    const bool is_crowded = !c.is_local && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
+               fits = room->is_local || c.tiles <= room->most_tiles;
     c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
     c.lead = 0;
     c.rounds = 1;
     if (c.sinks)
         c.rounds = sa_tile_from(seeing, SA_SINK_ROUND);
-    else if (c.is_long)
-        c.rounds = sa_tile_from(seeing, room->round_tiles);
-    else if (!c.is_local && all_blocks > 0 && all_blocks < SA_FEW_BLOCKS)
-        c.rounds = sa_rounds_of((int32_t)all_blocks, seeing);
+    else if (!c.is_local)
+        c.rounds = sa_rounds_of(all_blocks, seeing);
+    if (is_crowded) c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(SA_CROWD_ROUNDS, tokens));
+    if (!fits) {
+        c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(seeing, room->round_tiles));
+        if (c.rounds > SA_SET_ROUNDS) c.rounds = sa_tile_from(c.rounds, SA_SET_ROUNDS) * SA_SET_ROUNDS;
+    }
     c.rounds = (int32_t)sa_last(c.rounds, 1);
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
-    c.split = !c.sinks && c.rounds > 1 && (c.is_long || !room->merges);
+    const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && c.round_tiles < SA_SPLIT_ROUND);
+    c.is_long = !fits || (is_crowded && merges);
+    c.split = !c.sinks && c.rounds > 1 && (c.is_long || !merges);
     c.heads = room->num_heads * room->copies;
     c.count = (int32_t)((int64_t)c.heads * (c.split ? c.rounds : 1));
     c.uses = c.split ? c.round_tiles : seeing;
     c.together = 1;
-    if (!c.is_local && !c.is_long && c.uses) {
+    if (c.is_long && c.uses) {
+        /* Of one head, whose items come before those of the next: dK and dV of both take the same places. */
+        c.together = sa_largest_divisor(c.rounds, (int32_t)sa_within(room->num_slots / c.uses, 1, c.rounds));
+    } else if (!c.is_local && c.uses) {
         const int32_t most = (int32_t)sa_within(room->num_slots / c.uses, 1, c.count);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
         /* Sets of one size, of more than half of `most`: a smaller last one has too few items for the machine. */

@@ -67,13 +67,15 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
     return sa_bwd_sm80_num_stats(p) * (SA_BWD_SM80_STATS_BYTES + (p->s_aux_dtype ? 4 : 0)) + SA_BWD_SM80_STATS_BYTES - 1;
 }
 
-/* A tile of dQ reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more tiles than
- * these bytes hold is cut into rounds, later tiles first, over which dK and dV are summed; under a window it is not. A window of 4096 keys
- * has 44 MiB of tiles in use; at head_dim 64 the statistics leave no room for that. */
+/* A tile of dQ reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more than
+ * SA_MOST_BYTES of tiles is cut into rounds of SA_ROUND_BYTES at most, later tiles first, over which dK and dV are summed; under a window
+ * it is not. */
 #define SA_MOST_BYTES (INT64_C(36) << 20)
-#define SA_LOCAL_BYTES (INT64_C(44) << 20)
-#define SA_SLOTS_BYTES (INT64_C(64) << 20)
 #define SA_ROUND_BYTES (INT64_C(18) << 20)
+#define SA_SLOTS_BYTES (INT64_C(64) << 20)
+#define SA_LOCAL_BYTES (INT64_C(192) << 20)
+#define SA_FULL_BLOCKS 2048 /* so many key blocks of all kv heads, .. */
+#define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
 
 int64_t sa_bwd_sm90_slices(const sinkattn_problem *p) {
     const int64_t group = group_of(p);
@@ -88,8 +90,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const int64_t slices = sa_bwd_sm90_slices(p), heads = p->num_kv_heads * slices, group = sa_bwd_sm90_slice_heads(p),
                   tokens = info->tile_q / group, tile_bytes = info->tile_q * info->max_head_dim * 4,
                   longest = sa_ceil_div(p->q_len, tokens), most_tiles = SA_MOST_BYTES / tile_bytes,
-                  slot_tiles = SA_SLOTS_BYTES / tile_bytes, round_tiles = SA_ROUND_BYTES / tile_bytes,
-                  local_tiles = (info->max_head_dim == 64 ? SA_MOST_BYTES : SA_LOCAL_BYTES) / tile_bytes;
+                  slot_tiles = SA_SLOTS_BYTES / tile_bytes, round_tiles = SA_ROUND_BYTES / tile_bytes;
     const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
     sa_bwd_sm90_layout to;
     to.heads = heads;
@@ -106,30 +107,50 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                   sink_blocks = sa_ceil_div(sa_min(p->mask.num_sink_tokens, 1 << 30), info->tile_k);
     room->is_local = span + (sink_blocks ? SA_SINK_ROUND : 1) <= most_tiles && sink_blocks <= SA_SINK_BLOCKS;
     room->span = (int32_t)span;
-    room->merges = blocks * heads >= SA_MANY_BLOCKS;
+    room->blocks = (int32_t)sa_min(blocks * heads, SA_MANY_BLOCKS);
     const bool has_long = !room->is_local && longest > most_tiles;
-    room->num_slots = (int32_t)sa_min(to.tiles, p->packed        ? slot_tiles
-                                                : room->is_local ? local_tiles
-                                                : has_long       ? round_tiles
-                                                                 : slot_tiles);
+    int64_t slots = slot_tiles;
+    if (room->is_local) {
+        /* All multiprocessors begin at once, and a tile is in use from the first block that meets it to the last. */
+        const int64_t in_use = plan->workers * sa_ceil_div(info->tile_k, tokens) + 2 * span;
+        slots = sa_max(p->packed ? slot_tiles : most_tiles, sa_min(in_use, SA_LOCAL_BYTES / tile_bytes));
+    } else if (has_long && !p->packed && blocks * heads >= SA_FULL_BLOCKS && sa_ceil_div(p->k_len, info->tile_k) >= SA_FULL_CHAIN) {
+        slots = round_tiles;
+    }
+    room->num_slots = (int32_t)sa_min(to.tiles, slots);
     /* A packed batch may be one sequence, or any number of them. */
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
         room->num_slots = (int32_t)sa_min(slot_tiles, sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
-    const int64_t sinks = room->is_local ? sink_blocks : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND,
-                  most_short = sa_min(p->batch, longest / least_tiles);
-    const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1;
-    to.items = blocks * (has_long ? sa_ceil_div(longest, round_tiles) : 1) + sinks * (to.tiles / heads / SA_SINK_ROUND);
-    if (!p->packed)
+    const int64_t sinks = room->is_local ? sink_blocks : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND;
+    const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
+               may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
+               may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
+    const bool may_crowd = p->packed && tokens <= SA_CROWD_TOKENS;
+    if (p->packed) {
+        /* Rounds of sequences that come as items of their own, and those of the few with few blocks. */
+        const int64_t set = has_long ? sa_ceil_div(longest, round_tiles) + SA_SET_ROUNDS - 1 : 1,
+                      rounds = sa_max(set, may_crowd ? sa_ceil_div(SA_CROWD_ROUNDS, tokens) : 1),
+                      least = may_split   ? least_tiles
+                              : may_crowd ? SA_CROWD_TILES
+                                          : most_tiles;
+        to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) +
+                   sa_min(p->batch, longest / least) * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
+    } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
-    else if (may_have_rounds && !room->merges)
-        to.items += most_short * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
-    to.carries = !may_have_rounds || room->merges ? 0 : blocks * heads;
+    }
+    to.carries = may_split ? blocks * heads : 0;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
-    if (has_long) to.carries += p->packed ? sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1) : blocks;
+    /* Long sequences' heads come one after another: a place a key block. */
+    if (!p->packed)
+        to.carries += dense.is_long ? blocks : 0;
+    else if (may_crowd)
+        to.carries += blocks;
+    else if (has_long)
+        to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1);
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
-    to.own_carries = may_have_rounds && room->merges ? plan->workers : 0;
+    to.own_carries = may_merge ? plan->workers : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);

@@ -34,7 +34,7 @@ static sequence pick_sequence(void) {
     s.room.num_slots = s.room.most_tiles == 150 ? 150 : 2048;
     s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, s.tokens) + 1;
     s.room.is_local = has_window;
-    s.room.merges = one_in(2);
+    s.room.blocks = (int32_t)pick(0, SA_MANY_BLOCKS);
     if (s.room.is_local) {
         s.room.most_tiles = s.room.span + SA_SINK_ROUND + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
         s.room.num_slots = s.room.most_tiles + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
@@ -97,8 +97,8 @@ static void test_chains_meet_all_tiles_in_order(void) {
     }
 }
 
-/* The rounds of a block are added one after another by items that come in this order; then dK and dV are written once, of
- * each head after the head before, as slices add to one another. */
+/* The rounds of a block are added one after another by items that come in this order; then dK and dV are written once, of each head after
+ * the head before, as slices add to one another. Heads of a long sequence share places, so a head's first round comes after that too. */
 static void test_rounds_of_a_block_are_added_in_order(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
@@ -114,6 +114,7 @@ static void test_rounds_of_a_block_are_added_in_order(void) {
                 begin = sa_round_begin(s.chains.blind, item.round_tiles, end);
                 if (begin < item.tiles.begin) begin = item.tiles.begin;
                 CHECK_ITEM(added[block]++ == part++, &s, n);
+                if (s.chains.is_long && item.head) CHECK_ITEM(written[block - s.chains.blocks], &s, n);
                 if (s.chains.split) CHECK_ITEM(begin == item.tiles.begin, &s, n);
             }
             if (part != item.num_parts && item.tiles.begin < item.tiles.end) continue;
@@ -131,7 +132,7 @@ static void test_rounds_do_not_depend_on_the_batch(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
         sa_chain_room other = s.room;
-        other.merges = !other.merges;
+        other.blocks = (int32_t)pick(0, SA_MANY_BLOCKS);
         other.num_slots += (int32_t)pick(0, 1000);
         other.copies = (int32_t)pick(1, 5);
         const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &other);
@@ -161,7 +162,7 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
     const sinkattn_mask mask = {.has_left = true, .has_right = true, .left = 127, .num_sink_tokens = 4};
     const sequence s = {.band = sa_band_of(&mask, 16384, 16384),
             .tokens = 16,
-            .room = {.num_heads = 8, .copies = 1, .num_slots = 1152, .is_local = true, .merges = true, .span = 17}};
+            .room = {.num_heads = 8, .copies = 1, .num_slots = 1152, .is_local = true, .blocks = SA_MANY_BLOCKS, .span = 17}};
     const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
     CHECK(chains.rounds == 64 && chains.together == 8 && chains.lead == SA_SINK_LEAD, "%d rounds, %d together", (int)chains.rounds,
             (int)chains.together);
@@ -193,6 +194,8 @@ static void test_few_blocks_have_rounds(void) {
         const int32_t rounds = sa_chains_of(&band, 16, kKeys, &room).rounds;
         CHECK(rounds == short_ones[i].rounds, "%d tokens, 64:8: %d rounds", (int)short_ones[i].length, (int)rounds);
     }
+    band = sa_band_of(&causal, 6144, 6144);
+    CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 2, "6144 tokens, 64:8");
     band = sa_band_of(&causal, 10240, 10240);
     CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 2, "10240 tokens, 64:8");
     room.num_heads = 7;
@@ -201,9 +204,20 @@ static void test_few_blocks_have_rounds(void) {
     band = sa_band_of(&causal, 8192, 8192);
     sa_chains chains = sa_chains_of(&band, 8, kKeys, &room);
     CHECK(chains.rounds == 16 && chains.split && chains.count == 16, "8192 tokens, 16:1: %d rounds", (int)chains.rounds);
-    room.merges = true;
+    room.blocks = SA_MANY_BLOCKS;
     chains = sa_chains_of(&band, 8, kKeys, &room);
     CHECK(chains.rounds == 16 && !chains.split && chains.count == 1, "the same in a large batch: %d rounds", (int)chains.rounds);
+    room.num_heads = 4;
+    room.blocks = 4 * 72;
+    band = sa_band_of(&causal, 9216, 9216);
+    room.most_tiles = 2048;
+    chains = sa_chains_of(&band, 8, kKeys, &room);
+    CHECK(chains.rounds == 3 && chains.split, "9216 tokens, 64:4: %d rounds", (int)chains.rounds);
+    room.most_tiles = 1152;
+    band = sa_band_of(&causal, 32768, 32768);
+    chains = sa_chains_of(&band, 9, kKeys, &room);
+    CHECK(chains.rounds == 8 && chains.together == 4, "32768 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
+            (int)chains.together);
 }
 
 /* 125 row tiles are 3 rounds of 42: chains of all 8 heads and rounds are side by side all the same. */
@@ -226,6 +240,48 @@ static void test_rounds_have_room(void) {
     CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
 }
 
+/* What the sequences of a random packed batch need is what the workspace has room for, whatever their lengths. */
+static void test_packed_batches_have_room(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    for (int i = 0; i < 2000; i++) {
+        const int64_t batch = pick(1, one_in(3) ? 3 : 40), most = one_in(2) ? 6000 : 40000 / batch;
+        const bool is_even = one_in(3);
+        int64_t q_lens[40], k_lens[40];
+        sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = batch, .packed = true, .head_dim = 1 << pick(6, 8)};
+        p.num_kv_heads = pick(1, one_in(2) ? 4 : 24);
+        p.num_q_heads = p.num_kv_heads * pick(1, 24);
+        p.mask.has_right = one_in(2);
+        if (one_in(3)) p.mask.has_left = true, p.mask.left = pick(0, 3000);
+        if (one_in(3)) p.mask.num_sink_tokens = pick(1, 300);
+        for (int64_t b = 0; b < batch; b++) {
+            q_lens[b] = is_even && b ? q_lens[0] : one_in(3) ? pick(0, 200) : pick(0, most);
+            k_lens[b] = is_even || one_in(2) ? q_lens[b] : pick(0, most);
+            p.q_len += q_lens[b], p.k_len += k_lens[b];
+        }
+        sinkattn_plan plan;
+        if (!p.q_len || !p.k_len || sinkattn_make_plan(&p, &device, &plan).code != SINKATTN_OK) continue;
+        const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
+        if (!strstr(info->name, "_sm90_d")) continue;
+        const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&p, &plan);
+        const int64_t tokens = info->tile_q / sa_bwd_sm90_slice_heads(&p);
+        int64_t tiles = 0, items = 0, carries = 0, blocks = 0;
+        for (int64_t b = 0; b < batch; b++) {
+            const sa_band band = sa_band_of(&p.mask, q_lens[b], k_lens[b]);
+            const sa_chains chains = sa_chains_of(&band, (sa_position_t)tokens, (sa_position_t)info->tile_k, &layout.room);
+            tiles += sa_ceil_div(q_lens[b], tokens) * layout.heads;
+            items += sa_num_chain_items(&chains);
+            carries += (int64_t)sa_num_carries(&chains) * (chains.is_long ? 1 : chains.heads);
+            blocks += chains.blocks;
+            CHECK(chains.split || chains.rounds == 1 || chains.sinks || layout.own_carries, "%s: rounds of %d blocks have no place",
+                    problem_text(&p), (int)chains.blocks);
+        }
+        if (sa_bwd_sm90_slices(&p) > 1) carries += blocks * p.num_kv_heads;
+        CHECK(tiles <= layout.tiles && items <= layout.items * layout.heads && carries <= layout.carries,
+                "%s, %d sequences, tiles %d of %d, items %d of %d, carries %d of %d", problem_text(&p), (int)batch, (int)tiles,
+                (int)layout.tiles, (int)items, (int)(layout.items * layout.heads), (int)carries, (int)layout.carries);
+    }
+}
+
 /* 71 query heads are 9 slices, whose dK and dV pass through a place a key block; 64 are whole. */
 static void test_many_query_heads_are_cut_into_slices(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
@@ -242,4 +298,5 @@ static void test_many_query_heads_are_cut_into_slices(void) {
 
 const test chain_tests[] = {TEST(chains_meet_all_tiles_in_order), TEST(rounds_of_a_block_are_added_in_order),
         TEST(rounds_do_not_depend_on_the_batch), TEST(items_of_a_head_have_numbers), TEST(blocks_with_sink_tokens_have_rounds),
-        TEST(few_blocks_have_rounds), TEST(rounds_have_room), TEST(many_query_heads_are_cut_into_slices), {0}};
+        TEST(few_blocks_have_rounds), TEST(rounds_have_room), TEST(packed_batches_have_room), TEST(many_query_heads_are_cut_into_slices),
+        {0}};
