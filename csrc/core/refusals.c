@@ -119,7 +119,7 @@ const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkat
 
 /* All heads of a token, or a slice of them, fit a tile of rows; there is something to describe to the copy engine. */
 const char *sa_refusal_whole_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (sa_bwd_sm90_slice_heads(p) > info->tile_q) return "more query heads a kv head than its tile_q, and no multiple of 8";
+    if (sa_bwd_sm90_slice_heads(p, info->tile_q) > info->tile_q) return "more query heads a kv head than its tile_q, and no multiple of 8";
     return has_elements(p) ? NULL : "there are no rows or no keys";
 }
 

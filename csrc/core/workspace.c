@@ -76,21 +76,27 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048 /* so many key blocks of all kv heads, .. */
 #define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
+#define SA_SLICE_GAIN 0.125 /* rows of a tile that slices must fill besides */
 
-int64_t sa_bwd_sm90_slices(const sinkattn_problem *p) {
-    const int64_t group = group_of(p);
-    const bool fits = p->num_kv_heads == 1 || group % SA_SLICE_HEADS == 0;
-    return group > SA_MOST_HEADS && fits ? sa_ceil_div(group, SA_SLICE_HEADS) : 1;
+int64_t sa_bwd_sm90_slices(const sinkattn_problem *p, int64_t tile_q) {
+    const int64_t group = group_of(p), slices = sa_ceil_div(group, SA_SLICE_HEADS);
+    if (p->num_kv_heads > 1 && group % SA_SLICE_HEADS) return 1;
+    if (group > SA_MOST_HEADS) return slices;
+    const double whole = (double)(tile_q / group * group) / (double)tile_q, cut = (double)group / (double)(slices * SA_SLICE_HEADS);
+    return cut - whole > SA_SLICE_GAIN ? slices : 1;
 }
 
-int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p) { return sa_bwd_sm90_slices(p) > 1 ? SA_SLICE_HEADS : group_of(p); }
+int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p, int64_t tile_q) {
+    return sa_bwd_sm90_slices(p, tile_q) > 1 ? SA_SLICE_HEADS : group_of(p);
+}
 
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    const int64_t slices = sa_bwd_sm90_slices(p), heads = p->num_kv_heads * slices, group = sa_bwd_sm90_slice_heads(p),
-                  tokens = info->tile_q / group, tile_bytes = info->tile_q * info->max_head_dim * 4,
-                  longest = sa_ceil_div(p->q_len, tokens), most_tiles = SA_MOST_BYTES / tile_bytes,
-                  slot_tiles = SA_SLOTS_BYTES / tile_bytes, round_tiles = SA_ROUND_BYTES / tile_bytes;
+    const int64_t slices = sa_bwd_sm90_slices(p, info->tile_q), heads = p->num_kv_heads * slices,
+                  group = sa_bwd_sm90_slice_heads(p, info->tile_q), tokens = info->tile_q / group,
+                  tile_bytes = info->tile_q * info->max_head_dim * 4, longest = sa_ceil_div(p->q_len, tokens),
+                  most_tiles = SA_MOST_BYTES / tile_bytes, slot_tiles = SA_SLOTS_BYTES / tile_bytes,
+                  round_tiles = SA_ROUND_BYTES / tile_bytes;
     const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
     sa_bwd_sm90_layout to;
     to.heads = heads;

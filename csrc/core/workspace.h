@@ -39,11 +39,12 @@ sa_invariant_layout sa_invariant_layout_of(const sinkattn_problem *problem);
 /* sm_80's backward: rows that have statistics. */
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *problem);
 
-/* The general backward of sm_90 takes more than SA_MOST_HEADS query heads a kv head in slices, which are kv heads to all but the sums of
- * dK and dV: items hand those from slice to slice. A slice that is not whole is the last of all heads, past which copies read zeros. */
+/* The general backward of sm_90 takes query heads of a kv head in slices where they are more than SA_MOST_HEADS, or where whole tokens
+ * leave more rows of a tile empty. Slices are kv heads to all but the sums of dK and dV: items hand those from slice to slice. A slice
+ * that is not whole is the last of all heads, past which copies read zeros. */
 enum { SA_MOST_HEADS = 64, SA_SLICE_HEADS = 8 };
-int64_t sa_bwd_sm90_slices(const sinkattn_problem *problem); /* of a kv head; 1 where it has few heads, or cannot be cut */
-int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *problem);
+int64_t sa_bwd_sm90_slices(const sinkattn_problem *problem, int64_t tile_q); /* of a kv head; 1 where it is whole */
+int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *problem, int64_t tile_q);
 
 /* heads: slices of all kv heads. entries, tiles, items, carries, own_carries: how many there are, items those of a slice. */
 typedef struct sa_bwd_sm90_layout {

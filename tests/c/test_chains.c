@@ -263,7 +263,7 @@ static void test_packed_batches_have_room(void) {
         const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
         if (!strstr(info->name, "_sm90_d")) continue;
         const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&p, &plan);
-        const int64_t tokens = info->tile_q / sa_bwd_sm90_slice_heads(&p);
+        const int64_t tokens = info->tile_q / sa_bwd_sm90_slice_heads(&p, info->tile_q);
         int64_t tiles = 0, items = 0, carries = 0, blocks = 0;
         for (int64_t b = 0; b < batch; b++) {
             const sa_band band = sa_band_of(&p.mask, q_lens[b], k_lens[b]);
@@ -275,14 +275,15 @@ static void test_packed_batches_have_room(void) {
             CHECK(chains.split || chains.rounds == 1 || chains.sinks || layout.own_carries, "%s: rounds of %d blocks have no place",
                     problem_text(&p), (int)chains.blocks);
         }
-        if (sa_bwd_sm90_slices(&p) > 1) carries += blocks * p.num_kv_heads;
+        if (sa_bwd_sm90_slices(&p, info->tile_q) > 1) carries += blocks * p.num_kv_heads;
         CHECK(tiles <= layout.tiles && items <= layout.items * layout.heads && carries <= layout.carries,
                 "%s, %d sequences, tiles %d of %d, items %d of %d, carries %d of %d", problem_text(&p), (int)batch, (int)tiles,
                 (int)layout.tiles, (int)items, (int)(layout.items * layout.heads), (int)carries, (int)layout.carries);
     }
 }
 
-/* 71 query heads are 9 slices, whose dK and dV pass through a place a key block; 64 are whole. */
+/* 71 query heads are 9 slices, whose dK and dV pass through a place a key block; 64 are whole. A token of 48 would fill three quarters of
+ * a tile: they are 6. */
 static void test_many_query_heads_are_cut_into_slices(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     sinkattn_problem problem = {.op = SINKATTN_BWD, .batch = 1, .num_q_heads = 71, .num_kv_heads = 1, .head_dim = 64, .q_len = 4096};
@@ -292,8 +293,16 @@ static void test_many_query_heads_are_cut_into_slices(void) {
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
     const sa_bwd_sm90_layout cut = sa_bwd_sm90_layout_of(&problem, &plan);
     CHECK(cut.heads == 9 && cut.room.num_heads == 9 && cut.carries >= problem.k_len / kKeys, "%d slices", (int)cut.heads);
-    problem.num_q_heads = 64;
-    CHECK(sa_bwd_sm90_slices(&problem) == 1, "%s", problem_text(&problem));
+    const struct {
+        int32_t num_q_heads, num_kv_heads, tile_q, slices;
+    } cases[] = {{71, 1, 128, 9}, {64, 1, 128, 1}, {64, 1, 64, 1}, {48, 1, 64, 6}, {48, 1, 128, 6}, {48, 2, 64, 3}, {24, 1, 128, 1},
+            {36, 2, 64, 1}, {44, 2, 64, 1}, {22, 1, 64, 3}, {11, 1, 64, 1}, {7, 1, 64, 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        problem.num_q_heads = cases[i].num_q_heads;
+        problem.num_kv_heads = cases[i].num_kv_heads;
+        const int64_t slices = sa_bwd_sm90_slices(&problem, cases[i].tile_q);
+        CHECK(slices == cases[i].slices, "%s: %d slices", problem_text(&problem), (int)slices);
+    }
 }
 
 const test chain_tests[] = {TEST(chains_meet_all_tiles_in_order), TEST(rounds_of_a_block_are_added_in_order),

@@ -24,8 +24,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.num_entries = sizes.entries;
     p.num_carries = sizes.carries;
     p.room = sizes.room;
-    p.group = static_cast<int>(sa_bwd_sm90_slice_heads(&problem));
-    p.slices = static_cast<int>(sa_bwd_sm90_slices(&problem));
+    p.group = static_cast<int>(sa_bwd_sm90_slice_heads(&problem, C::kRows));
+    p.slices = static_cast<int>(sa_bwd_sm90_slices(&problem, C::kRows));
     p.num_q_heads = static_cast<int>(problem.num_q_heads);
     p.tokens = C::kRows / p.group;
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
