@@ -30,13 +30,14 @@
  *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_SHORT_BLOCKS        SA_SHORT_ROUND
  *     THIN      at most SA_THIN_BLOCKS, and fewer than   SA_THIN_ROUNDS         SA_SHORT_ROUND
  *               two times SA_LEAST_ROUND tiles
- *     HALF      more than SA_FEW_BLOCKS                  2 rounds, or 3 of four times SA_HALF_ROUND tiles
+ *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from       SA_HALF_ROUND
+ *                                                        four times that on
  *
  * And where slots are what lacks. Those of 64 MiB are taken by 16 key blocks for each token of a tile, where rows are as many as keys.
  *
  *     CROWD     SA_CROWD_TILES, and at most              SA_CROWD_ROUNDS rounds, divided by tokens a tile
  *               SA_CROWD_TOKENS tokens a tile
- *     SET       more than room.most_tiles                of at most room.round_tiles; if more than SA_SET_ROUNDS, a multiple
+ *     SET       more than room.most_tiles                of at most room.round_tiles; then more than SA_SET_ROUNDS are a multiple
  */
 enum {
     SA_FEW_BLOCKS = 256,
@@ -65,12 +66,12 @@ enum {
 typedef struct sa_chain_room {
     int32_t num_heads;  /* kv heads */
     int32_t copies;     /* sequences of the same lengths, whose chains are those of one sequence with so many times the heads */
-    int32_t most_tiles; /* longer sequences have rounds of at most round_tiles, since their tiles do not fit the slots */
+    int32_t most_tiles; /* longer sequences have rounds of at most round_tiles, lest slots be few */
     int32_t round_tiles;
     int32_t num_slots; /* accumulator slots */
     bool is_local;     /* under a window, whose items' tiles fit the slots */
     int32_t span;      /* under a window: the most tiles that see a block without sink tokens */
-    int32_t blocks;    /* key blocks of all sequences and kv heads, at most SA_MANY_BLOCKS */
+    int32_t blocks;    /* key blocks that all sequences and kv heads may have, at most SA_MANY_BLOCKS */
 } sa_chain_room;
 
 typedef struct sa_chains {
@@ -78,7 +79,7 @@ typedef struct sa_chains {
     int32_t blind, tiles;        /* row tiles before the first row that sees a key; all row tiles of a head */
     int32_t rounds, round_tiles; /* the last round may be shorter */
     bool is_local;               /* room's, and longer than two spans: a chain's slots follow its rows */
-    bool is_long;                /* rounds because of slots, as items of their own: heads one after another */
+    bool is_long;                /* rounds because slots are few: heads one after another */
     bool split;                  /* a chain is a round, not all of them */
     int32_t heads;               /* of all copies */
     int32_t count, together;     /* chains of all heads; worked on side by side */
@@ -151,8 +152,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
         const int32_t most = (int32_t)sa_within(room->num_slots / c.uses, 1, c.count);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
         /* Sets of one size, of more than half of `most`: a smaller last one has too few items for the machine. */
-        const int32_t even = sa_largest_divisor(c.count, most);
-        if (!c.split && 2 * even > most) c.together = even;
+        const int32_t even = c.split ? 0 : sa_largest_divisor(c.count, most);
+        if (2 * even > most) c.together = even;
     }
     if (c.sinks) {
         /* A round needs slots whose last tiles no later block sees: those of `span` tiles before it and of `lead` are taken. Chains are as
@@ -176,7 +177,7 @@ typedef struct sa_chain_item {
 } sa_chain_item;
 
 /* The number of items, also those that do not exist. */
-SA_HD int32_t sa_num_chain_items(const sa_chains *c) { return c->count * (c->sinks * c->rounds + c->blocks - c->sinks); }
+SA_HD int64_t sa_num_chain_items(const sa_chains *c) { return (int64_t)c->count * (c->sinks * c->rounds + c->blocks - c->sinks); }
 
 /* Blocks of a head whose dK and dV items hand on. */
 SA_HD int32_t sa_num_carries(const sa_chains *c) { return c->split ? c->blocks : c->rounds > 1 ? c->sinks : 0; }

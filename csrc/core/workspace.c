@@ -76,7 +76,7 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048 /* so many key blocks of all kv heads, .. */
 #define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
-#define SA_SLICE_GAIN 0.125 /* rows of a tile that slices must fill besides */
+#define SA_SLICE_GAIN 0.125 /* share of a tile's rows that slices must fill besides */
 
 int64_t sa_bwd_sm90_slices(const sinkattn_problem *p, int64_t tile_q) {
     const int64_t group = group_of(p), slices = sa_ceil_div(group, SA_SLICE_HEADS);
@@ -134,22 +134,22 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
     const bool may_crowd = p->packed && tokens <= SA_CROWD_TOKENS;
     if (p->packed) {
-        /* Rounds of sequences that come as items of their own, and those of the few with few blocks. */
-        const int64_t set = has_long ? sa_ceil_div(longest, round_tiles) + SA_SET_ROUNDS - 1 : 1,
-                      rounds = sa_max(set, may_crowd ? sa_ceil_div(SA_CROWD_ROUNDS, tokens) : 1),
+        /* Key blocks, times rounds where slots are few; and rounds of sequences of at least so many tiles, by the rules for few blocks. */
+        const int64_t crowd = may_crowd ? sa_ceil_div(SA_CROWD_ROUNDS, tokens) : 1,
+                      rounds = has_long ? sa_max(crowd, sa_ceil_div(longest, round_tiles)) + SA_SET_ROUNDS - 1 : crowd,
                       least = may_split   ? least_tiles
                               : may_crowd ? SA_CROWD_TILES
-                                          : most_tiles;
-        to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) +
-                   sa_min(p->batch, longest / least) * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
+                                          : most_tiles,
+                      most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
+        to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
     } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
     to.carries = may_split ? blocks * heads : 0;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
-    /* Long sequences' heads come one after another: a place a key block. */
+    /* Long sequences' heads come one after another: a place a key block, in a dense batch for all sequences. */
     if (!p->packed)
-        to.carries += dense.is_long ? blocks : 0;
+        to.carries += dense.is_long ? dense.blocks : 0;
     else if (may_crowd)
         to.carries += blocks;
     else if (has_long)

@@ -87,7 +87,7 @@ static void test_chains_meet_all_tiles_in_order(void) {
                 if (CHECK_ITEM(use >= 0 && use < uses && !first[use], &s, n)) first[use] = last[use] = n + 1;
         }
         for (int32_t use = 0; use < uses; use++)
-            CHECK_ITEM(first[use] && (use < num_slots || last[use - num_slots] <= first[use]), &s, first[use] - 1);
+            CHECK_ITEM(first[use] && (use < num_slots || last[use - num_slots] < first[use] + !s.chains.is_local), &s, first[use] - 1);
         for (int32_t t = s.chains.blind; t < tiles * (s.chains.blocks > 0); t++)
             for (int32_t head = 0; head < heads; head++) CHECK_ITEM(met[head * tiles + t] == blocks_before(&s, t, s.chains.blocks), &s, -1);
         free(met);
@@ -145,7 +145,7 @@ static void test_rounds_do_not_depend_on_the_batch(void) {
 static void test_items_of_a_head_have_numbers(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
-        const int32_t all = sa_num_chain_items(&s.chains), each = all / s.chains.heads;
+        const int32_t all = (int32_t)sa_num_chain_items(&s.chains), each = all / s.chains.heads;
         char *taken = calloc((size_t)all + 1, 1);
         for (int32_t n = 0; n < all; n++) {
             const sa_chain_item item = item_of(&s, n);
@@ -240,45 +240,57 @@ static void test_rounds_have_room(void) {
     CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
 }
 
-/* What the sequences of a random packed batch need is what the workspace has room for, whatever their lengths. */
-static void test_packed_batches_have_room(void) {
+/* What the sequences of a packed batch need is what the workspace has room for. */
+static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const int64_t *k_lens) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    sinkattn_plan plan;
+    if (!p->q_len || !p->k_len || sinkattn_make_plan(p, &device, &plan).code != SINKATTN_OK) return;
+    const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
+    if (!strstr(info->name, "_sm90_d")) return;
+    const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(p, &plan);
+    const int64_t tokens = info->tile_q / sa_bwd_sm90_slice_heads(p, info->tile_q);
+    int64_t tiles = 0, items = 0, carries = 0, blocks = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const sa_band band = sa_band_of(&p->mask, q_lens[b], k_lens[b]);
+        const sa_chains chains = sa_chains_of(&band, (sa_position_t)tokens, (sa_position_t)info->tile_k, &layout.room);
+        tiles += sa_ceil_div(q_lens[b], tokens) * layout.heads;
+        items += sa_num_chain_items(&chains);
+        carries += (int64_t)sa_num_carries(&chains) * (chains.is_long ? 1 : chains.heads);
+        blocks += chains.blocks;
+        CHECK(chains.split || chains.rounds == 1 || chains.sinks || layout.own_carries, "%s: %d rounds", problem_text(p),
+                (int)chains.rounds);
+    }
+    if (sa_bwd_sm90_slices(p, info->tile_q) > 1) carries += blocks * p->num_kv_heads;
+    CHECK(tiles <= layout.tiles && items <= layout.items * layout.heads && carries <= layout.carries,
+            "%s: tiles %d of %d, items %d of %d, carries %d of %d", problem_text(p), (int)tiles, (int)layout.tiles, (int)items,
+            (int)(layout.items * layout.heads), (int)carries, (int)layout.carries);
+}
+
+static void test_packed_batches_have_room(void) {
+    sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .packed = true, .head_dim = 128, .mask = {.has_right = true}};
+    const struct {
+        int64_t heads, kv_heads, batch, q_len, k_len;
+    } tight[] = {{32, 1, 1, 2400, 131072}, {112, 4, 1, 2400, 32768}, {80, 8, 3, 2299, 2944}};
+    for (size_t i = 0; i < sizeof tight / sizeof *tight; i++) {
+        const int64_t q = tight[i].q_len, k = tight[i].k_len;
+        p.num_q_heads = tight[i].heads, p.num_kv_heads = tight[i].kv_heads, p.batch = tight[i].batch;
+        p.q_len = p.batch * q, p.k_len = p.batch * k;
+        check_room(&p, (int64_t[]){q, q, q}, (int64_t[]){k, k, k});
+    }
     for (int i = 0; i < 2000; i++) {
-        const int64_t batch = pick(1, one_in(3) ? 3 : 40), most = one_in(2) ? 6000 : 40000 / batch;
-        const bool is_even = one_in(3);
+        const int64_t most = one_in(2) ? 6000 : 2000, most_keys = one_in(3) ? 40000 : most;
         int64_t q_lens[40], k_lens[40];
-        sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = batch, .packed = true, .head_dim = 1 << pick(6, 8)};
-        p.num_kv_heads = pick(1, one_in(2) ? 4 : 24);
-        p.num_q_heads = p.num_kv_heads * pick(1, 24);
-        p.mask.has_right = one_in(2);
+        const bool is_even = one_in(3);
+        p.batch = pick(1, one_in(3) ? 3 : 40), p.head_dim = 1 << pick(6, 8), p.q_len = p.k_len = 0;
+        p.num_kv_heads = pick(1, one_in(2) ? 4 : 24), p.num_q_heads = p.num_kv_heads * pick(1, 24);
+        p.mask = (sinkattn_mask){.has_right = one_in(2), .num_sink_tokens = one_in(3) ? pick(1, 300) : 0};
         if (one_in(3)) p.mask.has_left = true, p.mask.left = pick(0, 3000);
-        if (one_in(3)) p.mask.num_sink_tokens = pick(1, 300);
-        for (int64_t b = 0; b < batch; b++) {
+        for (int64_t b = 0; b < p.batch; b++) {
             q_lens[b] = is_even && b ? q_lens[0] : one_in(3) ? pick(0, 200) : pick(0, most);
-            k_lens[b] = is_even || one_in(2) ? q_lens[b] : pick(0, most);
+            k_lens[b] = is_even || one_in(2) ? q_lens[b] : pick(0, most_keys);
             p.q_len += q_lens[b], p.k_len += k_lens[b];
         }
-        sinkattn_plan plan;
-        if (!p.q_len || !p.k_len || sinkattn_make_plan(&p, &device, &plan).code != SINKATTN_OK) continue;
-        const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
-        if (!strstr(info->name, "_sm90_d")) continue;
-        const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&p, &plan);
-        const int64_t tokens = info->tile_q / sa_bwd_sm90_slice_heads(&p, info->tile_q);
-        int64_t tiles = 0, items = 0, carries = 0, blocks = 0;
-        for (int64_t b = 0; b < batch; b++) {
-            const sa_band band = sa_band_of(&p.mask, q_lens[b], k_lens[b]);
-            const sa_chains chains = sa_chains_of(&band, (sa_position_t)tokens, (sa_position_t)info->tile_k, &layout.room);
-            tiles += sa_ceil_div(q_lens[b], tokens) * layout.heads;
-            items += sa_num_chain_items(&chains);
-            carries += (int64_t)sa_num_carries(&chains) * (chains.is_long ? 1 : chains.heads);
-            blocks += chains.blocks;
-            CHECK(chains.split || chains.rounds == 1 || chains.sinks || layout.own_carries, "%s: rounds of %d blocks have no place",
-                    problem_text(&p), (int)chains.blocks);
-        }
-        if (sa_bwd_sm90_slices(&p, info->tile_q) > 1) carries += blocks * p.num_kv_heads;
-        CHECK(tiles <= layout.tiles && items <= layout.items * layout.heads && carries <= layout.carries,
-                "%s, %d sequences, tiles %d of %d, items %d of %d, carries %d of %d", problem_text(&p), (int)batch, (int)tiles,
-                (int)layout.tiles, (int)items, (int)(layout.items * layout.heads), (int)carries, (int)layout.carries);
+        check_room(&p, q_lens, k_lens);
     }
 }
 
