@@ -76,14 +76,14 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048 /* so many key blocks of all kv heads, .. */
 #define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
-#define SA_SLICE_GAIN 0.125 /* share of a tile's rows that slices must fill besides */
+#define SA_SLICE_GAIN 8     /* more than one in so many of a tile's rows must slices fill besides */
 
 int64_t sa_bwd_sm90_slices(const sinkattn_problem *p, int64_t tile_q) {
     const int64_t group = group_of(p), slices = sa_ceil_div(group, SA_SLICE_HEADS);
     if (p->num_kv_heads > 1 && group % SA_SLICE_HEADS) return 1;
     if (group > SA_MOST_HEADS) return slices;
-    const double whole = (double)(tile_q / group * group) / (double)tile_q, cut = (double)group / (double)(slices * SA_SLICE_HEADS);
-    return cut - whole > SA_SLICE_GAIN ? slices : 1;
+    const int64_t whole = tile_q / group * group, cut = tile_q * group / (slices * SA_SLICE_HEADS);
+    return cut - whole > tile_q / SA_SLICE_GAIN ? slices : 1;
 }
 
 int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p, int64_t tile_q) {
