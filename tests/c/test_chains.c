@@ -3,6 +3,7 @@
  * core/chains.h: items of random sequences, walked through in the order in which blocks take them.
  */
 #include <inttypes.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -294,6 +295,52 @@ static void test_packed_batches_have_room(void) {
     }
 }
 
+/* Walks through the items of a causal backward as 132 multiprocessors do, by cycles measured on an H200: a tile, a turn at its dQ, and what
+ * an item adds. Returns the share of them that tiles take. */
+static double busy_share(int64_t num_q_heads, int64_t num_kv_heads, int64_t length, int64_t window, int64_t batch) {
+    enum { kWorkers = 132, kTile = 3700, kTurn = 2200, kEnds = 16000 };
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = kWorkers};
+    sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = batch, .head_dim = 128, .mask = {.has_right = true}};
+    p.num_q_heads = num_q_heads, p.num_kv_heads = num_kv_heads, p.q_len = p.k_len = length;
+    if (window) p.mask.has_left = true, p.mask.left = window - 1;
+    sinkattn_plan plan;
+    CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&p));
+    const sa_chain_room room = sa_bwd_sm90_layout_of(&p, &plan).room;
+    const sequence s = {.band = sa_band_of(&p.mask, length, length), .tokens = (int32_t)(64 / sa_bwd_sm90_slice_heads(&p, 64))};
+    const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &room);
+    const int32_t tiles = chains.heads * chains.tiles;
+    double *turn = calloc((size_t)tiles + (size_t)room.num_slots, sizeof *turn), *slot = turn + tiles, workers[kWorkers] = {0}, work = 0,
+           end = 0;
+    for (int32_t n = 0; n < sa_num_chain_items(&chains); n++) {
+        const sa_chain_item item = sa_chain_item_of(&chains, &s.band, s.tokens, kKeys, n);
+        int32_t next = 0, use = item.use;
+        for (int32_t i = 1; i < kWorkers; i++)
+            if (workers[i] < workers[next]) next = i;
+        double now = workers[next] + kEnds, added[2] = {0}; /* dQ of the last two tiles, for which there are buffers */
+        for (int32_t t = item.tiles.end - 1; t >= item.tiles.begin; t--, use += item.step) {
+            double *of_slot = &slot[use % room.num_slots], *at = &turn[item.head * chains.tiles + t];
+            now = fmax(now + kTile, added[1]);
+            added[1] = added[0];
+            added[0] = *at = fmax(now, blocks_before(&s, t, item.block) ? *at : *of_slot) + kTurn;
+            if ((t + 1) * s.tokens <= (item.block + 1) * kKeys) *of_slot = *at; /* no later key block sees it */
+            work += kTile;
+        }
+        if (item.exists) end = fmax(end, workers[next] = fmax(now, added[0]));
+    }
+    free(turn);
+    return work / kWorkers / end;
+}
+
+/* Shapes in which multiprocessors waited for each other before, for up to nine tenths of the time. */
+static void test_multiprocessors_are_busy(void) {
+    const int shapes[][5] = {{32, 4, 9216, 0, 1}, {40, 8, 16384, 0, 1}, {16, 1, 8192, 0, 1}, {16, 1, 8192, 0, 8}, {36, 4, 16384, 4096, 1},
+            {16, 1, 16384, 4096, 1}, {48, 4, 7000, 0, 6}, {64, 8, 12288, 0, 3}, {20, 5, 8192, 0, 1}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const double share = busy_share(shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], shapes[i][4]);
+        CHECK(share > 0.83, "%d:%d heads, %d tokens: %.2f", shapes[i][0], shapes[i][1], shapes[i][2], share);
+    }
+}
+
 /* 71 query heads are 9 slices, whose dK and dV pass through a place a key block; 64 are whole. A token of 48 would fill three quarters of
  * a tile: they are 6. */
 static void test_many_query_heads_are_cut_into_slices(void) {
@@ -319,5 +366,5 @@ static void test_many_query_heads_are_cut_into_slices(void) {
 
 const test chain_tests[] = {TEST(chains_meet_all_tiles_in_order), TEST(rounds_of_a_block_are_added_in_order),
         TEST(rounds_do_not_depend_on_the_batch), TEST(items_of_a_head_have_numbers), TEST(blocks_with_sink_tokens_have_rounds),
-        TEST(few_blocks_have_rounds), TEST(rounds_have_room), TEST(packed_batches_have_room), TEST(many_query_heads_are_cut_into_slices),
-        {0}};
+        TEST(few_blocks_have_rounds), TEST(rounds_have_room), TEST(packed_batches_have_room), TEST(multiprocessors_are_busy),
+        TEST(many_query_heads_are_cut_into_slices), {0}};
