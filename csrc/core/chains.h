@@ -7,8 +7,8 @@
  * item rarely waits for the item before it in its chain.
  *
  * dK and dV of a block are summed over the tiles of a round, then over rounds, later rows first. Rounds depend on the sequence, the heads
- * and the mask alone, so a sequence has the same bits in every batch. Where items are few, a chain is a round; where they are many, it is
- * all rounds, and the item itself adds them.
+ * and the mask alone, so a sequence has the same bits in every batch. Where items or slots are few, a chain is a round; else it is all
+ * rounds, and the item adds them.
  *
  * Under a window, in a sequence longer than two spans, a chain is all rows of a kv head, and its slots follow its rows. Key blocks with
  * positional sink tokens are seen by all rows, so they alone have rounds there, an item each, earlier rows first:
@@ -22,13 +22,13 @@
 
 #include "split.h"
 
-/* A sequence has rounds if its key blocks, of all kv heads, do not fill the machine: as many as the best of these rules gives.
+/* A sequence has rounds if its key blocks, of all kv heads, do not fill the machine: the most that any rule gives.
  *
  *     rule      for                                      blocks times rounds    least tiles of a round
  *     LEAST     fewer than SA_FEW_BLOCKS                 SA_ROUND_BLOCKS        SA_LEAST_ROUND
  *     LONG      fewer than SA_FEW_BLOCKS                 SA_LONG_BLOCKS         SA_LONG_ROUND
  *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_SHORT_BLOCKS        SA_SHORT_ROUND
- *     THIN      at most SA_THIN_BLOCKS, and fewer than   SA_THIN_ROUNDS         SA_SHORT_ROUND
+ *     THIN      else, at most SA_THIN_BLOCKS and under   SA_THIN_ROUNDS         SA_SHORT_ROUND
  *               two times SA_LEAST_ROUND tiles
  *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from       SA_HALF_ROUND
  *                                                        four times that on
@@ -56,7 +56,7 @@ enum {
     SA_CROWD_TILES = 384,
     SA_CROWD_ROUNDS = 12,
     SA_SET_ROUNDS = 4,
-    SA_SPLIT_ROUND = 48, /* beside more than SA_FEW_BLOCKS: tiles from which a round is an item of its own */
+    SA_SPLIT_ROUND = 48, /* above SA_FEW_BLOCKS: least tiles of a round that is an item */
     SA_SINK_BLOCKS = 4,  /* under a window: at most so many blocks with sink tokens have rounds */
     SA_SINK_ROUND = 16,  /* tiles of such a round */
     SA_SINK_LEAD = 32    /* tiles by which it comes early */
@@ -66,7 +66,7 @@ enum {
 typedef struct sa_chain_room {
     int32_t num_heads;  /* kv heads */
     int32_t copies;     /* sequences of the same lengths, whose chains are those of one sequence with so many times the heads */
-    int32_t most_tiles; /* longer sequences have rounds of at most round_tiles, lest slots be few */
+    int32_t most_tiles; /* sequences above it have rounds of at most round_tiles */
     int32_t round_tiles;
     int32_t num_slots; /* accumulator slots */
     bool is_local;     /* under a window, whose items' tiles fit the slots */

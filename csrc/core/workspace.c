@@ -76,7 +76,7 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048 /* so many key blocks of all kv heads, .. */
 #define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
-#define SA_SLICE_GAIN 8     /* more than one in so many of a tile's rows must slices fill besides */
+#define SA_SLICE_GAIN 8     /* slices must fill over 1/8 of a tile's rows more */
 
 int64_t sa_bwd_sm90_slices(const sinkattn_problem *p, int64_t tile_q) {
     const int64_t group = group_of(p), slices = sa_ceil_div(group, SA_SLICE_HEADS);
