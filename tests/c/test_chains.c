@@ -10,7 +10,9 @@
 #include "core/workspace.h"
 #include "sample.h"
 
-enum { kKeys = 128 };
+enum { kKeys = 128, kWorkers = 132 };
+
+static const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = kWorkers};
 
 typedef struct sequence {
     sa_band band;
@@ -223,7 +225,6 @@ static void test_few_blocks_have_rounds(void) {
 
 /* 125 row tiles are 3 rounds of 42: chains of all 8 heads and rounds are side by side all the same. */
 static void test_rounds_have_room(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     const sinkattn_problem problem = {.op = SINKATTN_BWD,
             .dtype = SINKATTN_BF16,
             .batch = 1,
@@ -243,7 +244,6 @@ static void test_rounds_have_room(void) {
 
 /* What the sequences of a packed batch need is what the workspace has room for. */
 static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const int64_t *k_lens) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     sinkattn_plan plan;
     if (!p->q_len || !p->k_len || sinkattn_make_plan(p, &device, &plan).code != SINKATTN_OK) return;
     const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
@@ -298,8 +298,7 @@ static void test_packed_batches_have_room(void) {
 /* Walks through the items of a causal backward as 132 multiprocessors do, by cycles measured on an H200: a tile, a turn at its dQ, and what
  * an item adds. Returns the share of them that tiles take. */
 static double busy_share(int64_t num_q_heads, int64_t num_kv_heads, int64_t length, int64_t window, int64_t batch) {
-    enum { kWorkers = 132, kTile = 3700, kTurn = 2200, kEnds = 16000 };
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = kWorkers};
+    enum { kTile = 3700, kTurn = 2200, kEnds = 16000 };
     sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = batch, .head_dim = 128, .mask = {.has_right = true}};
     p.num_q_heads = num_q_heads, p.num_kv_heads = num_kv_heads, p.q_len = p.k_len = length;
     if (window) p.mask.has_left = true, p.mask.left = window - 1;
@@ -344,7 +343,6 @@ static void test_multiprocessors_are_busy(void) {
 /* 71 query heads are 9 slices, whose dK and dV pass through a place a key block; 64 are whole. A token of 48 would fill three quarters of
  * a tile: they are 6. */
 static void test_many_query_heads_are_cut_into_slices(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     sinkattn_problem problem = {.op = SINKATTN_BWD, .batch = 1, .num_q_heads = 71, .num_kv_heads = 1, .head_dim = 64, .q_len = 4096};
     problem.dtype = SINKATTN_BF16;
     problem.k_len = problem.q_len;

@@ -222,8 +222,8 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const Entry entry = entry_of(args, p, buffers, e);
     const sa_band band = band_of(args, entry.sequence, is_packed && e == p.num_entries - 1);
     const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
+    const auto all = static_cast<int32_t>(sa_num_chain_items(&chains)); // the launcher has refused more
     if (!is_packed) {
-        const auto all = static_cast<int32_t>(sa_num_chain_items(&chains));
         if (n == 0) buffers.entries[p.num_entries] = {{}, p.num_tiles, 0, all, 0, false};
         if (n >= all) return;
     }
@@ -258,8 +258,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const auto kv_heads = static_cast<int>(args.fwd.problem.num_kv_heads); // the last carries are those between slices
     item.slice_carry =
             static_cast<int>(p.num_carries) - 1 - slice / p.slices - (of_copy.first_block + copy * chains.blocks + own.block) * kv_heads;
-    item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + copy * static_cast<int>(sa_num_chain_items(&chains) / chains.heads) +
-               own.nth;
+    item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + copy * (all / chains.heads) + own.nth;
     const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)};
     item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
     item.tiles.full_begin = item.tiles.full_end = 0;
