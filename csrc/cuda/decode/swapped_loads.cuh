@@ -55,7 +55,7 @@ template <class C> struct ThreadLoader {
     uint32_t n = 0; // of the block's stages
 
     struct Place {
-        int32_t page, slot; // page: as the table has it; -1 where no row sees the key
+        int32_t page, slot; // page: as the table has it; slot: -1 where no row sees the key
     };
 
     __device__ __forceinline__ Place find(const Part &part, int32_t step, int32_t last) const {
@@ -64,12 +64,9 @@ template <class C> struct ThreadLoader {
         const int tile = sa_tile_of(at, kTileK);
         const int32_t its = step + tile, key = sa_key_tile_at(&tiles, its) * kTileK + at - tile * kTileK;
         const bool seen = lane < kWarpKeys && its < last && (key < tiles.sink_keys || (key >= tiles.band.begin && key < tiles.band.end));
-        if (!seen) return {-1, 0};
+        if (!seen) return {0, -1};
         const auto index = static_cast<int32_t>(sa_divide(key, params.by_page_size));
-        const int32_t page = load_relaxed(params.block_table + part.batch * params.block_table_stride + index);
-        if (static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages)) return {page, key - index * params.page_size};
-        atomicOr(params.error_word, kBadBlockTable);
-        return {-1, 0};
+        return {load_relaxed(params.block_table + part.batch * params.block_table_stride + index), key - index * params.page_size};
     }
 
     // offset: of the lane's key, in elements; -1 for none, which no offset is: below 0 lie those of host pages at lower addresses.
@@ -97,11 +94,12 @@ template <class C> struct ThreadLoader {
         for (int32_t step = part.first; step < last; step += C::kSteps, n++) {
             const Place at = next;
             if (step + C::kSteps < last) next = find(part, step + C::kSteps, last);
+            const bool seen = at.slot >= 0, real = seen && static_cast<uint32_t>(at.page) < static_cast<uint32_t>(params.num_pages);
+            if (seen && !real) atomicOr(params.error_word, kBadBlockTable);
             const bool on_host = at.page >= params.first_host_page;
-            copy_slot(keys_of<C>(n), k,
-                    at.page < 0 ? -1 : at.page * params.k_page + wide(at.slot) * params.k_row + (on_host ? params.k_gap : 0));
-            copy_slot(values_of<C>(n), v,
-                    at.page < 0 ? -1 : at.page * params.v_page + wide(at.slot) * params.v_row + (on_host ? params.v_gap : 0));
+            copy_slot(keys_of<C>(n), k, real ? at.page * params.k_page + wide(at.slot) * params.k_row + (on_host ? params.k_gap : 0) : -1);
+            copy_slot(
+                    values_of<C>(n), v, real ? at.page * params.v_page + wide(at.slot) * params.v_row + (on_host ? params.v_gap : 0) : -1);
         }
     }
 };
