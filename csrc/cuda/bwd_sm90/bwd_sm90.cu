@@ -53,6 +53,8 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static_assert(kRows / 64 * kHalves == 2, "a math warpgroup gets 64 x 64 of dQ");
 };
 
+constexpr int kComplete = -1; // of products that are pending: dQ is there
+
 // A math warpgroup: 64 keys in the rows of its accumulators, a row tile in the columns.
 template <class C, TermsOf kTerms> struct Math {
     using Scores = float[C::kRows / 2];          // S, dP: keys x rows
@@ -154,22 +156,26 @@ template <class C, TermsOf kTerms> struct Math {
             dq_product<C>(dq, ds + math_warpgroup * C::kKeys * kRowBytes, keys);
     }
 
-    // Waits for dQ, with kPending products issued after it, from dS in buffer `of`. Hands this warpgroup's dQ to the adder; where the tile
-    // has no later key block, so that it `finishes`, adds the sum and writes dq instead. What next() issues runs while the fence waits.
+    // Waits for dQ, with kPending products issued after it, from dS in buffer `of`.
+    template <int kPending> __device__ __forceinline__ void complete_dq(float (&dq)[32], uint32_t of) {
+        if constexpr (kPending == kComplete) return;
+        wgmma_wait<kPending>();
+        pin(dq);
+        if (C::kIsLate) smem.ds_empty[of].arrive();
+    }
+
+    // complete_dq, then hands this warpgroup's dQ to the adder; where the tile has no later key block, so that it `finishes`, adds the sum
+    // and writes dq instead. What next() issues runs while the fence waits.
     template <int kPending, class Next>
     __device__ __forceinline__ void hand_over(float (&dq)[32], const Item &item, int t, bool finishes, uint32_t of, const Next &next) {
         const uint32_t sum = dq_ring.stage() % C::kSums;
         smem.dq_ready.wait(dq_ring);
-        if (finishes) {
-            wgmma_wait<kPending>();
-            pin(dq);
-            if (C::kIsLate) smem.ds_empty[of].arrive();
+        if (finishes) { // ptxas wants the wait in both branches
+            complete_dq<kPending>(dq, of);
             finish_tile<C>(dq, smem.dq[sum], (C::kIsLate ? 0 : math_warpgroup) * 8, smem.finish_alone[sum], smem, args, p, item, t,
                     C::kRows == 64 ? 0 : 64 * math_warpgroup, C::kRows == 64 ? 64 * math_warpgroup : 0);
         } else {
-            wgmma_wait<kPending>();
-            pin(dq);
-            if (C::kIsLate) smem.ds_empty[of].arrive();
+            complete_dq<kPending>(dq, of);
             auto *to = reinterpret_cast<float4 *>(smem.dq[sum]) + (C::kIsLate ? 0 : math_warpgroup * 1024) + pinned(threadIdx.x % 128);
 #pragma unroll
             for (int i = 0; i < 8; i++)
@@ -180,6 +186,12 @@ template <class C, TermsOf kTerms> struct Math {
         __syncwarp();
         smem.dq_full[sum].arrive();
         dq_ring.n += C::kParts;
+    }
+
+    // The sum of a tile's earlier key blocks comes when they have added theirs, so the item's last tile finishes behind dK and dV, unless
+    // these wait for other items.
+    __device__ __forceinline__ bool finishes_behind_keys(const Item &item) const {
+        return item.tiles.begin < item.finish_end && item.num_parts == 1 && p.slices == 1;
     }
 
     // Waits for the last dQ of a round. Behind the item's last round no product reads K and V: they are released before dQ is handed over,
@@ -196,9 +208,8 @@ template <class C, TermsOf kTerms> struct Math {
     }
 
     // Walks over the row tiles of a round of the item, the last one first.
-    __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, const Item &item) {
+    __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, float (&dq)[32], const Item &item) {
         Scores s, dp;
-        float dq[32];
         // Read once: a load from shared memory is slow beside wgmma.
         const int begin = warp_uniform(item.round_begin), finish_end = warp_uniform(item.finish_end),
                   full_begin = warp_uniform(item.tiles.full_begin), full_end = warp_uniform(item.tiles.full_end);
@@ -229,7 +240,10 @@ template <class C, TermsOf kTerms> struct Math {
             begin_scores(s);
             hand_over<1>(dq, item, t, t < finish_end, 0, [&] { begin_dp(dp); });
         }
-        hand_over<0>(dq, item, begin, begin < finish_end, 0, [] {});
+        if (finishes_behind_keys(item))
+            complete_dq<0>(dq, 0);
+        else
+            hand_over<0>(dq, item, begin, begin < finish_end, 0, [] {});
     }
 
     // The token goes from the first warpgroup to the second and back in every tile.
@@ -238,9 +252,8 @@ template <class C, TermsOf kTerms> struct Math {
 
     // The same with dQ of a tile behind dK of the next, so that the warpgroups need not meet. A token holds them half a tile apart, one in
     // products while the other is in arithmetic; no result depends on it.
-    __device__ __forceinline__ bool meet_tiles_late(Gradients &dk, Gradients &dv, const Item &item) {
+    __device__ __forceinline__ bool meet_tiles_late(Gradients &dk, Gradients &dv, float (&dq)[32], const Item &item) {
         Scores s, dp;
-        float dq[32];
         begin_scores(s);
         begin_dp(dp);
         const int begin = warp_uniform(item.round_begin), end = warp_uniform(item.round_end), finish_end = warp_uniform(item.finish_end),
@@ -287,7 +300,10 @@ template <class C, TermsOf kTerms> struct Math {
         smem.ds_full.wait(last);
         begin_dq(dq, of);
         const bool has_released = release_keys(dq, item);
-        hand_over<0>(dq, item, begin, begin < finish_end, of, [] {});
+        if (finishes_behind_keys(item))
+            complete_dq<0>(dq, of);
+        else
+            hand_over<0>(dq, item, begin, begin < finish_end, of, [] {});
         return has_released;
     }
 
@@ -302,6 +318,7 @@ template <class C, TermsOf kTerms> struct Math {
                 return;
             }
             Gradients dk, dv;
+            float dq[32];
             bool has_released = false;
             smem.kv_full.wait({items.n});
             if (item.has_tiles()) {
@@ -313,9 +330,9 @@ template <class C, TermsOf kTerms> struct Math {
                 for (int i = 0; i < C::kHeadDim / 2; i++) dk[i] = dv[i] = 0.0f;
                 if (!item.has_tiles()) break;
                 if constexpr (C::kIsLate)
-                    has_released = meet_tiles_late(dk, dv, item);
+                    has_released = meet_tiles_late(dk, dv, dq, item);
                 else
-                    meet_tiles(dk, dv, item);
+                    meet_tiles(dk, dv, dq, item);
                 if (item.round_begin == item.tiles.begin) break;
                 add_round<C>(p, buffers, item, item.part_of(item.round_begin), dk, dv);
                 next_round<C>(item);
@@ -333,6 +350,7 @@ template <class C, TermsOf kTerms> struct Math {
             if (part == item.num_parts - 1 && add_slice<C>(p, buffers, item, dk, dv))
                 write_keys<C>(dk, dv, poison, args, p, item, math_warpgroup);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item, math_warpgroup);
+            if (item.has_tiles() && finishes_behind_keys(item)) hand_over<kComplete>(dq, item, item.tiles.begin, true, 0, [] {});
             __syncwarp();
             smem.item_empty.release(items);
         }
