@@ -30,14 +30,14 @@
  *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_SHORT_BLOCKS        SA_SHORT_ROUND
  *     THIN      else, at most SA_THIN_BLOCKS and under   SA_THIN_ROUNDS         SA_SHORT_ROUND
  *               two times SA_LEAST_ROUND tiles
- *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from       SA_HALF_ROUND
- *                                                        four times that on
+ *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from four  SA_HALF_ROUND
+ *                                                        times SA_HALF_ROUND
  *
  * And where slots are what lacks. Those of 64 MiB are taken by 16 key blocks for each token of a tile, where rows are as many as keys.
  *
  *     CROWD     SA_CROWD_TILES, and at most              SA_CROWD_ROUNDS rounds, divided by tokens a tile
  *               SA_CROWD_TOKENS tokens a tile
- *     SET       more than room.most_tiles                of at most room.round_tiles; then more than SA_SET_ROUNDS are a multiple
+ *     SET       more than room.most_tiles                of at most room.round_tiles, a multiple of SA_SET_ROUNDS if more
  */
 enum {
     SA_FEW_BLOCKS = 256,
