@@ -53,7 +53,7 @@ template <class Element_, int kHeadDim_, int kRows_, int kKeys_> struct Config {
     static_assert(kRows / 64 * kHalves == 2, "a math warpgroup gets 64 x 64 of dQ");
 };
 
-constexpr int kComplete = -1; // of products that are pending: dQ is there
+constexpr int kComplete = -1; // in place of kPending: dQ has been waited for
 
 // A math warpgroup: 64 keys in the rows of its accumulators, a row tile in the columns.
 template <class C, TermsOf kTerms> struct Math {
