@@ -12,6 +12,8 @@ static int64_t take(int64_t *at, int64_t bytes) {
 
 static int64_t group_of(const sinkattn_problem *p) { return p->num_q_heads / p->num_kv_heads; }
 
+static int64_t sink_blocks(const sinkattn_problem *p, int64_t keys) { return sa_ceil_div(sa_min(p->mask.num_sink_tokens, 1 << 30), keys); }
+
 int64_t sa_cuda_fwd_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     (void)plan;
     return p->packed ? SA_COUNTER_BYTES : 0;
@@ -90,45 +92,55 @@ int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p, int64_t tile_q) {
     return sa_bwd_sm90_slices(p, tile_q) > 1 ? SA_SLICE_HEADS : group_of(p);
 }
 
+/* tiles, blocks: row tiles of all heads, key blocks of one head, of all sequences. */
+static sa_chain_room room_of(
+        const sinkattn_problem *p, const sinkattn_plan *plan, int64_t tokens, int64_t heads, int64_t tiles, int64_t blocks) {
+    const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
+    const int64_t tile_bytes = info->tile_q * info->max_head_dim * 4, most_tiles = SA_MOST_BYTES / tile_bytes,
+                  slot_tiles = SA_SLOTS_BYTES / tile_bytes, round_tiles = SA_ROUND_BYTES / tile_bytes;
+    /* Of the mask alone, as the order of sums depends on it. */
+    const int64_t window = sa_window_keys(&p->mask), span = sa_ceil_div(sa_min(window, 1 << 30) + info->tile_k - 1, tokens) + 1,
+                  sinks = sink_blocks(p, info->tile_k);
+    sa_chain_room room;
+    room.num_heads = (int32_t)heads;
+    room.copies = 1;
+    room.most_tiles = (int32_t)most_tiles;
+    room.round_tiles = (int32_t)round_tiles;
+    room.is_local = span + (sinks ? SA_SINK_ROUND : 1) <= most_tiles && sinks <= SA_SINK_BLOCKS;
+    room.span = (int32_t)span;
+    room.blocks = (int32_t)sa_min(blocks * heads, SA_MANY_BLOCKS);
+    int64_t slots = slot_tiles;
+    if (room.is_local) {
+        /* All multiprocessors begin at once, and a tile is in use from the first block that meets it to the last. */
+        const int64_t in_use = plan->workers * sa_ceil_div(info->tile_k, tokens) + 2 * span;
+        slots = sa_max(p->packed ? slot_tiles : most_tiles, sa_min(in_use, SA_LOCAL_BYTES / tile_bytes));
+    } else if (!p->packed && sa_ceil_div(p->q_len, tokens) > most_tiles && blocks * heads >= SA_FULL_BLOCKS &&
+               sa_ceil_div(p->k_len, info->tile_k) >= SA_FULL_CHAIN) {
+        slots = round_tiles;
+    }
+    room.num_slots = (int32_t)sa_min(tiles, slots);
+    return room;
+}
+
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t slices = sa_bwd_sm90_slices(p, info->tile_q), heads = p->num_kv_heads * slices,
                   group = sa_bwd_sm90_slice_heads(p, info->tile_q), tokens = info->tile_q / group,
-                  tile_bytes = info->tile_q * info->max_head_dim * 4, longest = sa_ceil_div(p->q_len, tokens),
-                  most_tiles = SA_MOST_BYTES / tile_bytes, slot_tiles = SA_SLOTS_BYTES / tile_bytes,
-                  round_tiles = SA_ROUND_BYTES / tile_bytes;
+                  tile_bytes = info->tile_q * info->max_head_dim * 4, longest = sa_ceil_div(p->q_len, tokens);
     const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
     sa_bwd_sm90_layout to;
     to.heads = heads;
     to.entries = p->batch + p->packed;
     to.tiles = (p->packed ? sa_packed_tiles(p->q_len, tokens, p->batch + 1) : p->batch * longest) * heads;
     const int64_t blocks = p->packed ? sa_packed_tiles(p->k_len, info->tile_k, to.entries) : p->batch * sa_ceil_div(p->k_len, info->tile_k);
+    to.room = room_of(p, plan, tokens, heads, to.tiles, blocks);
     sa_chain_room *room = &to.room;
-    room->num_heads = (int32_t)heads;
-    room->copies = 1;
-    room->most_tiles = (int32_t)most_tiles;
-    room->round_tiles = (int32_t)round_tiles;
-    /* Of the mask alone, as the order of sums depends on it. */
-    const int64_t window = sa_window_keys(&p->mask), span = sa_ceil_div(sa_min(window, 1 << 30) + info->tile_k - 1, tokens) + 1,
-                  sink_blocks = sa_ceil_div(sa_min(p->mask.num_sink_tokens, 1 << 30), info->tile_k);
-    room->is_local = span + (sink_blocks ? SA_SINK_ROUND : 1) <= most_tiles && sink_blocks <= SA_SINK_BLOCKS;
-    room->span = (int32_t)span;
-    room->blocks = (int32_t)sa_min(blocks * heads, SA_MANY_BLOCKS);
-    const bool has_long = !room->is_local && longest > most_tiles;
-    int64_t slots = slot_tiles;
-    if (room->is_local) {
-        /* All multiprocessors begin at once, and a tile is in use from the first block that meets it to the last. */
-        const int64_t in_use = plan->workers * sa_ceil_div(info->tile_k, tokens) + 2 * span;
-        slots = sa_max(p->packed ? slot_tiles : most_tiles, sa_min(in_use, SA_LOCAL_BYTES / tile_bytes));
-    } else if (has_long && !p->packed && blocks * heads >= SA_FULL_BLOCKS && sa_ceil_div(p->k_len, info->tile_k) >= SA_FULL_CHAIN) {
-        slots = round_tiles;
-    }
-    room->num_slots = (int32_t)sa_min(to.tiles, slots);
+    const bool has_long = !room->is_local && longest > room->most_tiles;
     /* A packed batch may be one sequence, or any number of them. */
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
-        room->num_slots = (int32_t)sa_min(slot_tiles, sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
-    const int64_t sinks = room->is_local ? sink_blocks : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND;
+        room->num_slots = (int32_t)sa_min(SA_SLOTS_BYTES / tile_bytes, sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
+    const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
                may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
@@ -136,10 +148,10 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     if (p->packed) {
         /* Key blocks, times rounds where slots are few; and rounds of sequences of at least so many tiles, by the rules for few blocks. */
         const int64_t crowd = may_crowd ? sa_ceil_div(SA_CROWD_ROUNDS, tokens) : 1,
-                      rounds = has_long ? sa_max(crowd, sa_ceil_div(longest, round_tiles)) + SA_SET_ROUNDS - 1 : crowd,
+                      rounds = has_long ? sa_max(crowd, sa_ceil_div(longest, room->round_tiles)) + SA_SET_ROUNDS - 1 : crowd,
                       least = may_split   ? least_tiles
                               : may_crowd ? SA_CROWD_TILES
-                                          : most_tiles,
+                                          : room->most_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
         to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
     } else {
@@ -153,7 +165,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     else if (may_crowd)
         to.carries += blocks;
     else if (has_long)
-        to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / most_tiles + 1);
+        to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / room->most_tiles + 1);
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
     to.own_carries = may_merge ? plan->workers : 0;
