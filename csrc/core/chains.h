@@ -37,7 +37,7 @@
  *
  *     CROWD     SA_CROWD_TILES, and at most              SA_CROWD_ROUNDS rounds, divided by tokens a tile
  *               SA_CROWD_TOKENS tokens a tile
- *     SET       more than room.most_tiles                of at most room.round_tiles, a multiple of SA_SET_ROUNDS if more
+ *     SET       more than room.most_tiles                of at most room.round_tiles; above SA_SET_ROUNDS a multiple of it
  */
 enum {
     SA_FEW_BLOCKS = 256,

@@ -158,10 +158,11 @@ template <class C, TermsOf kTerms> struct Math {
 
     // Waits for dQ, with kPending products issued after it, from dS in buffer `of`.
     template <int kPending> __device__ __forceinline__ void complete_dq(float (&dq)[32], uint32_t of) {
-        if constexpr (kPending == kComplete) return;
-        wgmma_wait<kPending>();
-        pin(dq);
-        if (C::kIsLate) smem.ds_empty[of].arrive();
+        if constexpr (kPending != kComplete) {
+            wgmma_wait<kPending>();
+            pin(dq);
+            if (C::kIsLate) smem.ds_empty[of].arrive();
+        }
     }
 
     // complete_dq, then hands this warpgroup's dQ to the adder; where the tile has no later key block, so that it `finishes`, adds the sum
@@ -188,8 +189,8 @@ template <class C, TermsOf kTerms> struct Math {
         dq_ring.n += C::kParts;
     }
 
-    // The sum of a tile's earlier key blocks comes when they have added theirs, so the item's last tile finishes behind dK and dV, unless
-    // these wait for other items.
+    // A tile's sum is complete only after the previous key block has added its part, so the item's last tile finishes behind dK and dV,
+    // unless these wait for other items.
     __device__ __forceinline__ bool finishes_behind_keys(const Item &item) const {
         return item.tiles.begin < item.finish_end && item.num_parts == 1 && p.slices == 1;
     }
