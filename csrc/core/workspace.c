@@ -80,6 +80,8 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
 #define SA_SLICE_GAIN 8     /* slices must fill over 1/8 of a tile's rows more */
 
+static int64_t tile_bytes_of(const sinkattn_variant_info *info) { return info->tile_q * info->max_head_dim * 4; }
+
 int64_t sa_bwd_sm90_slices(const sinkattn_problem *p, int64_t tile_q) {
     const int64_t group = group_of(p), slices = sa_ceil_div(group, SA_SLICE_HEADS);
     if (p->num_kv_heads > 1 && group % SA_SLICE_HEADS) return 1;
@@ -96,8 +98,8 @@ int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p, int64_t tile_q) {
 static sa_chain_room room_of(
         const sinkattn_problem *p, const sinkattn_plan *plan, int64_t tokens, int64_t heads, int64_t tiles, int64_t blocks) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    const int64_t tile_bytes = info->tile_q * info->max_head_dim * 4, most_tiles = SA_MOST_BYTES / tile_bytes,
-                  slot_tiles = SA_SLOTS_BYTES / tile_bytes, round_tiles = SA_ROUND_BYTES / tile_bytes;
+    const int64_t tile_bytes = tile_bytes_of(info), most_tiles = SA_MOST_BYTES / tile_bytes, slot_tiles = SA_SLOTS_BYTES / tile_bytes,
+                  round_tiles = SA_ROUND_BYTES / tile_bytes;
     /* Of the mask alone, as the order of sums depends on it. */
     const int64_t window = sa_window_keys(&p->mask), span = sa_ceil_div(sa_min(window, 1 << 30) + info->tile_k - 1, tokens) + 1,
                   sinks = sink_blocks(p, info->tile_k);
@@ -125,8 +127,8 @@ static sa_chain_room room_of(
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t slices = sa_bwd_sm90_slices(p, info->tile_q), heads = p->num_kv_heads * slices,
-                  group = sa_bwd_sm90_slice_heads(p, info->tile_q), tokens = info->tile_q / group,
-                  tile_bytes = info->tile_q * info->max_head_dim * 4, longest = sa_ceil_div(p->q_len, tokens);
+                  group = sa_bwd_sm90_slice_heads(p, info->tile_q), tokens = info->tile_q / group, tile_bytes = tile_bytes_of(info),
+                  longest = sa_ceil_div(p->q_len, tokens);
     const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
     sa_bwd_sm90_layout to;
     to.heads = heads;
