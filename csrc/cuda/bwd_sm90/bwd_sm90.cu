@@ -195,6 +195,14 @@ template <class C, TermsOf kTerms> struct Math {
         return item.tiles.begin < item.finish_end && item.num_parts == 1 && p.slices == 1;
     }
 
+    // A round's last dQ: handed over, or complete, for later.
+    __device__ __forceinline__ void end_round(float (&dq)[32], const Item &item, int t, bool finishes, uint32_t of) {
+        if (finishes_behind_keys(item))
+            complete_dq<0>(dq, of);
+        else
+            hand_over<0>(dq, item, t, finishes, of, [] {});
+    }
+
     // Waits for the last dQ of a round. Behind the item's last round no product reads K and V: they are released before dQ is handed over,
     // and true returned, unless the warp has yet to read what changes with them.
     __device__ __forceinline__ bool release_keys(float (&dq)[32], const Item &item) {
@@ -241,10 +249,7 @@ template <class C, TermsOf kTerms> struct Math {
             begin_scores(s);
             hand_over<1>(dq, item, t, t < finish_end, 0, [&] { begin_dp(dp); });
         }
-        if (finishes_behind_keys(item))
-            complete_dq<0>(dq, 0);
-        else
-            hand_over<0>(dq, item, begin, begin < finish_end, 0, [] {});
+        end_round(dq, item, begin, begin < finish_end, 0);
     }
 
     // The token goes from the first warpgroup to the second and back in every tile.
@@ -301,10 +306,7 @@ template <class C, TermsOf kTerms> struct Math {
         smem.ds_full.wait(last);
         begin_dq(dq, of);
         const bool has_released = release_keys(dq, item);
-        if (finishes_behind_keys(item))
-            complete_dq<0>(dq, of);
-        else
-            hand_over<0>(dq, item, begin, begin < finish_end, of, [] {});
+        end_round(dq, item, begin, begin < finish_end, of);
         return has_released;
     }
 
