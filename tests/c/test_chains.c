@@ -46,6 +46,15 @@ static sequence pick_sequence(void) {
     return s;
 }
 
+/* A sequence of the problem. */
+static sequence sequence_of(const sinkattn_problem *p, const sinkattn_plan *plan, const sa_chain_room *room, int64_t q_len, int64_t k_len) {
+    const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
+    sequence s = {.band = sa_band_of(&p->mask, q_len, k_len), .room = *room};
+    s.tokens = (int32_t)(info->tile_q / sa_bwd_sm90_slice_heads(p, info->tile_q));
+    s.chains = sa_chains_of(&s.band, s.tokens, (sa_position_t)info->tile_k, room);
+    return s;
+}
+
 static sa_chain_item item_of(const sequence *s, int32_t n) { return sa_chain_item_of(&s->chains, &s->band, s->tokens, kKeys, n); }
 
 #define CHECK_ITEM(ok, s, n) \
@@ -237,8 +246,7 @@ static void test_rounds_have_room(void) {
     sinkattn_plan plan;
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
     const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&problem, &plan);
-    const sa_band band = sa_band_of(&problem.mask, problem.q_len, problem.k_len);
-    const sa_chains chains = sa_chains_of(&band, 16, kKeys, &layout.room);
+    const sa_chains chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
     CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
 }
 
@@ -249,17 +257,15 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
     const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
     if (!strstr(info->name, "_sm90_d")) return;
     const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(p, &plan);
-    const int64_t tokens = info->tile_q / sa_bwd_sm90_slice_heads(p, info->tile_q);
     int64_t tiles = 0, items = 0, carries = 0, blocks = 0;
     for (int64_t b = 0; b < p->batch; b++) {
-        const sa_band band = sa_band_of(&p->mask, q_lens[b], k_lens[b]);
-        const sa_chains chains = sa_chains_of(&band, (sa_position_t)tokens, (sa_position_t)info->tile_k, &layout.room);
-        tiles += sa_ceil_div(q_lens[b], tokens) * layout.heads;
-        items += sa_num_chain_items(&chains);
-        carries += (int64_t)sa_num_carries(&chains) * (chains.is_long ? 1 : chains.heads);
-        blocks += chains.blocks;
-        CHECK(chains.split || chains.rounds == 1 || chains.sinks || layout.own_carries, "%s: %d rounds", problem_text(p),
-                (int)chains.rounds);
+        const sequence s = sequence_of(p, &plan, &layout.room, q_lens[b], k_lens[b]);
+        const sa_chains *c = &s.chains;
+        tiles += sa_ceil_div(q_lens[b], s.tokens) * layout.heads;
+        items += sa_num_chain_items(c);
+        carries += (int64_t)sa_num_carries(c) * (c->is_long ? 1 : c->heads);
+        blocks += c->blocks;
+        CHECK(c->split || c->rounds == 1 || c->sinks || layout.own_carries, "%s: %d rounds", problem_text(p), (int)c->rounds);
     }
     if (sa_bwd_sm90_slices(p, info->tile_q) > 1) carries += blocks * p->num_kv_heads;
     CHECK(tiles <= layout.tiles && items <= layout.items * layout.heads && carries <= layout.carries,
@@ -305,19 +311,18 @@ static double busy_share(int64_t num_q_heads, int64_t num_kv_heads, int64_t leng
     sinkattn_plan plan;
     CHECK(sinkattn_make_plan(&p, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&p));
     const sa_chain_room room = sa_bwd_sm90_layout_of(&p, &plan).room;
-    const sequence s = {.band = sa_band_of(&p.mask, length, length), .tokens = (int32_t)(64 / sa_bwd_sm90_slice_heads(&p, 64))};
-    const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &room);
-    const int32_t tiles = chains.heads * chains.tiles;
+    const sequence s = sequence_of(&p, &plan, &room, length, length);
+    const int32_t tiles = s.chains.heads * s.chains.tiles;
     double *turn = calloc((size_t)tiles + (size_t)room.num_slots, sizeof *turn), *slot = turn + tiles, workers[kWorkers] = {0}, work = 0,
            end = 0;
-    for (int32_t n = 0; n < sa_num_chain_items(&chains); n++) {
-        const sa_chain_item item = sa_chain_item_of(&chains, &s.band, s.tokens, kKeys, n);
+    for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
+        const sa_chain_item item = item_of(&s, n);
         int32_t next = 0, use = item.use;
         for (int32_t i = 1; i < kWorkers; i++)
             if (workers[i] < workers[next]) next = i;
         double now = workers[next] + kEnds, added[2] = {0}; /* dQ of the last two tiles, for which there are buffers */
         for (int32_t t = item.tiles.end - 1; t >= item.tiles.begin; t--, use += item.step) {
-            double *of_slot = &slot[use % room.num_slots], *at = &turn[item.head * chains.tiles + t];
+            double *of_slot = &slot[use % room.num_slots], *at = &turn[item.head * s.chains.tiles + t];
             now = fmax(now + kTile, added[1]);
             added[1] = added[0];
             added[0] = *at = fmax(now, blocks_before(&s, t, item.block) ? *at : *of_slot) + kTurn;
