@@ -136,16 +136,16 @@ template <class C> struct Team {
         const Ring<C::kSlots> slot = keys_of<C>(n);
         smem.full.wait(slot);
         if constexpr (C::kByThreads) async_fence();
+        const uint32_t keys = warp_uniform_register(shared_address(smem.ring[slot.stage()]));
 #pragma unroll
         for (int b = 0; b < C::kBlocks; b++)
-            wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kQueryHalf>(
-                    s[b], shared_address(smem.ring[slot.stage()]) + b * 64 * kRowBytes, shared_address(smem.queries));
+            wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kQueryHalf>(s[b], keys + b * 64 * kRowBytes, shared_address(smem.queries));
     }
 
     // Issues O^T += V^T P^T of the stage, upper parts of the weights first.
     __device__ __forceinline__ void begin_values(Out &o, uint32_t n) {
-        const uint64_t values = operand(shared_address(smem.ring[values_of<C>(n).stage()]), 0),
-                       weights = operand(shared_address(smem.weights[team]), 0);
+        const uint64_t values = operand(warp_uniform_register(shared_address(smem.ring[values_of<C>(n).stage()])), 0),
+                       weights = operand(warp_uniform_register(shared_address(smem.weights[team])), 0);
         wgmma_fence();
 #pragma unroll
         for (int h = 0; h < C::kHalves; h++)
