@@ -51,7 +51,7 @@ template <class Element_, class Sizes, int kWarps, bool kExtras_, Tile kTile, bo
     static constexpr int kBlocks = (kHeadDim <= 64 ? 16 : 8) / kWarps / kHeads; // of an SM
     using Smem = std::conditional_t<kClusters, ClusterSmem<kThreads>, decode::Smem<kThreads>>;
     using Rows = std::conditional_t<kKeysInM, RowsInN<Config>, decode::Rows<Config>>;
-    static constexpr int kColumns = kHeadDimV / kTeamWarps, kStreamRows = kTileQ, kMergedQuads = 1;
+    static constexpr int kColumns = kHeadDimV / kTeamWarps, kStreamRows = kTileQ;
     static constexpr bool kQueriesInRegisters = kTeamWarps == 1;
     static constexpr int kTeamBytes = kHeads * kHeadBytes; // in a stage
     static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kTileQ * kRowBytes, kStageBytes = kTeams * kTeamBytes;

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decode of many rows on sm_90: more than 32 rows of a kv head, query tokens times its query heads, against a cache, dense or paged. K and
-// V are read once for 64 rows.
+// Decode of many rows on sm_90: more than 32 rows of a kv head, query tokens times its query heads, past head_dim 192 more than 16,
+// against a cache, dense or paged. K and V are read once for 64 rows.
 //
 //     loader warp        K0 | V0 | K1 | V1 | ...                        by TMA, boxes of 16 keys; of one latent, K alone
 //     score warpgroup    S0 | weights of steps 0, 1, .. | S1 | ...      S of a stage; pivots, weights to shared memory, 16 keys a step
 //     value warpgroups        O += P V of steps 0, 1, .. | ...          each its teams, or its columns of O
-//     end of a part      teams join -> out; or a partial -> the stream's last block merges -> out
+//     end of a part      teams join -> the cluster's blocks merge -> out; or a partial -> the stream's last blocks merge -> out
 //
-// Streams, parts, shares, merges and the sink are decode.cu's, with tiles of 64 rows for 16. Steps are its key tiles, and teams its teams:
+// Streams, parts, shares and the sink are decode.cu's, with tiles of 64 rows for 16. Steps are its key tiles, and teams its teams:
 // team t has every kTeams-th step of a part and its own pivot, so that a row over the same part has the same bits. Weights go through
 // shared memory, so that scores are computed once for all columns of O.
 //
 // Registers: O takes 128 of the value warpgroups' 184, 64 at head_dim 64. Shared memory: Q, the ring, the weights; one block an SM.
 
+#include "cuda/decode/rows_finish.cuh"
 #include "cuda/decode/rows_launch.cuh"
 #include "cuda/decode/rows_loads.cuh"
 #include "cuda/decode/rows_scores.cuh"
@@ -55,6 +56,7 @@ __global__ __launch_bounds__(kThreads, 1) void decode_rows_kernel(
         Loader<C> loader{smem, params, maps};
         for_each_part<kThreads, kRows>(smem, params, found, [&] {
             if (threadIdx.x < kFirstLoader + 32) loader.load(smem.part);
+            pass_cluster(smem.part, params);
         });
         let_next_kernel_start();
     } else if (threadIdx.x >= kFirstScoreThread) {
@@ -63,6 +65,7 @@ __global__ __launch_bounds__(kThreads, 1) void decode_rows_kernel(
         for_each_part<kThreads, kRows>(smem, params, found, [&] {
             scores.attend();
             bar_sync<kValueThreads + 128>(kPartBarrier);
+            pass_cluster(smem.part, params);
         });
         let_next_kernel_start();
     } else {

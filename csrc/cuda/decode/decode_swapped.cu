@@ -5,14 +5,15 @@
 //
 //     loader warp     K0 | V0 | K1 | V1 | ...                 by TMA, boxes of 16 keys
 //     teams           S^T = K Q^T | weights to shared memory | O^T += V^T P^T, while the next stage's S^T waits for its keys
-//     end of a part   teams join -> out; or a partial -> the stream's last block merges -> out
+//     end of a part   teams join -> the cluster's blocks merge -> out; or a partial -> the stream's last blocks merge -> out
 //
-// Streams, parts, shares, merges and the sink are decode.cu's. A team has every kTeams-th stage of a part. A row's pivot is its maximum
+// Streams, parts, shares and the sink are decode.cu's. A team has every kTeams-th stage of a part. A row's pivot is its maximum
 // over the first stage in which it has one; it moves where a thread's sum of weights in a later stage exceeds kLarge, as the team's vote
 // finds.
 //
 // Registers: O^T takes rows x head_dim / 128 of a team's 208 or 240. Shared memory: the ring, Q, the weights; one block an SM.
 
+#include "cuda/decode/rows_finish.cuh"
 #include "cuda/decode/rows_launch.cuh"
 #include "cuda/decode/rows_loads.cuh"
 #include "cuda/decode/swapped_loads.cuh"
@@ -43,11 +44,15 @@ __global__ __launch_bounds__(kThreads, 1) void decode_swapped_kernel(
         registers_down<C::kLoaderRegisters>();
         if constexpr (C::kByThreads) {
             ThreadLoader<C> loader{smem, params};
-            many_rows::for_each_part<kThreads, C::kRows>(smem, params, found, [&] { loader.load(smem.part); });
+            many_rows::for_each_part<kThreads, C::kRows>(smem, params, found, [&] {
+                loader.load(smem.part);
+                many_rows::pass_cluster(smem.part, params);
+            });
         } else {
             BoxLoader<C> loader{{smem, params, maps}};
             many_rows::for_each_part<kThreads, C::kRows>(smem, params, found, [&] {
                 if (threadIdx.x >= kFirstLoader && threadIdx.x < kFirstLoader + 32) loader.load(smem.part);
+                many_rows::pass_cluster(smem.part, params);
             });
         }
         let_next_kernel_start();

@@ -79,10 +79,10 @@ __device__ __forceinline__ void write_out(
     }
 }
 
-// Calls visit(row, column) for each of the thread's quads.
-template <class C, class Visit> __device__ __forceinline__ void for_each_quad(int num_rows, const Visit &visit) {
+// Calls visit(row, column) for each of the thread's quads of the rows before `last`, from `first` on.
+template <class C, class Visit> __device__ __forceinline__ void for_each_quad(int last, const Visit &visit, int first = 0) {
 #pragma unroll 1
-    for (int x = threadIdx.x; x < num_rows * (C::kHeadDimV / 4); x += C::kThreads)
+    for (int x = first * (C::kHeadDimV / 4) + threadIdx.x; x < last * (C::kHeadDimV / 4); x += C::kThreads)
         visit(x / (C::kHeadDimV / 4), x % (C::kHeadDimV / 4) * 4);
 }
 
@@ -91,48 +91,17 @@ template <class C> __device__ __forceinline__ void make_neutral(float *row) {
     for (int x = threadIdx.x; x < C::kHeadDimV + 2; x += C::kThreads) row[x] = x == C::kHeadDimV ? -INFINITY : 0.0f;
 }
 
-// merge_parts where a thread has many quads: several at once, four parts of each, so that their loads do not wait for each other.
-template <class C>
-__device__ __forceinline__ void merge_quads(const float *neutral, const typename C::Smem &smem, const typename C::Arguments &params) {
-    constexpr int kQuads = C::kMergedQuads, kParts = 4, kRowQuads = C::kHeadDimV / 4;
-    const Part &part = smem.part;
-    const int last = part.stream.num_rows * kRowQuads - 1;
-#pragma unroll 1
-    for (int first = static_cast<int>(threadIdx.x); first <= last; first += kQuads * C::kThreads) {
-        Quad quads[kQuads];
-#pragma unroll 1
-        for (uint32_t n = 0; n < part.num_parts; n += kParts) {
-            Partials<C, kParts> partials[kQuads];
-#pragma unroll
-            for (int i = 0; i < kQuads; i++) {
-                const int x = min(first + i * C::kThreads, last);
-                partials[i].load(slot_of(part, params, n) + x / kRowQuads * C::kPartialRow, static_cast<int>(part.num_parts - n),
-                        params.slot_floats, x % kRowQuads * 4, neutral);
-            }
-#pragma unroll
-            for (int i = 0; i < kQuads; i++) partials[i].add_to(quads[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < kQuads; i++)
-            if (const int x = first + i * C::kThreads; x <= last) write_out<C>(quads[i], smem, params, x / kRowQuads, x % kRowQuads * 4);
-    }
-}
-
 // Merges a stream's parts into the result, where smem.is_last. neutral: make_neutral's.
 template <class C>
 __device__ __forceinline__ void merge_parts(const float *neutral, const typename C::Smem &smem, const typename C::Arguments &params) {
     const Part &part = smem.part;
     C::sync();
     if (!smem.is_last) return;
-    if constexpr (C::kMergedQuads > 1) {
-        merge_quads<C>(neutral, smem, params);
-    } else {
-        for_each_quad<C>(part.stream.num_rows, [&](int row, int column) {
-            const float *from = slot_of(part, params, 0) + row * C::kPartialRow;
-            const Quad quad = add_up<C>(from, part.num_parts, params.slot_floats, column, neutral);
-            write_out<C>(quad, smem, params, row, column);
-        });
-    }
+    for_each_quad<C>(part.stream.num_rows, [&](int row, int column) {
+        const float *from = slot_of(part, params, 0) + row * C::kPartialRow;
+        const Quad quad = add_up<C>(from, part.num_parts, params.slot_floats, column, neutral);
+        write_out<C>(quad, smem, params, row, column);
+    });
 }
 
 // The same in a cluster, one part a block: each block has sent the others their 2^bits quads, and merges its own.
@@ -191,30 +160,6 @@ __device__ __forceinline__ bool finish(
     if (threadIdx.x == 0) smem.is_last = arrive(counter_of<C>(part, params), params.tag, num_parts);
     merge_parts<C>(neutral, smem, params);
     return true;
-}
-
-// Writes a part whose O lies in shared memory, rows of C::kPartialRow floats, and pivots and sums in smem.stats: the result, or a partial
-// that the stream's last block merges with the others. neutral: room for make_neutral's row.
-template <class C>
-__device__ __forceinline__ void write_part(
-        typename C::Smem &smem, const typename C::Arguments &params, const float *partial, float *neutral) {
-    const Part &part = smem.part;
-    const bool counts = part.num_parts > 1;
-    if (threadIdx.x == 0 && counts) open_counter(counter_of<C>(part, params), smem.counted, params.tag);
-    for_each_quad<C>(part.stream.num_rows, [&](int row, int column) {
-        const float4 o = *reinterpret_cast<const float4 *>(partial + row * C::kPartialRow + column);
-        const float2 stats = smem.stats[row];
-        const Quad quad = {{o.x, o.y, o.z, o.w}, stats.x, stats.y};
-        if (counts)
-            store_quad<C>(slot_of(part, params, part.index) + row * C::kPartialRow, column, quad);
-        else
-            write_out<C>(quad, smem, params, row, column);
-    });
-    if (!counts) return;
-    C::sync(); // all of the part's partial is written
-    make_neutral<C>(neutral);
-    if (threadIdx.x == 0) smem.is_last = arrive(counter_of<C>(part, params), params.tag, part.num_parts);
-    merge_parts<C>(neutral, smem, params);
 }
 
 // Streams without keys belong to no share. Block i looks at streams i, i + gridDim.x, .., one a lane of the first warp, and writes the

@@ -14,18 +14,23 @@ namespace sa::decode {
 namespace many_rows {
 
 // The block's part, or the first of its share. By all of its threads.
-template <int kThreads, int kRows, class Smem> __device__ __forceinline__ bool take_first(Smem &smem, const Params &params) {
+template <int kThreads, int kRows, class Smem> __device__ __forceinline__ bool take_first(Smem &smem, const Arguments &params) {
     wait_for_previous_kernel();
-    Speculation lengths = speculate<kThreads>(params, blockIdx.x, false);
+    Speculation lengths = speculate<kThreads>(params, blockIdx.x, false); // with num_splits there are no clusters
     if (lengths.batch >= 0) check_length(params, lengths.length);
     Split split = {};
-    if (!params.num_splits) split = split_streams<kThreads, kRows>(smem, params, lengths);
-    return take_part<kThreads, kRows>(smem, params, blockIdx.x, split, lengths);
+    if (!params.num_splits) split = split_streams<kThreads, kRows>(smem, params, lengths, params.cut);
+    if (split.shares && params.spare.most) split = split_streams<kThreads, kRows>(smem, params, lengths, params.spare);
+    // Blocks of a cluster have neighbouring parts of one kv head.
+    const uint32_t cluster = sa_divide(blockIdx.x, params.by_cluster), rank = blockIdx.x - cluster * params.cluster,
+                   of_heads = sa_divide(cluster, params.by_heads), head = cluster - of_heads * params.num_heads;
+    return take_part<kThreads, kRows>(smem, params, (of_heads * params.cluster + rank) * params.num_heads + head, split, lengths);
 }
 
 // Calls attend() for each part of the block's share. All threads of the block come here, by roles, and meet between parts.
 template <int kThreads, int kRows, class Smem, class Attend>
-__device__ __forceinline__ void for_each_part(Smem &smem, const Params &params, bool found, const Attend &attend) {
+__device__ __forceinline__ void for_each_part(Smem &smem, const Arguments &params, bool found, const Attend &attend) {
+    if (!found) pass_cluster(smem.part, params);
     while (found) {
         attend();
         found = take_next<kThreads, kRows>(smem, params);
@@ -54,32 +59,70 @@ inline sinkattn_status map_caches(Maps *maps, const sinkattn_decode_args &args) 
     return map_cache(&maps->host_v, args, args.host.v, args.host.num_pages, columns, "v_cache_host");
 }
 
-// Steps whose keys and values have the bytes of a partial.
-template <class C> double partial_steps(int64_t rows) {
-    return static_cast<double>(rows * C::kPartialRow * 4) / ((C::kKeyBytes + C::kValueBytes) / C::kSteps);
-}
+// Bytes of a step's keys and values; how many of these have the bytes of a partial.
+template <class C> double step_bytes() { return static_cast<double>(C::kKeyBytes + C::kValueBytes) / C::kSteps; }
+template <class C> double partial_steps(int64_t rows) { return static_cast<double>(rows * C::kPartialRow * 4) / step_bytes<C>(); }
 
 // Parts are at least so many steps long, and a stage.
 template <class C> uint32_t least_steps(int64_t rows) {
     return static_cast<uint32_t>(sa_max(C::kSteps, static_cast<int64_t>(std::ceil(partial_steps<C>(rows)))));
 }
 
-// The parts of a stream past which merging costs more than splitting gains: P* of the plan's reason.
-template <class C> int64_t most_parts(const sinkattn_problem &problem, int64_t rows) {
-    const auto steps = static_cast<double>(sa_ceil_div(problem.k_len, kTileK));
-    return sa_max(1, static_cast<int64_t>(std::ceil(std::sqrt(steps / partial_steps<C>(rows)))));
-}
-
 constexpr uint32_t kBeginSteps = 16; // what starting on a stream counts as, in steps: a guess, to be measured
 
-// Returns the blocks of the grid, one an SM, and sets what follows from their number.
-template <class C> uint32_t cut_work(Params &params, const sinkattn_problem &problem, const sinkattn_plan &plan) {
-    const int64_t rows = sa_min(kRows, params.num_rows);
-    const auto num_heads = static_cast<uint32_t>(problem.num_kv_heads),
-               num_streams = static_cast<uint32_t>(problem.batch * params.row_tiles) * num_heads;
-    const auto most = static_cast<uint32_t>(sa_min(plan.workers, num_streams * most_parts<C>(problem, rows)));
-    params.cut = sa_cut_of(num_streams, num_heads, least_steps<C>(rows), kBeginSteps, most, most);
-    return sa_is_balanced(&problem, &plan) ? params.cut.most : static_cast<uint32_t>(plan.num_items);
+// What a block reads of keys and values while a cluster meets, and while partials are written, counted and read: 1 us, 3 us.
+constexpr double kMetBytes = 24 << 10, kCountedBytes = 64 << 10;
+
+// In steps: a part of one of a stream's `parts`, and their merge in clusters of `blocks`, whose partials are read twice as fast.
+template <class C> double cost_of(double steps, double parts, double most_busy, double partial, double blocks) {
+    const double waits = (blocks > 1.0 ? kMetBytes : 0.0) + (parts > blocks ? kCountedBytes : 0.0);
+    return steps / std::fmin(parts, most_busy) + parts * partial / (2.0 * blocks * blocks) + waits / step_bytes<C>();
+}
+
+// Sets how the work is cut, and the grid: one block an SM, in clusters of the size that costs least.
+template <class C, auto kKernel>
+sinkattn_status cut_work(Arguments &params, const sinkattn_problem &problem, const sinkattn_plan &plan, unsigned threads, uint32_t *grid) {
+    params.cluster = 1;
+    params.by_cluster = sa_divisor_of(1);
+    *grid = static_cast<uint32_t>(plan.num_items);
+    if (!sa_is_balanced(&problem, &plan)) return sa_ok();
+    const int64_t rows = sa_min(kRows, params.num_rows), num_streams = problem.batch * params.row_tiles * problem.num_kv_heads;
+    const double steps = static_cast<double>(sa_ceil_div(problem.k_len, kTileK)), partial = partial_steps<C>(rows),
+                 most_busy = C::kBusySms * static_cast<double>(plan.workers) / static_cast<double>(num_streams);
+    int64_t most = sa_min(plan.workers, num_streams);
+    double least = INFINITY;
+    for (int blocks = 1; blocks <= kMostBlocks; blocks++) {
+        int64_t workers = plan.workers;
+        if (blocks > 1) {
+            int at_once = 0;
+            SA_TRY(clusters_at_once<kKernel>(&at_once, blocks, threads, sizeof(typename C::Smem)));
+            workers = sa_min(workers, int64_t{at_once} * blocks);
+        }
+        // P* of the plan's reason: past it, one more part costs more than it saves.
+        const auto wanted = static_cast<int64_t>(std::ceil(blocks * std::sqrt(steps / partial)));
+        const int64_t parts = sa_min(workers / num_streams, wanted) / blocks * blocks;
+        if (parts == 0) continue;
+        const double cost = cost_of<C>(steps, static_cast<double>(parts), most_busy, partial, blocks);
+        if (cost >= least) continue;
+        least = cost;
+        most = parts * num_streams;
+        params.cluster = static_cast<uint32_t>(blocks);
+    }
+    params.cut = sa_cut_of(static_cast<uint32_t>(num_streams), static_cast<uint32_t>(problem.num_kv_heads), least_steps<C>(rows),
+            kBeginSteps, static_cast<uint32_t>(most), static_cast<uint32_t>(most));
+    if (params.cluster > 1) { // whose parts need not be a multiple of 8
+        const auto into = [&](int64_t parts) {
+            sa_cut cut = params.cut;
+            cut.most = static_cast<uint32_t>(parts);
+            cut.by_most = sa_divisor_of(cut.most);
+            return cut;
+        };
+        params.by_cluster = sa_divisor_of(params.cluster);
+        params.cut = into(most);
+        if (8 * num_streams <= most) params.spare = into(most - num_streams); // then the last part of each stream is one more at most
+    }
+    *grid = params.cut.most;
+    return sa_ok();
 }
 
 // Tiles of kRows rows, as planned; of fewer in an instance for so few.
@@ -102,9 +145,10 @@ sinkattn_status launch(const sinkattn_decode_args &args, const sinkattn_plan &pl
     params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
     params.slot_floats = static_cast<uint32_t>(sa_decode_rows_a_slot(&problem, &plan) * C::kPartialRow);
     params.tag = next_launch_tag();
-    const uint32_t grid = cut_work<C>(params, problem, plan);
-    return launch_overlapping<kKernel>(
-            sinkattn_variant(plan.variant)->name, grid, kThreads, sizeof(typename C::Smem), context.stream, params, maps);
+    uint32_t grid = 0;
+    SA_TRY((cut_work<C, kKernel>(params, problem, plan, kThreads, &grid)));
+    return launch_clusters<kKernel>(
+            sinkattn_variant(plan.variant)->name, grid, params.cluster, kThreads, sizeof(typename C::Smem), context.stream, params, maps);
 }
 
 } // namespace many_rows

@@ -3,7 +3,7 @@
 // Sizes of the decode of many rows on sm_90, and what its roles share in a block's shared memory.
 #pragma once
 
-#include "cuda/decode/finish.cuh"
+#include "cuda/decode/rows_finish.cuh"
 #include "cuda/decode/work.cuh"
 #include "cuda/tile/pipe.cuh"
 
@@ -41,11 +41,12 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, int kSteps_, int kStage
     // A slot holds the weights of a step: half of the columns of a tile of 64; 16, in bf16 the upper parts and the lower ones.
     static constexpr int kSlotBytes = 64, kTileSlots = kRowBytes / kSlotBytes, kSlots = kWeightTiles * kTileSlots;
     static constexpr int kKeyBytes = kHalves * kKeyHalf, kValueBytes = kLatent ? 0 : kHalvesV * kKeyHalf;
+    static constexpr double kBusySms = 1.0; // of all, whose copies keep the memory busy
     static constexpr int kLoaderRegisters = 40, kScoreRegisters = 104, kValueRegisters = 184;
 
     // Of decode/finish.cuh and decode/merge.cuh, by the value warpgroups.
     struct Smem;
-    using Arguments = decode::Extras;
+    using Arguments = many_rows::Arguments;
     static constexpr bool kExtras = true, kClusters = false, kNarrow = true;
     static constexpr int kThreads = kValueThreads, kStreamRows = kRows, kPartialRow = kHeadDimV + 8, kMergedQuads = 1;
 

@@ -64,7 +64,8 @@ template <class C> struct Values {
                 for (int i = 0; i < C::kN / 2; i++) columns[i] *= alpha[element_row(i)];
         }
         if (__builtin_expect(hidden_tile >= 0, false)) hide_nonfinite<kTeam>(o, values, hidden_tile);
-        const uint64_t left = operand(shared_address(smem.slot(slot)), 0), right = operand(shared_address(values), C::kKeyHalf);
+        // In a cluster an address has the block's rank in its upper byte, where a descriptor has half_step.
+        const uint64_t left = operand(shared_address(smem.slot(slot)), 0), right = operand(shared_address(values) & 0x3ffff, C::kKeyHalf);
         for (auto &columns : o[kTeam]) pin(columns);
         wgmma_fence();
 #pragma unroll
@@ -133,9 +134,7 @@ template <class C> struct Values {
         const decode::Part &part = smem.part;
         const sa_range full = sa_full_key_tiles(&part.stream.tiles);
         const int32_t first = part.first, last = last_step(part);
-        const decode::Requested requested = decode::request_rows<C>(smem, params);
-        if (static_cast<int>(threadIdx.x) < part.stream.num_rows) smem.s_aux[threadIdx.x] = decode::s_aux_of(params, requested);
-        if (threadIdx.x == 0) smem.counted = requested.count;
+        begin_part<C>(smem, params);
         Out o = {};
 #pragma unroll 1
         for (int32_t step = first; step < last; step += C::kSteps, ring.n++) {
@@ -149,7 +148,7 @@ template <class C> struct Values {
         steps_before += static_cast<uint32_t>(max(0, last - first));
         bar_sync<kValueThreads + 128>(kPartBarrier); // the scores' factors are there; nobody reads the ring
         leave(o);
-        decode::write_part<C>(smem, params, reinterpret_cast<const float *>(smem.ring), reinterpret_cast<float *>(smem.weights));
+        write_part<C>(smem, params, reinterpret_cast<const float *>(smem.ring), reinterpret_cast<float *>(smem.weights));
         async_fence(); // before copies into the ring
     }
 };

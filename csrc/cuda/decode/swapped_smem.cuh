@@ -3,7 +3,7 @@
 // Sizes of the decode with swapped operands on sm_90, and what its roles share in a block's shared memory.
 #pragma once
 
-#include "cuda/decode/finish.cuh"
+#include "cuda/decode/rows_finish.cuh"
 #include "cuda/decode/work.cuh"
 #include "cuda/tile/pipe.cuh"
 
@@ -27,12 +27,13 @@ template <class Element_, int kHeadDim_, int kRows_, int kBlocks_, int kTeams_, 
     static constexpr int kKeyBytes = kSlotBytes, kValueBytes = kSlotBytes;
     static constexpr int kPartBytes = kBlocks * kQueryHalf; // of weights, their upper parts or their lower ones
     static constexpr int kWeightBytes = (kSplitsP ? 2 : 1) * kPartBytes;
-    static constexpr int kOwn = kRows / 4; // rows that a thread has in an accumulator
+    static constexpr int kOwn = kRows / 4;                           // rows that a thread has in an accumulator
+    static constexpr double kBusySms = kHeadDim == 512 ? 0.75 : 1.0; // of all, whose copies keep the memory busy
     static constexpr int kTeamRegisters = kTeams == 2 ? 208 : 240, kLoaderRegisters = 88;
 
     // Of decode/finish.cuh and decode/merge.cuh, by the teams.
     struct Smem;
-    using Arguments = decode::Extras;
+    using Arguments = many_rows::Arguments;
     static constexpr bool kExtras = true, kClusters = false, kNarrow = true;
     static constexpr int kThreads = 128 * kTeams, kStreamRows = kRows, kPartialRow = kHeadDimV + 8, kMergedQuads = 4;
 
@@ -40,7 +41,7 @@ template <class Element_, int kHeadDim_, int kRows_, int kBlocks_, int kTeams_, 
 
     static_assert(kSlots % (2 * kTeams) == 0 || kTeams == 1, "a team waits for every use of a slot, so never for a phase beyond the next");
     static_assert(kRows * kPartialRow * 4 <= kSlots * kSlotBytes, "the part's partial fits the ring");
-    static_assert(kHalves * kQueryHalf >= (kHeadDimV + 2) * 4, "make_neutral's row fits the queries");
+    static_assert(kHalves * kQueryHalf >= many_rows::scratch_bytes(kRows, kHeadDimV), "write_part's scratch fits the queries");
 };
 
 // The tiles of a block. At a part's end the ring, which comes first, holds the part's partial.

@@ -284,9 +284,7 @@ template <class C> struct Team {
 
     __device__ __forceinline__ void attend() {
         const decode::Part &part = smem.part;
-        const decode::Requested requested = decode::request_rows<C>(smem, params);
-        if (static_cast<int>(threadIdx.x) < part.stream.num_rows) smem.s_aux[threadIdx.x] = decode::s_aux_of(params, requested);
-        if (threadIdx.x == 0) smem.counted = requested.count;
+        many_rows::begin_part<C>(smem, params);
         Out o = {};
         Own pivot, sum, factor;
 #pragma unroll
@@ -299,7 +297,7 @@ template <class C> struct Team {
         take_stages(o, pivot, sum, part.first, decode::last_step(part));
         join(factor, pivot, sum);
         leave(o, factor);
-        decode::write_part<C>(smem, params, reinterpret_cast<const float *>(smem.ring), reinterpret_cast<float *>(smem.queries));
+        many_rows::write_part<C>(smem, params, reinterpret_cast<const float *>(smem.ring), reinterpret_cast<float *>(smem.queries));
         async_fence(); // before copies into the ring
     }
 };

@@ -208,9 +208,10 @@ struct Split {
     bool shares;
 };
 
-// Counts the tiles of a kv head, which give the length of a part, then its parts.
-template <int kThreads, int kRows = kTileQ>
-__device__ __forceinline__ Split split_streams(PartSmem<kThreads> &smem, const Params &params, const Speculation &speculation) {
+// Counts the tiles of a kv head, which by `cut`, or else params.cut, give the length of a part, then its parts.
+template <int kThreads, int kRows = kTileQ, class... Cut>
+__device__ __forceinline__ Split split_streams(
+        PartSmem<kThreads> &smem, const Params &params, const Speculation &speculation, const Cut &...cut) {
     const ThreadSequences range = thread_sequences<kThreads>(params);
     const bool one_stream = range.past - range.first <= 1 && params.row_tiles == 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -249,7 +250,10 @@ __device__ __forceinline__ Split split_streams(PartSmem<kThreads> &smem, const P
 #pragma unroll
             for (int w = 0; w < kThreads / 32; w++) total += smem.sums[w].x;
         }
-        length = sa_part_length(&params.cut, total * params.num_heads);
+        if constexpr (sizeof...(Cut))
+            length = sa_part_length(&cut..., total * params.num_heads);
+        else
+            length = sa_part_length(&params.cut, total * params.num_heads);
     }
     uint32_t positions_upto = positions, upto = parts;
 #pragma unroll

@@ -73,6 +73,30 @@ sinkattn_status launch_clusters(
     return sa_cuda_status(what, cudaLaunchKernelEx(&config, kKernel, arguments...));
 }
 
+// How many clusters of `cluster` blocks, at most 8, run at once: asked once a device.
+template <auto kKernel> sinkattn_status clusters_at_once(int *count, unsigned cluster, unsigned threads, int shared_bytes) {
+    static uint64_t asked[9];
+    static int found[9][64];
+    uint64_t bit;
+    const auto ask = [&] {
+        cudaLaunchAttribute attribute = {};
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {cluster, 1, 1};
+        cudaLaunchConfig_t config = {};
+        config.gridDim = cluster;
+        config.blockDim = threads;
+        config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        const cudaError_t error = cudaOccupancyMaxActiveClusters(count, kKernel, &config);
+        if (bit) found[cluster][__builtin_ctzll(bit)] = *count;
+        return error;
+    };
+    const sinkattn_status status = sa_cuda_status("cudaOccupancyMaxActiveClusters", once_a_device(&asked[cluster], &bit, ask));
+    if (bit) *count = found[cluster][__builtin_ctzll(bit)];
+    return status;
+}
+
 template <auto kKernel, class... Arguments>
 sinkattn_status launch_overlapping(
         const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream, const Arguments &...arguments) {
