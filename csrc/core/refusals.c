@@ -10,9 +10,7 @@
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
 #define SA_FEW_TILES 132                     /* forward of few rows: blocks that an H200 runs at once */
-#define SA_FEW_ROWS 32                       /* CUDA decode: two tiles of the kernels for 8.0, which read a cache once for each */
 #define SA_L2_KEYS_BYTES (INT64_C(32) << 20) /* CUDA decode: a smaller cache is read again from the L2 cache */
-#define SA_FEW_STREAMS 8                     /* CUDA decode: fewer have so many parts each that their merges take long */
 
 static const char *const narrow_values = "values are narrower than keys";
 
@@ -162,15 +160,17 @@ static double bytes_seen(const sinkattn_problem *p) {
            (double)((p->head_dim + sa_head_dim_v(p)) * sa_dtype_bytes(p->dtype));
 }
 
-/* More rows of a kv head than two tiles of the kernels for 8.0, from a cache that they would read from memory again; keys that those cannot
- * take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the parts are theirs. */
+/* More rows of a kv head than two tiles of the kernels for 8.0, or one past head_dim 192, from a cache that they would read from memory for
+ * each tile; keys that those cannot take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the
+ * parts are theirs. */
 const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant(p, info);
     if (why) return why;
     if (p->page_size % info->tile_k) return "page_size is not a multiple of its tile_k";
     if (p->head_dim > 512) return NULL;
-    if (p->q_len * (p->num_q_heads / p->num_kv_heads) <= SA_FEW_ROWS) return "a kv head has 32 rows or fewer";
-    if (p->head_dim <= 256 && p->batch * p->num_kv_heads < SA_FEW_STREAMS) return "there are fewer than 8 sequences and kv heads";
+    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
+    if (rows <= 16) return "a kv head has 16 rows or fewer";
+    if (rows <= 32 && p->head_dim <= 192) return "a kv head has 32 rows or fewer";
     if (p->num_splits < 0 || (p->num_splits && p->q_len > 1)) return "num_splits is negative, or of several tokens";
     return bytes_seen(p) < (double)SA_L2_KEYS_BYTES ? "the L2 cache holds the keys and values" : NULL;
 }

@@ -337,7 +337,7 @@ static void test_which_decodes_have_many_rows(void) {
             {1, 8, 24, 16392, 64, 0, "sm90_swapped_d64"}, {1, 64, 1, 16384, 64, 0, "sm90_swapped_d64"},
             {1, 64, 1, 16384, 64, 2, "sm80_d64"}, {1, 512, 64, 16384, 64, 2, "sm90_rows_d64"}, {5, 64, 64, 16384, 72, 0, "sm90_rows_d128"},
             {4, 64, 64, 16384, 72, 0, "sm80_d128"}, {1, 128, 16, 4096, 264, 0, "sm90_swapped_d512"}, {1, 64, 16, 4096, 264, 0, "sm80_d512"},
-            {1, 136, 16, 4096, 264, 0, "sm80_d512"}, {1, 128, 8, 4096, 264, 0, "sm80_d512"}, {1, 128, 16, 8192, 256, 0, "sm80_d256"}};
+            {1, 136, 16, 4096, 264, 0, "sm90_rows_d576"}, {1, 128, 8, 4096, 264, 0, "sm80_d512"}, {1, 128, 16, 8192, 256, 0, "sm80_d256"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_problem problem = causal_window(SINKATTN_DECODE, 1 << 20);
         problem.num_kv_heads = 8;
