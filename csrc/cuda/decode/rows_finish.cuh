@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The end of a part in the decodes of a block an SM, decode_rows.cu and decode_swapped.cu. Blocks of a cluster merge their parts from each
+// The end of a part in decode_rows.cu and decode_swapped.cu, which run one block an SM. Blocks of a cluster merge their parts from each
 // other's shared memory, each some of the rows, into the result, or into a partial that the stream's last blocks merge with the others.
 #pragma once
 
@@ -11,20 +11,20 @@ namespace many_rows {
 
 constexpr int kMostBlocks = 8; // of a cluster
 
-// Of write_part's scratch: a weight a row and block; then make_neutral's row.
+// Of write_part's scratch: a weight a row and block, later make_neutral's row.
 constexpr int scratch_bytes(int rows, int columns) { return 4 * (rows * kMostBlocks > columns + 2 ? rows * kMostBlocks : columns + 2); }
 
 struct Arguments : Extras {
     uint32_t cluster; // its blocks; 1: there are no clusters
     sa_divisor by_cluster;
-    sa_cut spare; // for parts of one length where there would be shares by `cut`; most is 0 where there are shares
+    sa_cut spare; // parts of one length, taken where `cut` gives shares; most is 0 where these stay
 };
 
-// A run: the blocks of a cluster that have parts of one stream, which leave one partial. Shares are runs of one block.
+// A run: the blocks of a cluster with parts of one stream; they leave one partial. A share's block is alone in its run.
 struct Run {
     int first, before, blocks; // first: its first block's rank; before: its blocks before this one
     uint32_t index, count;     // of the stream's partials: the run's, and all
-    bool in_cluster, even;     // even: all runs of the stream are whole clusters, so that blocks of one rank have the same rows of each
+    bool in_cluster, even;     // even: the stream fills its clusters, so blocks of one rank merge the same rows in each
 };
 
 __device__ __forceinline__ Run run_of(const Part &part, const Arguments &params) {
@@ -38,13 +38,13 @@ __device__ __forceinline__ Run run_of(const Part &part, const Arguments &params)
             cluster_of(part.num_parts - 1) - cluster_of(0) + 1, true, even};
 }
 
-// Where the blocks count that leave partials of the same rows: behind a row of the stream's first partial, which need not be theirs.
+// The counter of the blocks that leave partials of the same rows, behind some row of the stream's first partial.
 template <class C> __device__ __forceinline__ unsigned long long *run_counter(const Run &run, const Part &part, const Params &params) {
     const int row = run.even ? min(run.before, part.stream.num_rows - 1) : 0;
     return counter_of<C>(part, params) + row * (C::kPartialRow / 2);
 }
 
-// Both barriers of write_part's, by threads that write nothing, and by those of blocks without a part.
+// write_part's two barriers of the cluster, for threads that write nothing, or whose block has no part.
 __device__ __forceinline__ void pass_cluster(const Part &part, const Arguments &params) {
     if (params.cluster == 1 || part.shares) return;
     __syncwarp();
@@ -62,8 +62,8 @@ template <class C> __device__ __forceinline__ void begin_part(typename C::Smem &
     if (static_cast<int>(threadIdx.x) < part.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
 }
 
-// The pivots and sums of rows [first, last) over the run, into smem.stats, and what its blocks' O are scaled by, into weights: this block's
-// rows, which no other reads.
+// Joins pivots and sums of rows [first, last) over the run, in place: no other block reads these rows' stats here. weights: the factor of
+// each block's O.
 template <class C> __device__ __forceinline__ void join_rows(typename C::Smem &smem, float *weights, const Run &run, int first, int last) {
     for (int row = first + static_cast<int>(threadIdx.x); row < last; row += C::kThreads) {
         float2 stats[kMostBlocks];
@@ -112,7 +112,7 @@ __device__ __forceinline__ void merge_quads(const float *neutral, const typename
     }
 }
 
-// Merges the first `count` partials of the stream's rows [first, last) into the result, where smem.is_last. neutral: make_neutral's.
+// If smem.is_last, merges the stream's first `count` partials of rows [first, last) into the result. neutral: make_neutral's row.
 template <class C>
 __device__ __forceinline__ void merge_runs(
         const float *neutral, const typename C::Smem &smem, const typename C::Arguments &params, uint32_t count, int first, int last) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void merge_runs(
     }
 }
 
-// Writes a part whose O lies in shared memory, rows of C::kPartialRow floats, and pivots and sums in smem.stats. scratch: scratch_bytes.
+// Writes a part: its O is in `partial`, rows of C::kPartialRow floats, pivots and sums in smem.stats. scratch: of scratch_bytes bytes.
 template <class C>
 __device__ __forceinline__ void write_part(
         typename C::Smem &smem, const typename C::Arguments &params, const float *partial, float *scratch) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void write_part(
     };
     for_each_quad<C>(last, leave, first);
     __syncwarp();
-    if (run.in_cluster) cluster_arrive(); // this block reads no other's memory any more
+    if (run.in_cluster) cluster_arrive(); // no more reads of other blocks' memory
     if (counts) {
         C::sync(); // all of the block's quads are written
         make_neutral<C>(scratch);

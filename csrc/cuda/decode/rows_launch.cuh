@@ -16,7 +16,7 @@ namespace many_rows {
 // The block's part, or the first of its share. By all of its threads.
 template <int kThreads, int kRows, class Smem> __device__ __forceinline__ bool take_first(Smem &smem, const Arguments &params) {
     wait_for_previous_kernel();
-    Speculation lengths = speculate<kThreads>(params, blockIdx.x, false); // with num_splits there are no clusters
+    Speculation lengths = speculate<kThreads>(params, blockIdx.x, false); // a part's number: there are no clusters with num_splits
     if (lengths.batch >= 0) check_length(params, lengths.length);
     Split split = {};
     if (!params.num_splits) split = split_streams<kThreads, kRows>(smem, params, lengths, params.cut);
@@ -59,7 +59,7 @@ inline sinkattn_status map_caches(Maps *maps, const sinkattn_decode_args &args) 
     return map_cache(&maps->host_v, args, args.host.v, args.host.num_pages, columns, "v_cache_host");
 }
 
-// Bytes of a step's keys and values; how many of these have the bytes of a partial.
+// Bytes of a step's keys and values; the bytes of a partial, in steps.
 template <class C> double step_bytes() { return static_cast<double>(C::kKeyBytes + C::kValueBytes) / C::kSteps; }
 template <class C> double partial_steps(int64_t rows) { return static_cast<double>(rows * C::kPartialRow * 4) / step_bytes<C>(); }
 
@@ -70,10 +70,10 @@ template <class C> uint32_t least_steps(int64_t rows) {
 
 constexpr uint32_t kBeginSteps = 16; // what starting on a stream counts as, in steps: a guess, to be measured
 
-// What a block reads of keys and values while a cluster meets, and while partials are written, counted and read: 1 us, 3 us.
+// Bytes of K and V that a block reads in 1 us, a cluster's barriers, and in 3 us: writing, counting and reading partials.
 constexpr double kMetBytes = 24 << 10, kCountedBytes = 64 << 10;
 
-// In steps: a part of one of a stream's `parts`, and their merge in clusters of `blocks`, whose partials are read twice as fast.
+// In steps: one of a stream's `parts`, of which more than most_busy gain nothing, and their merge, at twice the rate of K and V.
 template <class C> double cost_of(double steps, double parts, double most_busy, double partial, double blocks) {
     const double waits = (blocks > 1.0 ? kMetBytes : 0.0) + (parts > blocks ? kCountedBytes : 0.0);
     return steps / std::fmin(parts, most_busy) + parts * partial / (2.0 * blocks * blocks) + waits / step_bytes<C>();
@@ -91,14 +91,14 @@ sinkattn_status cut_work(Arguments &params, const sinkattn_problem &problem, con
                  most_busy = C::kBusySms * static_cast<double>(plan.workers) / static_cast<double>(num_streams);
     int64_t most = sa_min(plan.workers, num_streams);
     double least = INFINITY;
-    for (int blocks = 1; blocks <= kMostBlocks; blocks++) {
+    for (int blocks = 1; blocks <= kMostBlocks && blocks * num_streams <= plan.workers; blocks++) {
         int64_t workers = plan.workers;
         if (blocks > 1) {
             int at_once = 0;
             SA_TRY(clusters_at_once<kKernel>(&at_once, blocks, threads, sizeof(typename C::Smem)));
             workers = sa_min(workers, int64_t{at_once} * blocks);
         }
-        // P* of the plan's reason: past it, one more part costs more than it saves.
+        // In clusters, `blocks` times the planner's sqrt(t / r).
         const auto wanted = static_cast<int64_t>(std::ceil(blocks * std::sqrt(steps / partial)));
         const int64_t parts = sa_min(workers / num_streams, wanted) / blocks * blocks;
         if (parts == 0) continue;
@@ -110,7 +110,7 @@ sinkattn_status cut_work(Arguments &params, const sinkattn_problem &problem, con
     }
     params.cut = sa_cut_of(static_cast<uint32_t>(num_streams), static_cast<uint32_t>(problem.num_kv_heads), least_steps<C>(rows),
             kBeginSteps, static_cast<uint32_t>(most), static_cast<uint32_t>(most));
-    if (params.cluster > 1) { // whose parts need not be a multiple of 8
+    if (params.cluster > 1) { // no multiple of 8 is needed
         const auto into = [&](int64_t parts) {
             sa_cut cut = params.cut;
             cut.most = static_cast<uint32_t>(parts);
@@ -119,7 +119,7 @@ sinkattn_status cut_work(Arguments &params, const sinkattn_problem &problem, con
         };
         params.by_cluster = sa_divisor_of(params.cluster);
         params.cut = into(most);
-        if (8 * num_streams <= most) params.spare = into(most - num_streams); // then the last part of each stream is one more at most
+        if (8 * num_streams <= most) params.spare = into(most - num_streams); // a stream's short last part adds one at most
     }
     *grid = params.cut.most;
     return sa_ok();

@@ -57,6 +57,7 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, int kSteps_, int kStage
     static_assert(kOwnTeams == 1 || kOwnSteps == 2, "a step each");
     static_assert(kTeams == 1 || kSlots >= 4, "when a warpgroup waits for a slot, the slot's last use has been announced");
     static_assert(kRows * kPartialRow * 4 <= kStages * (kKeyBytes + kValueBytes), "the part's partial fits the ring");
+    static_assert(kWeightTiles * kRowHalf >= scratch_bytes(kRows, kHeadDimV), "write_part's scratch fits the weights");
 };
 
 // The tiles of a block. At a part's end the ring, which comes first, holds the part's partial.

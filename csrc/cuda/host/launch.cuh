@@ -89,11 +89,11 @@ template <auto kKernel> sinkattn_status clusters_at_once(int *count, unsigned cl
         config.attrs = &attribute;
         config.numAttrs = 1;
         const cudaError_t error = cudaOccupancyMaxActiveClusters(count, kKernel, &config);
-        if (bit) found[cluster][__builtin_ctzll(bit)] = *count;
+        if (error == cudaSuccess && bit) __atomic_store_n(&found[cluster][__builtin_ctzll(bit)], *count, __ATOMIC_RELAXED);
         return error;
     };
     const sinkattn_status status = sa_cuda_status("cudaOccupancyMaxActiveClusters", once_a_device(&asked[cluster], &bit, ask));
-    if (bit) *count = found[cluster][__builtin_ctzll(bit)];
+    if (bit) *count = __atomic_load_n(&found[cluster][__builtin_ctzll(bit)], __ATOMIC_RELAXED);
     return status;
 }
 
