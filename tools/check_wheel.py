@@ -42,9 +42,10 @@ def faults(wheel: Path, same: Path | None = None) -> list[str]:
         ]
         for name in libraries:
             path = Path(archive.extract(name, scratch))
-            foreign = r" (Py[A-Z]|_Py)" if path.name.startswith("torch") else r"torch|c10|_ZN2at|_Z|Py[A-Z]"
+            foreign = r"^(Py[A-Z]|_Py)" if path.name.startswith("torch") else r"torch|c10|_ZN2at|_Z|Py[A-Z]"
             taken = subprocess.run(["nm", "-D", path], capture_output=True, text=True, check=True).stdout.splitlines()
-            found += [f"{name} has the symbol {line.split()[-1]}" for line in taken if re.search(foreign, line)]
+            symbols = [line.split()[-1] for line in taken]
+            found += [f"{name} has the symbol {symbol}" for symbol in symbols if re.search(foreign, symbol)]
     return found
 
 
