@@ -91,17 +91,22 @@ template <class C> __device__ __forceinline__ void make_neutral(float *row) {
     for (int x = threadIdx.x; x < C::kHeadDimV + 2; x += C::kThreads) row[x] = x == C::kHeadDimV ? -INFINITY : 0.0f;
 }
 
+// Merges a quad of the stream's first `count` partials into the result.
+template <class C>
+__device__ __forceinline__ void merge_quad(
+        const float *neutral, const typename C::Smem &smem, const typename C::Arguments &params, uint32_t count, int row, int column) {
+    const float *from = slot_of(smem.part, params, 0) + row * C::kPartialRow;
+    const Quad quad = add_up<C>(from, count, params.slot_floats, column, neutral);
+    write_out<C>(quad, smem, params, row, column);
+}
+
 // Merges a stream's parts into the result, where smem.is_last. neutral: make_neutral's.
 template <class C>
 __device__ __forceinline__ void merge_parts(const float *neutral, const typename C::Smem &smem, const typename C::Arguments &params) {
     const Part &part = smem.part;
     C::sync();
     if (!smem.is_last) return;
-    for_each_quad<C>(part.stream.num_rows, [&](int row, int column) {
-        const float *from = slot_of(part, params, 0) + row * C::kPartialRow;
-        const Quad quad = add_up<C>(from, part.num_parts, params.slot_floats, column, neutral);
-        write_out<C>(quad, smem, params, row, column);
-    });
+    for_each_quad<C>(part.stream.num_rows, [&](int row, int column) { merge_quad<C>(neutral, smem, params, part.num_parts, row, column); });
 }
 
 // The same in a cluster, one part a block: each block has sent the others their 2^bits quads, and merges its own.

@@ -20,6 +20,16 @@ struct Arguments : Extras {
     sa_cut spare; // parts of one length, taken where `cut` gives shares; most is 0 where these stay
 };
 
+// The block's cluster, and its rank there.
+struct Place {
+    uint32_t cluster, rank;
+};
+
+__device__ __forceinline__ Place place_of(const Arguments &params) {
+    const uint32_t cluster = sa_divide(blockIdx.x, params.by_cluster);
+    return {cluster, blockIdx.x - cluster * params.cluster};
+}
+
 // A run: the blocks of a cluster with parts of one stream; they leave one partial. A share's block is alone in its run.
 struct Run {
     int first, before, blocks; // first: its first block's rank; before: its blocks before this one
@@ -28,7 +38,7 @@ struct Run {
 };
 
 __device__ __forceinline__ Run run_of(const Part &part, const Arguments &params) {
-    const uint32_t blocks = params.cluster, rank = blockIdx.x - sa_divide(blockIdx.x, params.by_cluster) * blocks;
+    const uint32_t blocks = params.cluster, rank = place_of(params).rank;
     if (blocks == 1 || part.shares) return {static_cast<int>(rank), 0, 1, part.index, part.num_parts, false, false};
     const auto cluster_of = [&](uint32_t index) { return sa_divide(part.slot + index, params.by_cluster); };
     const uint32_t before = min(rank, part.index), first = rank - before, end = part.slot + part.num_parts;
@@ -116,17 +126,12 @@ __device__ __forceinline__ void merge_quads(const float *neutral, const typename
 template <class C>
 __device__ __forceinline__ void merge_runs(
         const float *neutral, const typename C::Smem &smem, const typename C::Arguments &params, uint32_t count, int first, int last) {
-    const Part &part = smem.part;
     C::sync();
     if (!smem.is_last) return;
     if constexpr (C::kMergedQuads > 1) {
         merge_quads<C>(neutral, smem, params, count, first, last);
     } else {
-        const auto merge = [&](int row, int column) {
-            const float *from = slot_of(part, params, 0) + row * C::kPartialRow;
-            const Quad quad = add_up<C>(from, count, params.slot_floats, column, neutral);
-            write_out<C>(quad, smem, params, row, column);
-        };
+        const auto merge = [&](int row, int column) { merge_quad<C>(neutral, smem, params, count, row, column); };
         for_each_quad<C>(last, merge, first);
     }
 }

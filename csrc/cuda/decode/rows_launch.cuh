@@ -22,9 +22,9 @@ template <int kThreads, int kRows, class Smem> __device__ __forceinline__ bool t
     if (!params.num_splits) split = split_streams<kThreads, kRows>(smem, params, lengths, params.cut);
     if (split.shares && params.spare.most) split = split_streams<kThreads, kRows>(smem, params, lengths, params.spare);
     // Blocks of a cluster have neighbouring parts of one kv head.
-    const uint32_t cluster = sa_divide(blockIdx.x, params.by_cluster), rank = blockIdx.x - cluster * params.cluster,
-                   of_heads = sa_divide(cluster, params.by_heads), head = cluster - of_heads * params.num_heads;
-    return take_part<kThreads, kRows>(smem, params, (of_heads * params.cluster + rank) * params.num_heads + head, split, lengths);
+    const Place at = place_of(params);
+    const uint32_t of_heads = sa_divide(at.cluster, params.by_heads), head = at.cluster - of_heads * params.num_heads;
+    return take_part<kThreads, kRows>(smem, params, (of_heads * params.cluster + at.rank) * params.num_heads + head, split, lengths);
 }
 
 // Calls attend() for each part of the block's share. All threads of the block come here, by roles, and meet between parts.
@@ -89,7 +89,7 @@ sinkattn_status cut_work(Arguments &params, const sinkattn_problem &problem, con
     const int64_t rows = sa_min(kRows, params.num_rows), num_streams = problem.batch * params.row_tiles * problem.num_kv_heads;
     const double steps = static_cast<double>(sa_ceil_div(problem.k_len, kTileK)), partial = partial_steps<C>(rows),
                  most_busy = C::kBusySms * static_cast<double>(plan.workers) / static_cast<double>(num_streams);
-    int64_t most = sa_min(plan.workers, num_streams);
+    int64_t most = plan.workers; // where streams are more
     double least = INFINITY;
     for (int blocks = 1; blocks <= kMostBlocks && blocks * num_streams <= plan.workers; blocks++) {
         int64_t workers = plan.workers;
