@@ -19,6 +19,12 @@ from pathlib import Path
 PLACES = (str(Path(__file__).resolve().parent.parent).encode(), b"/site-packages/", b"/tmp/")
 
 
+def symbols(library: Path, *options: str) -> list[str]:
+    """nm's lines of the dynamic symbols, without addresses, which may have c10 in them."""
+    done = subprocess.run(["nm", "-D", *options, library], capture_output=True, text=True, check=True)
+    return [re.sub("^[0-9a-f]+", "", line) for line in done.stdout.splitlines()]
+
+
 def faults(wheel: Path, same: Path | None = None) -> list[str]:
     found = []
     if not re.fullmatch(r"sinkattn-[\d.]+-py3-none-manylinux_2_\d+_(x86_64|aarch64)\.whl", wheel.name):
@@ -42,10 +48,8 @@ def faults(wheel: Path, same: Path | None = None) -> list[str]:
         ]
         for name in libraries:
             path = Path(archive.extract(name, scratch))
-            foreign = r"^(Py[A-Z]|_Py)" if path.name.startswith("torch") else r"torch|c10|_ZN2at|_Z|Py[A-Z]"
-            taken = subprocess.run(["nm", "-D", path], capture_output=True, text=True, check=True).stdout.splitlines()
-            symbols = [line.split()[-1] for line in taken]
-            found += [f"{name} has the symbol {symbol}" for symbol in symbols if re.search(foreign, symbol)]
+            foreign = r" (Py[A-Z]|_Py)" if path.name.startswith("torch") else r"torch|c10|_ZN2at|_Z|Py[A-Z]"
+            found += [f"{name} has the symbol {line.split()[-1]}" for line in symbols(path) if re.search(foreign, line)]
     return found
 
 
