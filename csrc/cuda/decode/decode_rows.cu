@@ -54,24 +54,22 @@ __global__ __launch_bounds__(kThreads, 1) void decode_rows_kernel(
     if (threadIdx.x >= kFirstLoader) {
         registers_down<C::kLoaderRegisters>();
         Loader<C> loader{smem, params, maps};
-        for_each_part<kThreads, kRows>(smem, params, found, [&] {
+        for_each_part<kThreads, kRows, false>(smem, params, found, [&] {
             if (threadIdx.x < kFirstLoader + 32) loader.load(smem.part);
-            pass_cluster(smem.part, params);
         });
         let_next_kernel_start();
     } else if (threadIdx.x >= kFirstScoreThread) {
         registers_down<C::kScoreRegisters>();
         Scores<C> scores{smem, params, {}, {}};
-        for_each_part<kThreads, kRows>(smem, params, found, [&] {
+        for_each_part<kThreads, kRows, false>(smem, params, found, [&] {
             scores.attend();
             bar_sync<kValueThreads + 128>(kPartBarrier);
-            pass_cluster(smem.part, params);
         });
         let_next_kernel_start();
     } else {
         registers_up<C::kValueRegisters>();
         Values<C> values{smem, params, warp_uniform(threadIdx.x / 128), {}};
-        for_each_part<kThreads, kRows>(smem, params, found, [&] { values.attend(); });
+        for_each_part<kThreads, kRows, true>(smem, params, found, [&] { values.attend(); });
         let_next_kernel_start();
         decode::write_empty<C>(smem, params);
     }

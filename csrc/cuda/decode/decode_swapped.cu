@@ -44,22 +44,18 @@ __global__ __launch_bounds__(kThreads, 1) void decode_swapped_kernel(
         registers_down<C::kLoaderRegisters>();
         if constexpr (C::kByThreads) {
             ThreadLoader<C> loader{smem, params};
-            many_rows::for_each_part<kThreads, C::kRows>(smem, params, found, [&] {
-                loader.load(smem.part);
-                many_rows::pass_cluster(smem.part, params);
-            });
+            many_rows::for_each_part<kThreads, C::kRows, false>(smem, params, found, [&] { loader.load(smem.part); });
         } else {
             BoxLoader<C> loader{{smem, params, maps}};
-            many_rows::for_each_part<kThreads, C::kRows>(smem, params, found, [&] {
+            many_rows::for_each_part<kThreads, C::kRows, false>(smem, params, found, [&] {
                 if (threadIdx.x >= kFirstLoader && threadIdx.x < kFirstLoader + 32) loader.load(smem.part);
-                many_rows::pass_cluster(smem.part, params);
             });
         }
         let_next_kernel_start();
     } else {
         registers_up<C::kTeamRegisters>();
         Team<C> team{smem, params, warp_uniform(threadIdx.x / 128)};
-        many_rows::for_each_part<kThreads, C::kRows>(smem, params, found, [&] { team.attend(); });
+        many_rows::for_each_part<kThreads, C::kRows, true>(smem, params, found, [&] { team.attend(); });
         let_next_kernel_start();
         decode::write_empty<C>(smem, params);
     }

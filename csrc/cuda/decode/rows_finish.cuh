@@ -54,9 +54,9 @@ template <class C> __device__ __forceinline__ unsigned long long *run_counter(co
     return counter_of<C>(part, params) + row * (C::kPartialRow / 2);
 }
 
-// write_part's two barriers of the cluster, for threads that write nothing, or whose block has no part.
-__device__ __forceinline__ void pass_cluster(const Part &part, const Arguments &params) {
-    if (params.cluster == 1 || part.shares) return;
+// write_part's two barriers of the cluster, for threads that write nothing, or whose block joins nothing.
+__device__ __forceinline__ void pass_cluster(const Arguments &params) {
+    if (params.cluster == 1) return;
     __syncwarp();
     for (int i = 0; i < 2; i++) {
         cluster_arrive();

@@ -27,15 +27,18 @@ template <int kThreads, int kRows, class Smem> __device__ __forceinline__ bool t
     return take_part<kThreads, kRows>(smem, params, (of_heads * params.cluster + at.rank) * params.num_heads + head, split, lengths);
 }
 
-// Calls attend() for each part of the block's share. All threads of the block come here, by roles, and meet between parts.
-template <int kThreads, int kRows, class Smem, class Attend>
+// Calls attend() for each part of the block's share. All threads of the block come here, by roles, and meet between parts. kWrites:
+// attend() ends in write_part.
+template <int kThreads, int kRows, bool kWrites, class Smem, class Attend>
 __device__ __forceinline__ void for_each_part(Smem &smem, const Arguments &params, bool found, const Attend &attend) {
-    if (!found) pass_cluster(smem.part, params);
+    const bool joins = found && !smem.part.shares;
     while (found) {
         attend();
+        if (!kWrites && joins) pass_cluster(params);
         found = take_next<kThreads, kRows>(smem, params);
     }
-    __syncthreads(); // nobody reads smem.part any more
+    __syncthreads();                  // nobody reads smem.part any more
+    if (!joins) pass_cluster(params); // even if lengths changed under the kernel, no block ends while others read its memory
 }
 
 // The map of a cache's pages, or of a contiguous cache's sequences. Where there are none, of q: nothing of it is read then.
