@@ -32,6 +32,7 @@ class Walk:
     invariant: bool = False  # what decodes are asked for
     workers: tuple[int, ...] = (1, 1, 1, 2, 3)
     most_keys: int = 2100
+    chunks: bool = False  # a sequence of several of CUDA's chunks, mostly without a window
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -43,12 +44,17 @@ class Walk:
         self.left = rng.choice((-1, -1, 0, rng.randint(1, 160), 127, rng.randint(100, 1200)))
         self.sinks = rng.choice((0, 0, 1, 4, rng.randint(100, 600)))
         head_dim = rng.choice(HEAD_DIMS)
+        if self.chunks:
+            self.length = rng.choice((8192, 8193, 20481, rng.randint(8000, 34000)))
+            self.left, head_dim = rng.choice((-1, -1, -1, 9000)), rng.choice((40, 64, 80, 128))
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
 
         tensors = [draw(self.length, heads, head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads)]
         tensors[0] *= rng.choice((1, 1, 6))  # the pivot moves
+        if self.chunks:
+            tensors[1][rng.randrange(self.length) :] *= rng.choice((0.1, 1, 4))  # and from chunk to chunk
         self.q, self.k, self.v = (x.to(self.dtype).to(self.device) for x in tensors)
         self.s_aux = (2 + 3 * draw(self.heads)).to(self.device) if rng.random() < 0.8 else None
         if self.device == "cpu" and head_dim > 8 and rng.random() < 0.25:
@@ -94,7 +100,7 @@ class Walk:
 
     def decoded(self, rows: int, page_size: int, must_end: int) -> Iterator[tuple[int, Row]]:
         """A batch of decodes of `rows` rows, one of which ends at key must_end."""
-        batch = self.rng.choice((1, 2, 3, self.rng.randint(4, 9)))
+        batch = self.rng.choice((1, 3, 20, 60) if self.chunks else (1, 2, 3, self.rng.randint(4, 9)))
         ends = [self.rng.randint(rows, self.length) for _ in range(batch)]
         ends[self.rng.randrange(batch)] = max(must_end, rows)
         q = torch.stack([self.q[end - rows : end] for end in ends])

@@ -31,6 +31,31 @@ def test_one_bit_pattern(dtype: torch.dtype, seed: int, part: int) -> None:
     sinkattn.check_errors()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunks(dtype: torch.dtype, seed: int) -> None:
+    for i in range(4):
+        check(Walk(seed + i, dtype, "cuda", invariant=True, workers=(1,), chunks=True), 2)
+    sinkattn.check_errors()
+
+
+@pytest.mark.parametrize(("head_dim", "batch"), [(64, 2), (64, 64), (128, 64)])
+def test_chunks_of_a_large_capacity(head_dim: int, batch: int) -> None:
+    """Sequences of few of the 16 chunks that the cache has room for; in the larger batch a block has several."""
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+    q, k, v = (
+        torch.randn(*shape, head_dim, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for shape in ((batch, 2, 16), (2048, 64, 2), (2048, 64, 2))
+    )
+    ends = torch.randint(0, 131073, (batch,), generator=generator, device="cuda", dtype=torch.int32)
+    ends[:2] = torch.tensor([0, 131072])
+    table = torch.arange(2048, device="cuda", dtype=torch.int32).expand(batch, -1).contiguous()
+    out, lse = ops.flash_decode(q, k, v, None, ends, table, None, -1, 0, 0, True)
+    for b, end in enumerate(ends.tolist()):
+        keys = [x.view(1, -1, 2, head_dim)[:, :end] for x in (k, v)]
+        want = ops.flash_attn_fwd(q[b : b + 1], *keys, None, None, None, None, None, None, -1, 0, 0)
+        assert_same((out[b], lse[b]), tuple(x[0] for x in want))
+
+
 def rows_of_a_prefill(
     dtype: torch.dtype, size: float, left: int, signs: float, keys: int, head_dim: int = 64
 ) -> tuple[Tensor, ...]:
@@ -61,16 +86,17 @@ def test_pivots_that_move(dtype: torch.dtype, size: float, signs: float, left: i
         assert_same(found, (out[0, picked], lse[0, :, picked].movedim(1, 0)))
 
 
-def test_a_graph_has_the_prefills_bits() -> None:
-    q, k, v, s_aux, out, lse = rows_of_a_prefill(torch.bfloat16, 2, -1, 0, 3000)
-    row, length = q[:, :1].clone(), torch.full((1,), 3000, dtype=torch.int32, device="cuda")
+@pytest.mark.parametrize("keys", [3000, 17000])
+def test_a_graph_has_the_prefills_bits(keys: int) -> None:
+    q, k, v, s_aux, out, lse = rows_of_a_prefill(torch.bfloat16, 2, -1, 0, keys)
+    row, length = q[:, :1].clone(), torch.full((1,), keys, dtype=torch.int32, device="cuda")
     found: list[Tensor] = []
 
     def step() -> None:
         found[:] = ops.flash_decode(row, k, v, s_aux, length, None, None, -1, 0, 0, True)
 
     graph = captured(step)
-    for end in (3000, 1, 128, 129, 1300, 2047):
+    for end in (keys, 1, 128, 129, 1300, 2047, keys // 2, keys - 1):
         row.copy_(q[:, end - 1 : end])
         length.fill_(end)
         graph.replay()

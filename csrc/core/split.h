@@ -18,6 +18,11 @@ SA_HD int32_t sa_tile_from(sa_position_t x, sa_position_t size) { return (int32_
  * order. A decode's parts are whole chunks, so it sums as the forward does. A multiple of every tile_k. */
 enum { SA_CPU_CHUNK = 512 };
 
+/* The chunks of CUDA's forward on 9.0 up to this head_dim, and of decodes in its order, in key tiles: 8192 keys up to head_dim 64, 20480
+ * above. Masks with a left side are not cut. */
+enum { SA_CHUNKS_HEAD_DIM = 128 };
+static inline int64_t sa_chunk_tiles(int64_t tile_k) { return tile_k == 128 ? 64 : 256; }
+
 /* The windowed CUDA kernels take at most so many positional sink tokens: a k16 step in front of those of the window's keys. */
 enum { SA_WINDOW_SINK_TOKENS = 16 };
 
@@ -58,6 +63,16 @@ SA_HD void sa_key_tiles_of_part(sa_key_tiles *part, const sa_key_tiles *all, con
 
 /* The first tile at or after t to work through, while it is below tiles->end. */
 SA_HD int32_t sa_key_tile_from(const sa_key_tiles *tiles, int32_t t) { return t < tiles->sink_end || t >= tiles->begin ? t : tiles->begin; }
+
+/* Of tiles without a sink prefix: those of [first, last). */
+SA_HD void sa_cut_key_tiles(sa_key_tiles *tiles, int32_t first, int32_t last) {
+    tiles->begin = (int32_t)sa_last(tiles->begin, first);
+    tiles->end = (int32_t)sa_first(tiles->end, last);
+    tiles->full_begin = (int32_t)sa_last(tiles->full_begin, first);
+    tiles->full_end = (int32_t)sa_first(tiles->full_end, last);
+    tiles->band.begin = sa_last(tiles->band.begin, first * tiles->tile_k);
+    tiles->band.end = sa_first(tiles->band.end, last * tiles->tile_k);
+}
 
 /* How many tiles there are to work through, how many lie between the sink prefix and the window, and which the n-th is. */
 SA_HD int32_t sa_key_tile_count(const sa_key_tiles *tiles) {

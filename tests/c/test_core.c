@@ -135,10 +135,32 @@ static void check_tile_walk(const window *w, sa_range rows, int64_t tile_k) {
     CHECK_WINDOW(seen <= sa_rows_reach(&band, rows.end - rows.begin), w, "sa_rows_reach bounds the keys");
 }
 
+/* Chunks of two tiles have a walk's tiles, in its order. */
+static void check_chunks(const window *w, sa_range rows, int64_t tile_k) {
+    const sa_band band = band_of(w);
+    const sa_key_tiles tiles = sa_key_tiles_of(&band, rows, tile_k);
+    int32_t n = 0;
+    for (int32_t chunk = 0; 2 * chunk < tiles.end; chunk++) {
+        sa_key_tiles part = tiles;
+        sa_cut_key_tiles(&part, 2 * chunk, 2 * chunk + 2);
+        const sa_range full = sa_full_key_tiles(&part);
+        for (int32_t i = 0; i < sa_key_tile_count(&part); i++, n++) {
+            const int32_t t = sa_key_tile_at(&part, i);
+            CHECK_WINDOW(t == sa_key_tile_at(&tiles, n) && t / 2 == chunk, w, "sa_cut_key_tiles");
+            CHECK_WINDOW((i >= full.begin && i < full.end) == sa_key_tile_is_full(&tiles, t), w, "full tiles of a chunk");
+        }
+        CHECK_WINDOW(part.band.begin >= 2 * chunk * tile_k && part.band.end <= (2 * chunk + 2) * tile_k, w, "the keys of a chunk");
+    }
+    CHECK_WINDOW(n == sa_key_tile_count(&tiles), w, "chunks have all tiles");
+}
+
 static void check_tile_walks(const window *w) {
     for (int64_t begin = 0; begin < w->q_len; begin++)
         for (int64_t end = begin + 1; end <= w->q_len; end++)
-            for (int64_t tile_k = 1; tile_k <= 4; tile_k++) check_tile_walk(w, (sa_range){begin, end}, tile_k);
+            for (int64_t tile_k = 1; tile_k <= 4; tile_k++) {
+                check_tile_walk(w, (sa_range){begin, end}, tile_k);
+                if (!w->num_sink) check_chunks(w, (sa_range){begin, end}, tile_k);
+            }
 }
 
 static void test_mask_over_all_small_sizes(void) {

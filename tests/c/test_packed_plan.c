@@ -112,5 +112,31 @@ static void test_the_wide_windowed_backward_is_planned(void) {
     }
 }
 
+/* Where sums are cut, each block of the forward keeps its rows' sums, and a decode has a slot of 8 rows for each chunk. */
+static void test_the_workspace_of_chunks(void) {
+    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    const struct {
+        sinkattn_op op;
+        int64_t head_dim, k_len, left, bytes;
+    } cases[] = {{SINKATTN_FWD, 64, 8192, -1, 0}, {SINKATTN_FWD, 64, 8193, -1, 132 * 192 * 72 * 4 + 15}, {SINKATTN_FWD, 64, 8193, 5000, 0},
+            {SINKATTN_FWD, 72, 20480, -1, 0}, {SINKATTN_FWD, 72, 20481, -1, 132 * 192 * 104 * 4 + 15},
+            {SINKATTN_FWD, 128, 40960, -1, 132 * 192 * 136 * 4 + 15}, {SINKATTN_FWD, 136, 30720, -1, 0}, {SINKATTN_DECODE, 64, 8192, -1, 0},
+            {SINKATTN_DECODE, 64, 16385, -1, 3 * 3 * 8 * 8 * 72 * 4 + 15}, {SINKATTN_DECODE, 64, 16385, 5000, 0},
+            {SINKATTN_DECODE, 128, 20481, -1, 3 * 2 * 8 * 8 * 136 * 4 + 15}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sinkattn_problem problem = packed_problem(64, cases[i].head_dim, cases[i].left);
+        problem.op = cases[i].op;
+        problem.packed = false;
+        problem.num_kv_heads = 8;
+        problem.k_len = cases[i].k_len;
+        problem.q_len = cases[i].op == SINKATTN_FWD ? cases[i].k_len : 1;
+        problem.invariant = cases[i].op == SINKATTN_DECODE;
+        sinkattn_plan plan;
+        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
+        CHECK(status.code == SINKATTN_OK && plan.workspace_bytes == cases[i].bytes, "case %zu: %s%" PRId64 " bytes", i, status.message,
+                plan.workspace_bytes);
+    }
+}
+
 const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(the_largest_head_dim),
-        TEST(the_wide_windowed_backward_is_planned), {0}};
+        TEST(the_wide_windowed_backward_is_planned), TEST(the_workspace_of_chunks), {0}};

@@ -8,10 +8,16 @@
 
 namespace sa::decode {
 
+struct ChainArguments : Extras {
+    uint32_t streams, blocks, chunks; // blocks: of a stream; chunks: that its capacity holds, 1 where sums are not cut
+    sa_divisor by_streams;
+    int32_t chunk_keys;
+};
+
 template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileSizes<kHeadDim_> {
     using Element = Element_;
     using TileSizes<kHeadDim_>::kHeadDim, TileSizes<kHeadDim_>::kHeadBytes, TileSizes<kHeadDim_>::kPartialRow;
-    using Arguments = Extras;
+    using Arguments = ChainArguments;
     static constexpr bool kExtras = true, kClusters = false;
     static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kHeads = 1, kEights = 1, kMostRows = 8;
     static constexpr int kTeams = kWarps, kTeamThreads = 32, kTeamWarps = 1; // a team: a warp that loads and scores 16 keys
@@ -20,7 +26,8 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileS
     static constexpr int kWalkKeys = kTileK;                                         // of a tile of stream.tiles
     static constexpr int kColumns = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps; // of a warp that has any
     static constexpr int kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;
-    static constexpr int kMostStages = kHeadDim == 64 ? 5 : 3, kBlocks = kWarps == 8 ? 1 : kHeadDim == 64 ? 4 : 2; // kBlocks: of an SM
+    static constexpr int kMostStages = kHeadDim == 64 ? 5 : 3;
+    static constexpr int kBlocks = kWarps > 4 ? 1 : kHeadDim == 64 ? 4 : 2; // of an SM
     static constexpr bool kQueriesInRegisters = true;
     static constexpr int kQueryBytes = 0;
     static constexpr int kMine = (kPivotTiles + kWarps - 1) / kWarps; // tiles of 16 keys that a warp has of a key tile of the forward
@@ -40,6 +47,52 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileS
     static_assert(2 * kTeams >= kPivotTiles, "two steps have a key tile of the forward");
     static_assert(kMostRows * kPartialRow * 4 <= kStageBytes, "a stage holds O in the end");
 };
+
+// Writes a quad of the result, or of the chunk's partial.
+template <class C>
+__device__ __forceinline__ void write_chunk(
+        const Quad &quad, const typename C::Smem &smem, const typename C::Arguments &params, int row, int column) {
+    if (smem.part.num_parts == 1)
+        write_out<C>(quad, smem, params, row, column);
+    else
+        store_quad<C>(slot_of(smem.part, params, smem.part.index) + row * C::kPartialRow, column, quad);
+}
+
+// By all of a block's threads, once it has written its chunks: the last of the stream's `blocks` joins all chunks, in order.
+template <class C>
+__device__ __forceinline__ void join_chunks(typename C::Smem &smem, const typename C::Arguments &params, uint32_t blocks) {
+    constexpr int kAtOnce = 8;
+    const Part &part = smem.part;
+    __syncthreads();
+    if (threadIdx.x == 0) smem.is_last = arrive(counter_of<C>(part, params), params.tag, blocks);
+    __syncthreads();
+    if (!smem.is_last) return;
+    for_each_quad<C>(part.stream.num_rows, [&](int row, int column) {
+        const float *from = slot_of(part, params, 0) + row * C::kPartialRow;
+        Quad quad;
+#pragma unroll 1
+        for (uint32_t n = 0; n < part.num_parts; n += kAtOnce) {
+            Partials<C, kAtOnce> partials;
+#pragma unroll
+            for (uint32_t i = 0; i < kAtOnce; i++) {
+                const float *its = from + min(n + i, part.num_parts - 1) * params.slot_floats;
+                partials.o[i] = __ldcg(reinterpret_cast<const float4 *>(its + column));
+                partials.stats[i] = __ldcg(reinterpret_cast<const float2 *>(its + C::kHeadDimV));
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < kAtOnce; i++) {
+                if (n + i >= part.num_parts) break;
+                const float o[4] = {partials.o[i].x, partials.o[i].y, partials.o[i].z, partials.o[i].w};
+                const Joint joint(quad.pivot, partials.stats[i].x);
+                const bool first = n + i == 0;
+                for (int x = 0; x < 4; x++) quad.o[x] = first ? o[x] : joint.of(quad.o[x], o[x]);
+                quad.sum = first ? partials.stats[i].y : joint.of(quad.sum, partials.stats[i].y);
+                quad.pivot = joint.top;
+            }
+        }
+        write_out<C>(quad, smem, params, row, column);
+    });
+}
 
 template <class C> struct Chain {
     typename C::Smem &smem;
@@ -139,17 +192,6 @@ template <class C> struct Chain {
         return total > kLarge<typename C::Element> && fragment_column() + x < num_rows();
     }
 
-    __device__ __forceinline__ void close_tile() {
-        float total[2];
-        end_tile(total);
-#pragma unroll
-        for (int x = 0; x < 2; x++) {
-            large |= is_large(total[x], x);
-            sum[x] = __fadd_rn(sum[x], total[x]);
-            tile_sum[x] = 0.0f;
-        }
-    }
-
     // A value that is not finite, of 16 keys that not all rows see, is zeroed in shared memory and added explicitly to the rows that see
     // it.
     __device__ __forceinline__ void hide_nonfinite(unsigned char *values, int32_t first) {
@@ -218,6 +260,17 @@ template <class C> struct Chain {
         if (n < count)
             scores(s, base + stage * C::kStageBytes + warp() * C::kTeamBytes, sa_key_tile_at(&loader.tiles, n) * kTileK,
                     !loader.is_full(n));
+    }
+
+    __device__ __forceinline__ void close_tile() {
+        float total[2];
+        end_tile(total);
+#pragma unroll
+        for (int x = 0; x < 2; x++) {
+            large |= is_large(total[x], x);
+            sum[x] = __fadd_rn(sum[x], total[x]);
+            tile_sum[x] = 0.0f;
+        }
     }
 
     // Adds a step's weights. simple: all of its tiles exist, side by side.
@@ -414,7 +467,7 @@ template <class C> struct Chain {
             for (int i = 0; i < 4; i++) quad.o[i] = from[column + i];
             quad.pivot = from[C::kHeadDim];
             quad.sum = from[C::kHeadDim + 1];
-            write_out<C>(quad, smem, params, row, column);
+            write_chunk<C>(quad, smem, params, row, column);
         });
     }
 };

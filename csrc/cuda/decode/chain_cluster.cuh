@@ -21,7 +21,7 @@ namespace sa::decode {
 template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadDim_> {
     using Element = Element_;
     using TileSizes<kHeadDim_>::kHeadDim, TileSizes<kHeadDim_>::kTileBytes;
-    using Arguments = Extras;
+    using Arguments = ChainArguments;
     static constexpr bool kExtras = true, kClusters = true; // kClusters: no counter
     static constexpr int kCluster = kHeadDim / 16, kMostRows = 8;
     static constexpr int kSteps = kHeadDim == 64 ? 8 : 5, kWalkKeys = kSteps * kTileK; // of a key tile of the forward
@@ -50,6 +50,7 @@ template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadD
         Barriers<1> weights_full, weights_empty;
         Part part;
         Row rows[kMostRows], seen_by_all;
+        bool is_last;
         float s_aux[kMostRows], tops[kScorers][kMostRows], sum[kMostRows];
         alignas(8) float pivot[kMostRows];
         int32_t stop[2]; // the tile where the next run begins, of even and odd runs: a slow warp may still read one while the next is found
@@ -381,16 +382,11 @@ template <class C> struct ValueLoader : ClusterStream<C> {
     }
 };
 
-// Describes the stream's rows: by the first warp.
-template <class C> __device__ __forceinline__ void describe_cluster_rows(typename C::Smem &smem, const Params &params) {
+// Describes the stream's rows, of which keys_of tells the keys: by the first warp.
+template <class C, class KeysOf> __device__ __forceinline__ void describe_cluster_rows(typename C::Smem &smem, const KeysOf &keys_of) {
     const Part &part = smem.part;
     const auto row = static_cast<int>(threadIdx.x);
-    Row keys = {0, INT32_MAX, INT32_MAX};
-    if (row < part.stream.num_rows) {
-        const int32_t token = token_head(part, params, row).token;
-        const sa_range band = sa_row_band(&part.stream.band, token);
-        keys = {band.begin, band.end, sa_row_sink_end(&part.stream.band, token)};
-    }
+    const Row keys = row < part.stream.num_rows ? keys_of(row) : Row{0, INT32_MAX, INT32_MAX};
     const int32_t begin = __reduce_max_sync(0xffffffffu, keys.begin), end = __reduce_min_sync(0xffffffffu, keys.end),
                   sink_end = __reduce_min_sync(0xffffffffu, keys.sink_end);
     if (row < C::kMostRows) smem.rows[row] = row < part.stream.num_rows ? keys : Row{0, 0, 0};

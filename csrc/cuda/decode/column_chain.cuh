@@ -176,7 +176,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
         for (int x = 0; x < 4; x++) quad.o[x] = smem.out[row][column + x];
         quad.pivot = this->num_tiles ? smem.pivot[row] : -INFINITY;
         quad.sum = smem.sum[row];
-        write_out<C>(quad, smem, params, row, static_cast<int>(this->rank) * 16 + column);
+        write_chunk<C>(quad, smem, params, row, static_cast<int>(this->rank) * 16 + column);
     }
 };
 

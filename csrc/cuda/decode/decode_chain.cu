@@ -6,16 +6,17 @@
 //     block barrier    the step's weights are there; its values have landed
 //     warp w           O += P V for its columns, over all keys of the step, in ascending order; the last warp adds the weights
 //
-// A stream is up to 8 rows of one kv head, in N of mma.sync; keys, or columns of O, are in M. A block has all keys of a stream, since the
-// forward adds a row's keys in one run: O 16 keys at a time, weights in eight chains a key tile of the forward, key mod 8, which meet as
-// pairs at the tile's end and as classes at the row's. So no sum crosses warps. Steps of O may be left out where nobody sees the keys.
+// A stream is up to 8 rows of one kv head, in N of mma.sync; keys, or columns of O, are in M. A block has all keys of a chunk of a
+// stream, or of the stream, since the forward adds a chunk's keys in one run: O 16 keys at a time, weights in eight chains a key tile of
+// the forward, key mod 8, which meet as pairs at the tile's end and as classes at the chunk's. So no sum crosses warps. Steps of O may be
+// left out where nobody sees the keys. Chunks leave partials, which the stream's last block joins in order.
 //
-// The pivot is the maximum of the first key tile that the row sees, and moves only where a sum of weights exceeds kLarge. So a block first
-// assumes that all rows begin in one tile, and that no pivot moves; where that is wrong, it begins again, tile by tile.
+// The pivot is the maximum of the first key tile of the chunk that the row sees, and moves only where a sum of weights exceeds kLarge. So a
+// block first assumes that all rows begin in one tile, and that no pivot moves; where that is wrong, it begins again, tile by tile.
 //
 // Shared memory: stages of K and V, 16 keys a warp, as many as fit; weights of two steps, rounded and not.
 //
-// Where streams are few, a cluster has one: see chain_cluster.cuh.
+// Where chunks are few, a cluster has one: see chain_cluster.cuh.
 
 #include "cuda/decode/chain.cuh"
 #include "cuda/decode/chain_cluster.cuh"
@@ -29,9 +30,11 @@
 namespace sa::decode {
 namespace {
 
-// Stream `number`, at its sequence's length. The part is all of it.
+// Chunk `chunk` of stream `number`, at its sequence's length: the stream's tiles are those of the chunk. There is none where part.index is
+// part.num_parts or more.
 template <class C>
-__device__ __forceinline__ void find_stream(typename C::Smem &smem, const Params &params, uint32_t number, int32_t length) {
+__device__ __forceinline__ void find_chunk(
+        typename C::Smem &smem, const ChainArguments &params, uint32_t number, uint32_t chunk, int32_t length) {
     Part &part = smem.part;
     const uint32_t of_heads = sa_divide(number, params.by_heads);
     part.kv_head = static_cast<int32_t>(number - of_heads * params.num_heads);
@@ -43,23 +46,33 @@ __device__ __forceinline__ void find_stream(typename C::Smem &smem, const Params
     const sa_range tokens = {static_cast<int32_t>(sa_divide(stream.row_begin, params.by_group)),
             static_cast<int32_t>(sa_divide(stream.row_begin + stream.num_rows - 1, params.by_group)) + 1};
     stream.tiles = sa_key_tiles_of(&stream.band, tokens, C::kWalkKeys);
+    part.index = chunk;
+    part.num_parts = 1;
+    part.slot = of_heads * params.chunks;
+    if (params.chunks > 1) {
+        const int32_t size = params.chunk_keys / C::kWalkKeys;
+        part.num_parts = static_cast<uint32_t>(max(1, (stream.tiles.end + size - 1) / size));
+        sa_cut_key_tiles(&stream.tiles, static_cast<int32_t>(chunk) * size, (static_cast<int32_t>(chunk) + 1) * size);
+    }
     stream.num_tiles = sa_key_tile_count(&stream.tiles);
     part.first = 0;
     part.last = static_cast<int32_t>(stream.num_tiles);
-    part.num_parts = 1;
+}
+
+// The keys of the part that a row of it sees.
+__device__ __forceinline__ Row keys_of_row(const Part &part, const ChainArguments &params, int row) {
+    const int32_t token = token_head(part, params, row).token;
+    const sa_range keys = sa_row_band(&part.stream.band, token);
+    if (params.chunks == 1) return {keys.begin, keys.end, sa_row_sink_end(&part.stream.band, token)};
+    const int32_t begin = static_cast<int32_t>(part.index) * params.chunk_keys, end = min(keys.end, begin + params.chunk_keys);
+    return begin < end ? Row{begin, end, 0} : Row{0, 0, 0};
 }
 
 // Each warp writes the keys that the rows see, for itself. Returns the lane's row of Q.
-template <class C> __device__ __forceinline__ const uint16_t *find_keys(typename C::Smem &smem, const Params &params) {
+template <class C> __device__ __forceinline__ const uint16_t *find_keys(typename C::Smem &smem, const ChainArguments &params) {
     const Part &part = smem.part;
     const int row = static_cast<int>(threadIdx.x) % 32;
-    if (row < C::kMostRows) {
-        const sa_range keys = sa_row_band(&part.stream.band, token_head(part, params, row).token);
-        smem.rows[threadIdx.x / 32][row] =
-                row < part.stream.num_rows
-                        ? Row{keys.begin, keys.end, sa_row_sink_end(&part.stream.band, token_head(part, params, row).token)}
-                        : Row{0, 0, 0};
-    }
+    if (row < C::kMostRows) smem.rows[threadIdx.x / 32][row] = row < part.stream.num_rows ? keys_of_row(part, params, row) : Row{0, 0, 0};
     __syncwarp();
     return query_row(part, params, min(row / 4, part.stream.num_rows - 1));
 }
@@ -94,6 +107,7 @@ __device__ __forceinline__ bool attend_stream(
     }
     const bool wrong = (loader.check_first_pages(warp, page_before) | speculation.replace_length(params, length_now)) & speculated;
     if (static_cast<int>(threadIdx.x) < part.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
+    if (threadIdx.x == 0 && part.num_parts > 1) open_counter(counter_of<C>(part, params), requested.count, params.tag);
     if (__syncthreads_or(wrong)) {
         cp_async_wait<0>();
         __syncthreads();
@@ -111,13 +125,26 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void chain_decode_kernel(c
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ typename C::Smem smem;
-    const auto batch = static_cast<int32_t>(sa_divide(sa_divide(blockIdx.x, params.by_heads), params.by_row_tiles));
+    const uint32_t first = sa_divide(blockIdx.x, params.by_streams), number = blockIdx.x - first * params.streams;
+    const auto batch = static_cast<int32_t>(sa_divide(sa_divide(number, params.by_heads), params.by_row_tiles));
     Speculation speculation = {batch, read_length(params, batch), may_start_early()};
+    const Part &part = smem.part;
+    uint32_t chunk = first;
     for (;;) {
-        if (threadIdx.x == 0) find_stream<C>(smem, params, blockIdx.x, speculation.length);
+        __syncthreads(); // no thread reads the previous part any more
+        if (threadIdx.x == 0) find_chunk<C>(smem, params, number, chunk, speculation.length);
         __syncthreads();
-        if (attend_stream<C>(shared, smem, params, speculation)) break;
+        if (part.index < part.num_parts) {
+            if (attend_stream<C>(shared, smem, params, speculation)) chunk += params.blocks;
+            continue;
+        }
+        const bool speculated = speculation.before_wait;
+        speculation.wait();
+        let_next_kernel_start();
+        const bool stale = speculation.replace_length(params, read_length(params, batch));
+        if (!__syncthreads_or(speculated && stale)) break;
     }
+    if (part.num_parts > 1 && chunk != first) join_chunks<C>(smem, params, min(params.blocks, part.num_parts));
 #else
     __trap();
 #endif
@@ -141,14 +168,15 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
     }
     __syncwarp();
     cluster_arrive();
-    const uint32_t number = blockIdx.x / C::kCluster;
+    const uint32_t cluster = blockIdx.x / C::kCluster, chunk = sa_divide(cluster, params.by_streams),
+                   number = cluster - chunk * params.streams;
     const auto batch = static_cast<int32_t>(sa_divide(sa_divide(number, params.by_heads), params.by_row_tiles));
     const int warp = warp_uniform(threadIdx.x / 32);
     int32_t length = read_length(params, batch), pages[C::kKeyStages];
     for (bool before_wait = true;; before_wait = false) { // once more where the preceding kernel has changed the length
-        if (threadIdx.x == 0) find_stream<C>(smem, params, number, length);
+        if (threadIdx.x == 0) find_chunk<C>(smem, params, number, chunk, length);
         __syncthreads();
-        if (threadIdx.x < 32) describe_cluster_rows<C>(smem, params);
+        if (threadIdx.x < 32) describe_cluster_rows<C>(smem, [&](int row) { return keys_of_row(smem.part, params, row); });
         if (before_wait) {
             wait_for_previous_kernel();
             let_next_kernel_start();
@@ -160,12 +188,18 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
     }
     if (threadIdx.x == 0) check_length(params, length);
     cluster_wait(); // the barriers of all blocks are there
+    const Part &part = smem.part;
+    if (part.index >= part.num_parts) return;
     const ClusterStream<C> stream(smem, params);
     if (warp < C::kScorers) {
         Scorer<C> scorer(stream);
         stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { scorer.run(first, done, pages); });
         if (scorer.bad_page) atomicOr(params.error_word, kBadBlockTable);
     } else if (warp == C::kAdder) {
+        if (part.num_parts > 1 && threadIdx.x % 32 == 0) {
+            unsigned long long *counter = counter_of<C>(part, params);
+            open_counter(counter, __ldcg(counter), params.tag);
+        }
         const Adder<C> adder(stream);
         stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { adder.run(first, done); });
     } else if (warp == C::kChain) {
@@ -176,58 +210,88 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
         const ValueLoader<C> loader(stream);
         stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { loader.run(first, done); });
     }
+    if (part.num_parts > 1) join_chunks<C>(smem, params, part.num_parts * C::kCluster);
 #else
     __trap();
 #endif
 }
 
-template <class C> sinkattn_status launch_cluster_chain(const sinkattn_decode_args &args, const sinkattn_context &context) {
-    typename C::Arguments params = {};
+// The chunks of a stream, by capacity; one where the forward does not cut.
+int64_t chunks_of(const sinkattn_problem &problem, const sinkattn_plan &plan) {
+    const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
+    return sa_has_chunks(&problem, info) ? sa_ceil_div(problem.k_len, sa_chunk_tiles(info->tile_k) * info->tile_k) : 1;
+}
+
+// blocks: of a stream, each with every blocks-th chunk.
+template <class C>
+sinkattn_status set_chain(ChainArguments &params, const sinkattn_decode_args &args, const sinkattn_plan &plan,
+        const sinkattn_context &context, int64_t streams, int64_t blocks) {
+    const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
     SA_TRY(sa_cuda_error_word(&params.error_word));
     set_tensors(params, args, 1, C::kMostRows);
     set_extras(params, args);
-    constexpr int kBytes = sizeof(typename C::Smem);
-    SA_TRY(allow_shared<cluster_chain_decode_kernel<C>>(kBytes));
-    const auto streams = static_cast<unsigned>(params.batch * params.row_tiles) * params.num_heads;
-    return launch_clusters<cluster_chain_decode_kernel<C>>(
-            "sa_decode_cuda_sm90_chain", streams * C::kCluster, C::kCluster, C::kThreads, kBytes, context.stream, params);
+    params.streams = static_cast<uint32_t>(streams);
+    params.by_streams = divisor_of(streams);
+    params.blocks = static_cast<uint32_t>(blocks);
+    params.chunks = static_cast<uint32_t>(chunks_of(args.fwd.problem, plan));
+    params.chunk_keys = static_cast<int32_t>(sa_chunk_tiles(info->tile_k) * info->tile_k);
+    params.head_slots = static_cast<uint32_t>(params.batch * params.row_tiles) * params.chunks;
+    params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
+    params.slot_floats = C::kMostRows * C::kPartialRow;
+    params.tag = next_launch_tag();
+    return sa_ok();
 }
 
 template <class C>
-sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    typename C::Arguments params = {};
-    SA_TRY(sa_cuda_error_word(&params.error_word));
-    set_tensors(params, args, 1, C::kMostRows);
-    set_extras(params, args);
+sinkattn_status launch_cluster_chain(
+        const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context, int64_t streams, int64_t chunks) {
+    ChainArguments params = {};
+    SA_TRY(set_chain<C>(params, args, plan, context, streams, chunks));
+    constexpr int kBytes = sizeof(typename C::Smem);
+    SA_TRY(allow_shared<cluster_chain_decode_kernel<C>>(kBytes));
+    return launch_clusters<cluster_chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain",
+            static_cast<unsigned>(streams * chunks) * C::kCluster, C::kCluster, C::kThreads, kBytes, context.stream, params);
+}
+
+constexpr int64_t kBlocksASm = 8; // a block has more than one chunk of a stream where there would be more blocks
+
+template <class C>
+sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context, int64_t streams,
+        int64_t chunks, int sms) {
+    ChainArguments params = {};
+    const int64_t blocks = sa_min(chunks, sa_ceil_div(kBlocksASm * sms, streams));
+    SA_TRY(set_chain<C>(params, args, plan, context, streams, blocks));
     SA_TRY(allow_shared<chain_decode_kernel<C>>(C::kMostStages * C::kStageBytes + C::kWeightBytes));
-    const auto grid = static_cast<unsigned>(params.batch * params.row_tiles) * params.num_heads;
-    const int blocks = C::kThreads > 128 ? 1 : static_cast<int>(sa_ceil_div(grid, plan.workers)); // of an SM
-    params.stages = C::kHeadDim > 64 ? 3 : blocks <= 2 ? 5 : blocks == 3 ? 4 : 3;
+    const auto grid = static_cast<unsigned>(streams * blocks);
+    const int on_sm = C::kThreads > 128 ? 1 : static_cast<int>(sa_ceil_div(grid, sms));
+    params.stages = C::kHeadDim > 64 ? 3 : on_sm <= 2 ? 5 : on_sm == 3 ? 4 : 3;
     return launch_overlapping<chain_decode_kernel<C>>(
             "sa_decode_cuda_sm90_chain", grid, C::kThreads, params.stages * C::kStageBytes + C::kWeightBytes, context.stream, params);
 }
 
-// Whether so many blocks of clusters run at once, two an SM.
-sinkattn_status clusters_fit(bool *fit, int64_t blocks) {
-    int device = 0, sms = 0;
+sinkattn_status count_sms(int *sms) {
+    int device = 0;
     cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    *fit = blocks <= 2 * static_cast<int64_t>(sms);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
     return sa_cuda_status("cudaDeviceGetAttribute", error);
 }
 
 template <class Element, int kHeadDim>
 sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads);
+    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads), chunks = chunks_of(problem, plan);
     const int64_t streams = problem.batch * problem.num_kv_heads * sa_ceil_div(rows, 8);
     if (streams == 0) return sa_ok();
-    SA_TRY(check_decode_strides(args, streams));
-    bool fit = false;
-    SA_TRY(clusters_fit(&fit, streams * ClusterConfig<Element, kHeadDim>::kCluster));
-    if (fit) return launch_cluster_chain<ClusterConfig<Element, kHeadDim>>(args, context);
-    return streams <= plan.workers ? launch_chain<ChainConfig<Element, kHeadDim, 8>>(args, plan, context)
-                                   : launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context);
+    SA_TRY(check_decode_strides(args, streams * chunks));
+    int sms = 0;
+    SA_TRY(count_sms(&sms));
+    // How many chunks there are depends on the lengths: at least the streams, at most `chunks` times as many. The geometric mean of both
+    // decides about clusters, the streams about wide blocks, which more streams suit where row tiles share keys in the L2 cache.
+    if (streams <= sms && 16 * streams * streams * chunks <= int64_t{sms} * sms)
+        return launch_cluster_chain<ClusterConfig<Element, kHeadDim>>(args, plan, context, streams, chunks);
+    if (2 * streams <= (rows > 8 ? 4 : 3) * sms)
+        return launch_chain<ChainConfig<Element, kHeadDim, 8>>(args, plan, context, streams, chunks, sms);
+    return launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context, streams, chunks, sms);
 }
 
 template <int kHeadDim> sinkattn_status run_chain(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {

@@ -8,6 +8,7 @@
 
 #include "cuda/decode/keys.cuh"
 #include "cuda/decode/tile.cuh"
+#include "cuda/tile/pivot.cuh"
 #include "cuda/work/launch_counter.cuh"
 
 namespace sa::decode {
@@ -16,9 +17,6 @@ namespace sa::decode {
 struct Quad {
     float o[4] = {}, pivot = -INFINITY, sum = 0.0f;
 };
-
-// What a partial is scaled by; its_pivot and top may be the same infinity.
-__device__ __forceinline__ float weight(float its_pivot, float top) { return its_pivot == top ? 1.0f : exp2_approx(its_pivot - top); }
 
 // kAtOnce partials of a quad, loaded at once. Past the last one it reads `neutral`, zeros with a pivot of -inf.
 template <class C, int kAtOnce> struct Partials {

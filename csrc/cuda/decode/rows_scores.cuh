@@ -120,7 +120,7 @@ template <class C> struct Scores {
             for (int t = 0; t < C::kTeams; t++) top = fmaxf(top, teams[t].pivot[i]);
 #pragma unroll
             for (int t = 0; t < C::kTeams; t++) {
-                const float added = decode::weight(teams[t].pivot[i], top);
+                const float added = sa::weight(teams[t].pivot[i], top);
                 sum = fmaf(quad_sum(teams[t].sum[i]), added, sum);
                 if (threadIdx.x % 4 == 0) smem.factor[t][row] = added;
             }

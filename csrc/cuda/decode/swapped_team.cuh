@@ -250,7 +250,7 @@ template <class C> struct Team {
             for (int t = 1; t < C::kTeams; t++) top = fmaxf(top, smem.pivots[t][row]);
             return top;
         };
-        for (int e = 0; e < C::kOwn; e++) factor[e] = decode::weight(pivot[e], top_of(row_of(e)));
+        for (int e = 0; e < C::kOwn; e++) factor[e] = sa::weight(pivot[e], top_of(row_of(e)));
         const int row = static_cast<int>(threadIdx.x);
         if (row >= C::kRows) return;
         const float top = top_of(row);
@@ -258,7 +258,7 @@ template <class C> struct Team {
         for (int t = 0; t < C::kTeams; t++) {
             const float *warps = &smem.tops[t][0][row];
             const float of_team = (warps[0] + warps[C::kRows]) + (warps[2 * C::kRows] + warps[3 * C::kRows]);
-            total = fmaf(of_team, decode::weight(smem.pivots[t][row], top), total);
+            total = fmaf(of_team, sa::weight(smem.pivots[t][row], top), total);
         }
         smem.stats[row] = {top, total};
     }

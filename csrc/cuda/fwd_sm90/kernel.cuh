@@ -15,7 +15,8 @@
 // registers; they run out of step, and each releases key tiles that only the others need. Out leaves through the stage of the queries; with
 // one tile of Q, from registers. A row's pivot is its maximum over its first key tile; later tiles are not searched for maxima, and the
 // rare row that outgrows its pivot is scored again. Key tiles lie at multiples of kTileK from key 0 and a masked key adds zero, so a row's
-// bits are its own.
+// bits are its own. Up to head_dim 128 sums are cut into chunks of sa_chunk_tiles key tiles where the mask has no left side, so that blocks
+// of decode_chain.cu may share a row: each chunk begins anew, and the sums of earlier ones wait in the workspace.
 //
 // Registers: S, P and O take 128 of 160 at head_dim 64, 108 at 96, 124 at 128 and at 192 with values of 128; 188 of 232 at 256, with two
 // math warpgroups. Shared memory: one or two tiles of Q, kStages of K and V, 176 KiB, 216, 216, 222 and 224.
@@ -176,6 +177,9 @@ sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, con
         p.counter = launch_counter(context.workspace);
         p.tag = next_launch_tag();
     }
+    p.chunk_tiles = static_cast<int>(sa_chunk_tiles(C::kTileK));
+    p.kept = reinterpret_cast<float4 *>(
+            (reinterpret_cast<uintptr_t>(context.workspace) + (problem.packed ? SA_COUNTER_BYTES : 0) + 15) / 16 * 16);
     unsigned *error_word;
     Maps maps;
     SA_TRY(sa_cuda_error_word(&error_word));
@@ -192,10 +196,17 @@ sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, con
             "sa_fwd_cuda_sm90", blocks, C::kThreads, sizeof(Smem<C>), context.stream, values, maps, p, error_word, keys);
 }
 
+template <class Element, class Shape, class Keys>
+sinkattn_status launch_chunks(const sinkattn_fwd_args &args, const Keys &keys, const sinkattn_plan &plan, const sinkattn_context &context) {
+    if constexpr (Shape::kHeadDim <= SA_CHUNKS_HEAD_DIM)
+        if (sa_fwd_kept_bytes(&args.problem, &plan)) return launch<Config<Element, Keys, Shape, true>>(args, keys, plan, context);
+    return launch<Config<Element, Keys, Shape, false>>(args, keys, plan, context);
+}
+
 template <class Shape, class Keys>
 sinkattn_status launch_dtype(const sinkattn_fwd_args &args, const Keys &keys, const sinkattn_plan *plan, const sinkattn_context *context) {
-    if (args.problem.dtype == SINKATTN_BF16) return launch<Config<Bf16, Keys, Shape>>(args, keys, *plan, *context);
-    return launch<Config<Fp16, Keys, Shape>>(args, keys, *plan, *context);
+    if (args.problem.dtype == SINKATTN_BF16) return launch_chunks<Bf16, Shape>(args, keys, *plan, *context);
+    return launch_chunks<Fp16, Shape>(args, keys, *plan, *context);
 }
 
 // Boxes of fewer keys are slower than threads.

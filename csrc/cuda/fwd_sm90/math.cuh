@@ -87,11 +87,11 @@ template <class C> struct Math {
         if (!C::kStagesOut && threadIdx.x % 32 == 0) smem.q_empty.release(queries);
     }
 
-    // O over the key tiles from `tile` to `end` that the rows see, at least one, and the factor that it still needs. Calls scored() once
-    // the first scores are complete.
-    template <class Scored>
-    __device__ __forceinline__ void attend(Out &o, float (&factor)[2], Softmax &softmax, const WarpgroupRows<C> &own, uint32_t q,
-            Ring<C::kQueries> queries, KeyTileWalk tile, int end, const Scored &scored) {
+    // O over the key tiles from `tile` to `end` that the rows see, at least one. Calls scored() once the first scores are complete, and
+    // summed() under the last product.
+    template <class Scored, class Summed>
+    __device__ __forceinline__ void attend(Out &o, Softmax &softmax, const WarpgroupRows<C> &own, uint32_t q, KeyTileWalk tile, int end,
+            const Scored &scored, const Summed &summed) {
         Scores s;
         float total[2];
         Weights weights;
@@ -146,9 +146,45 @@ template <class C> struct Math {
         }
         fence_copies();
         begin_values(o, weights);
-        release_queries(queries);
-        finish_softmax<C>(factor, softmax, args, own);
+        for (float &x : softmax.sum) x = quad_sum(x);
+        summed();
         end_values(o, own, tile.t, nonfinite);
+    }
+
+    // Where the thread keeps its sums over a row's earlier chunks, between chunks: pivots and sums, then O, four floats at a time.
+    __device__ __forceinline__ float4 *kept() const {
+        return p.kept + static_cast<int64_t>(blockIdx.x * C::kMathWarpgroups + math_warpgroup) * (128 * (1 + C::kHeadDimV / 8)) +
+               threadIdx.x % 128;
+    }
+
+    // Joins earlier chunks' pivots and sums with these, and finds what both O are scaled by.
+    __device__ __forceinline__ void join_sums(Joint (&joints)[2], Softmax &softmax) const {
+        const float4 before = *kept();
+        for (int i = 0; i < 2; i++) {
+            joints[i] = Joint(i ? before.y : before.x, softmax.pivot[i]);
+            softmax.sum[i] = joints[i].of(i ? before.w : before.z, softmax.sum[i]);
+            softmax.pivot[i] = joints[i].top;
+        }
+    }
+
+    __device__ __forceinline__ void join_out(Out &o, const Joint (&joints)[2]) const {
+#pragma unroll
+        for (int n = 0; n < C::kHeadDimV / 8; n++) {
+            const float4 x = kept()[128 * (1 + n)];
+            const float before[4] = {x.x, x.y, x.z, x.w};
+            for (int i = 0; i < 4; i++) o[4 * n + i] = joints[i / 2].of(before[i], o[4 * n + i]);
+        }
+    }
+
+    // Keeps the sums, and begins anew.
+    __device__ __forceinline__ void keep(Out &o, Softmax &softmax) const {
+        *kept() = {softmax.pivot[0], softmax.pivot[1], softmax.sum[0], softmax.sum[1]};
+#pragma unroll
+        for (int n = 0; n < C::kHeadDimV / 8; n++) {
+            kept()[128 * (1 + n)] = {o[4 * n], o[4 * n + 1], o[4 * n + 2], o[4 * n + 3]};
+            for (int i = 0; i < 4; i++) o[4 * n + i] = 0.0f;
+        }
+        softmax = {};
     }
 
     // Releases a key tile that none of this warpgroup's rows see. Each warp waits for V before it releases K: the loader refills K, then V,
@@ -235,17 +271,35 @@ template <class C> struct Math {
             Out o = {};
             float factor[2];
             Softmax softmax;
-            const int end = own.tiles().end;
-            const KeyTileWalk tile(own.tiles());
-            if (tile.t < end) {
+            KeyTileWalk tile(own.tiles());
+            if (tile.exists()) {
                 static_assert((C::kTileQ - 65) / C::kTileK + 1 < C::kStages, "skipped tiles stay until the first scores are complete");
-                Ring<C::kStages> skipped = ring;
                 ring.n += tile.t - KeyTileWalk(rows.work.tiles).t;
-                attend(o, factor, softmax, own, q, queries, tile, end, [&] {
-                    end_copy();
+                for (int end = 0;;) { // of a chunk, or of all tiles
+                    end = C::kChunks ? min(end + p.chunk_tiles, own.tiles().end) : own.tiles().end;
+                    const bool joins = C::kChunks && end > p.chunk_tiles;
+                    const auto is_last = [&] { return !C::kChunks || end == own.tiles().end; };
+                    Joint joints[2];
+                    attend(
+                            o, softmax, own, q, tile, end,
+                            [&] {
+                                if (joins) return;
+                                end_copy();
+                                Ring<C::kStages> skipped{ring.n - (tile.t - KeyTileWalk(rows.work.tiles).t)};
 #pragma unroll 1
-                    for (; skipped.n != ring.n; skipped.n++) skip_tile(skipped);
-                });
+                                for (; skipped.n != ring.n; skipped.n++) skip_tile(skipped);
+                            },
+                            [&] {
+                                if (joins) join_sums(joints, softmax);
+                                if (!is_last()) return;
+                                release_queries(queries);
+                                finish_softmax<C>(factor, softmax, args, own);
+                            });
+                    if (joins) join_out(o, joints);
+                    if (is_last()) break;
+                    keep(o, softmax);
+                    tile = KeyTileWalk(own.tiles(), end);
+                }
             } else {
                 release_queries(queries);
                 finish_softmax<C>(factor, softmax, args, own);
@@ -258,7 +312,7 @@ template <class C> struct Math {
                 write_from_registers(o, factor, own);
             }
 #pragma unroll 1
-            for (KeyTileWalk unseen(rows.work.tiles, end); unseen.exists(); unseen.advance(), ring.n++) skip_tile(ring);
+            for (KeyTileWalk unseen(rows.work.tiles, own.tiles().end); unseen.exists(); unseen.advance(), ring.n++) skip_tile(ring);
             rows.empty.arrive();
             if (C::kStagesOut && leader && !copying) smem.q_empty.release(queries);
         }

@@ -20,7 +20,8 @@ template <int kHeadDim_, int kHeadDimV_, int kTileQ_, int kTileK_, int kStages_,
                          kRowStages = kRowStages_, kQueries = kQueries_;
 };
 
-template <class Element_, class Keys_, class Shape> struct Config : Shape {
+// kChunks_: sums are cut into chunks.
+template <class Element_, class Keys_, class Shape, bool kChunks_> struct Config : Shape {
     using Element = Element_;
     using Keys = Keys_;
     using Shape::kHeadDim, Shape::kHeadDimV, Shape::kTileQ, Shape::kTileK, Shape::kStages, Shape::kQueries;
@@ -33,6 +34,7 @@ template <class Element_, class Keys_, class Shape> struct Config : Shape {
     static constexpr int kLoaderRegisters = kMathWarpgroups == 3 ? 32 : 40, kMathRegisters = kMathWarpgroups == 3 ? 160 : 232;
     static constexpr bool kStagesOut = kQueries > 1;       // out leaves through the stage of the queries, else from registers
     static constexpr bool kStoresBounds = kHeadDim <= 128; // what a token sees is stored, else computed at each use
+    static constexpr bool kChunks = kChunks_;
     static_assert(kTileQ * kTileQ < 65536, "row / group by a multiplication");
     static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kTileQ % 64 == 0 && kTileK % 16 == 0,
             "columns of two products of S, rows of a wgmma, keys of a wgmma");
@@ -78,6 +80,8 @@ struct Problem {
     int group_inverse; // 2^16 / group, rounded up: row / group is row * group_inverse >> 16
     int copied_tokens; // of a math warpgroup's rows, by one copy of out; 0 where 64 rows are not whole tokens
     float scale_log2;
+    int chunk_tiles; // key tiles of a chunk
+    float4 *kept;    // see Math
 };
 
 // The sequence of tile n. By a whole warp.

@@ -174,12 +174,11 @@ __device__ __forceinline__ void outgrow(float (&s)[C::kTileK / 2], float (&total
 template <class C>
 __device__ __forceinline__ void finish_softmax(
         float (&factor)[2], const Softmax &softmax, const sinkattn_fwd_args &args, const WarpgroupRows<C> &own) {
-    const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
-    for (int r = 0; r < 2; r++) factor[r] = RowEnd(softmax.pivot[r], sum[r], own.rows.s_aux[own.row(r).head]).factor();
+    for (int r = 0; r < 2; r++) factor[r] = RowEnd(softmax.pivot[r], softmax.sum[r], own.rows.s_aux[own.row(r).head]).factor();
     const int r = threadIdx.x % 4;
     const TokenHead row = own.row(r);
     if (r >= 2 || row.token >= own.rows.num_tokens()) return;
-    const float pivot = r ? softmax.pivot[1] : softmax.pivot[0], its_sum = r ? sum[1] : sum[0];
+    const float pivot = r ? softmax.pivot[1] : softmax.pivot[0], its_sum = r ? softmax.sum[1] : softmax.sum[0];
     const int64_t at = own.rows.lse + row.head * args.problem.q_len + row.token;
     static_cast<float *>(args.lse)[at] = RowEnd(pivot, its_sum, own.rows.s_aux[row.head]).lse();
     if (args.lse_raw) static_cast<float *>(args.lse_raw)[at] = raw_lse(pivot, its_sum);

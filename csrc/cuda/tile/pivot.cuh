@@ -14,4 +14,19 @@ constexpr float kLazy = 8.0f;
 template <class Element> constexpr float kLarge = 0x1p24f;
 template <> constexpr float kLarge<Fp16> = 0x1p14f;
 
+// What a partial is scaled by; its_pivot and top may be the same infinity.
+__device__ __forceinline__ float weight(float its_pivot, float top) { return its_pivot == top ? 1.0f : exp2_approx(its_pivot - top); }
+
+// Two chunks of a row join, the earlier one first.
+struct Joint {
+    float top, before, now; // the larger pivot, and the factors
+
+    Joint() = default;
+    __device__ __forceinline__ Joint(float earlier, float later)
+        : top(fmaxf(earlier, later)), before(weight(earlier, top)), now(weight(later, top)) {}
+
+    // Never contracted otherwise.
+    __device__ __forceinline__ float of(float earlier, float later) const { return __fmaf_rn(earlier, before, __fmul_rn(later, now)); }
+};
+
 } // namespace sa
