@@ -26,7 +26,7 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileS
     static constexpr int kWalkKeys = kTileK;                                         // of a tile of stream.tiles
     static constexpr int kColumns = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps; // of a warp that has any
     static constexpr int kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;
-    static constexpr int kMostStages = kHeadDim == 64 ? 5 : 3;
+    static constexpr int kMostStages = kHeadDim == 64 && kWarps == 4 ? 5 : 3;
     static constexpr int kBlocks = kWarps > 4 ? 1 : kHeadDim == 64 ? 4 : 2; // of an SM
     static constexpr bool kQueriesInRegisters = true;
     static constexpr int kQueryBytes = 0;
@@ -273,27 +273,39 @@ template <class C> struct Chain {
         }
     }
 
+    // Adds the weights of a step of neighbouring tiles, of which the first is the in_tile-th of its key tile of the forward.
+    template <int kInTile = 0> __device__ __forceinline__ void add_neighbours(int parity, int in_tile) {
+        if constexpr (kInTile + 1 < C::kPivotTiles)
+            if (in_tile != kInTile) return add_neighbours<kInTile + 1>(parity, in_tile);
+        float4 w[C::kWarps];
+#pragma unroll
+        for (int t = 0; t < C::kWarps; t++) {
+            if (t % 4 == 0)
+#pragma unroll
+                for (int i = 0; i < 4; i++) w[t + i] = weights(parity, t + i).exact[lane()];
+            if (t && (kInTile + t) % C::kPivotTiles == 0) close_tile();
+            add(w[t]);
+        }
+    }
+
     // Adds a step's weights. simple: all of its tiles exist, side by side.
     __device__ __forceinline__ void add_step(const Loader<C> &loader, int32_t first, int32_t count, int parity, bool simple) {
-        const auto add_tile = [&](int32_t tile, const float4 &w) {
-            if (tile / C::kPivotTiles != pivot_tile) {
-                close_tile();
-                pivot_tile = tile / C::kPivotTiles;
-            }
-            add(w);
+        const auto enter = [&](int32_t tile) {
+            if (tile / C::kPivotTiles != pivot_tile) close_tile();
+            pivot_tile = tile / C::kPivotTiles;
         };
         if (__builtin_expect(simple, true)) {
             const int32_t tile = sa_key_tile_at(&loader.tiles, first);
-            float4 w[C::kWarps];
-#pragma unroll
-            for (int t = 0; t < C::kWarps; t++) w[t] = weights(parity, t).exact[lane()];
-#pragma unroll
-            for (int t = 0; t < C::kWarps; t++) add_tile(tile + t, w[t]);
+            enter(tile);
+            add_neighbours(parity, tile % C::kPivotTiles);
+            pivot_tile = (tile + C::kWarps - 1) / C::kPivotTiles;
             return;
         }
 #pragma unroll 1
-        for (int t = 0; t < min(C::kWarps, count - first); t++)
-            add_tile(sa_key_tile_at(&loader.tiles, first + t), weights(parity, t).exact[lane()]);
+        for (int t = 0; t < min(C::kWarps, count - first); t++) {
+            enter(sa_key_tile_at(&loader.tiles, first + t));
+            add(weights(parity, t).exact[lane()]);
+        }
     }
 
     // One run over all keys with these pivots. False if one has to move.

@@ -263,8 +263,8 @@ sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_pl
     SA_TRY(set_chain<C>(params, args, plan, context, streams, blocks));
     SA_TRY(allow_shared<chain_decode_kernel<C>>(C::kMostStages * C::kStageBytes + C::kWeightBytes));
     const auto grid = static_cast<unsigned>(streams * blocks);
-    const int on_sm = C::kThreads > 128 ? 1 : static_cast<int>(sa_ceil_div(grid, sms));
-    params.stages = C::kHeadDim > 64 ? 3 : on_sm <= 2 ? 5 : on_sm == 3 ? 4 : 3;
+    const int on_sm = static_cast<int>(sa_ceil_div(grid, sms));
+    params.stages = C::kMostStages == 3 ? 3 : on_sm <= 2 ? 5 : on_sm == 3 ? 4 : 3;
     return launch_overlapping<chain_decode_kernel<C>>(
             "sa_decode_cuda_sm90_chain", grid, C::kThreads, params.stages * C::kStageBytes + C::kWeightBytes, context.stream, params);
 }
@@ -290,7 +290,7 @@ sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_pl
     if (streams <= sms && 16 * streams * streams * chunks <= int64_t{sms} * sms)
         return launch_cluster_chain<ClusterConfig<Element, kHeadDim>>(args, plan, context, streams, chunks);
     if (2 * streams <= (rows > 8 ? 4 : 3) * sms)
-        return launch_chain<ChainConfig<Element, kHeadDim, 8>>(args, plan, context, streams, chunks, sms);
+        return launch_chain<ChainConfig<Element, kHeadDim, kHeadDim == 64 ? 16 : 8>>(args, plan, context, streams, chunks, sms);
     return launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context, streams, chunks, sms);
 }
 
