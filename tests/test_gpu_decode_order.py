@@ -86,6 +86,20 @@ def test_pivots_that_move(dtype: torch.dtype, size: float, signs: float, left: i
         assert_same(found, (out[0, picked], lse[0, :, picked].movedim(1, 0)))
 
 
+@pytest.mark.parametrize("batch", [1, 6, 144])
+@pytest.mark.parametrize(("head_dim", "chunk"), [(64, 8192), (128, 20480)])
+def test_rows_on_both_sides_of_a_chunks_end(head_dim: int, chunk: int, batch: int) -> None:
+    """Some rows see nothing of the last chunk; one sequence is clusters' work, 144 are that of blocks of 4 warps."""
+    q, k, v, s_aux, out, lse = rows_of_a_prefill(torch.bfloat16, 1, -1, 0, chunk + 16, head_dim)
+    ends = torch.tensor([chunk + x for x in (0, 1, 3, 7, 8, 9)], device="cuda", dtype=torch.int32)
+    for some in ends.repeat(max(1, batch // len(ends))).split(batch):
+        caches = [x.expand(len(some), -1, -1, -1) for x in (k, v)]
+        for rows in (2, 8):
+            picked = some[:, None] - rows + torch.arange(rows, device="cuda")
+            found = ops.flash_decode(q[0, picked], *caches, s_aux, some, None, None, -1, 0, 0, True)
+            assert_same(found, (out[0, picked], lse[0, :, picked].movedim(1, 0)))
+
+
 @pytest.mark.parametrize("keys", [3000, 17000])
 def test_a_graph_has_the_prefills_bits(keys: int) -> None:
     q, k, v, s_aux, out, lse = rows_of_a_prefill(torch.bfloat16, 2, -1, 0, keys)

@@ -64,7 +64,7 @@ SA_HD sa_band sa_band_of(const sinkattn_mask *mask, sa_position_t q_len, sa_posi
     return band;
 }
 
-/* Whether rows see all keys from the first one of their sequence to their last. */
+/* Whether every row sees the first key of its sequence, and all up to its last. */
 SA_HD bool sa_sees_from_first(const sinkattn_mask *mask) { return !mask->has_left; }
 
 /* Keys that a row's window holds, were there keys everywhere; INT64_MAX where a side is open. */

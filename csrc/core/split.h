@@ -18,10 +18,11 @@ SA_HD int32_t sa_tile_from(sa_position_t x, sa_position_t size) { return (int32_
  * order. A decode's parts are whole chunks, so it sums as the forward does. A multiple of every tile_k. */
 enum { SA_CPU_CHUNK = 512 };
 
-/* The chunks of CUDA's forward on 9.0 up to this head_dim, and of decodes in its order, in key tiles: 8192 keys up to head_dim 64, 20480
- * above. Masks with a left side are not cut. */
+/* The chunks of CUDA's forward on 9.0 up to this head_dim, and of decodes in its order, in its key tiles and in keys: 8192 up to head_dim
+ * 64, 20480 above. Masks with a left side are not cut. */
 enum { SA_CHUNKS_HEAD_DIM = 128 };
 static inline int64_t sa_chunk_tiles(int64_t tile_k) { return tile_k == 128 ? 64 : 256; }
+static inline int64_t sa_chunk_keys(int64_t tile_k) { return sa_chunk_tiles(tile_k) * tile_k; }
 
 /* The windowed CUDA kernels take at most so many positional sink tokens: a k16 step in front of those of the window's keys. */
 enum { SA_WINDOW_SINK_TOKENS = 16 };

@@ -14,14 +14,14 @@ static int64_t group_of(const sinkattn_problem *p) { return p->num_q_heads / p->
 
 static int64_t sink_blocks(const sinkattn_problem *p, int64_t keys) { return sa_ceil_div(sa_min(p->mask.num_sink_tokens, 1 << 30), keys); }
 
-bool sa_has_chunks(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return info->arch == 90 && info->max_head_dim <= SA_CHUNKS_HEAD_DIM && sa_sees_from_first(&p->mask) &&
-           p->k_len > sa_chunk_tiles(info->tile_k) * info->tile_k;
+int64_t sa_num_chunks(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const bool cuts = info->arch == 90 && info->max_head_dim <= SA_CHUNKS_HEAD_DIM && sa_sees_from_first(&p->mask);
+    return cuts ? sa_max(1, sa_ceil_div(p->k_len, sa_chunk_keys(info->tile_k))) : 1;
 }
 
 int64_t sa_fwd_kept_bytes(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    return sa_has_chunks(p, info) ? plan->workers * info->tile_q * (info->max_head_dim + 8) * 4 : 0;
+    return sa_num_chunks(p, info) > 1 ? plan->workers * info->tile_q * (info->max_head_dim + 8) * 4 : 0;
 }
 
 int64_t sa_cuda_fwd_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
@@ -75,10 +75,8 @@ int64_t sa_cuda_decode_order_workspace(const sinkattn_problem *p, const sinkattn
 /* The same cut into chunks: a slot of 8 rows for each. */
 int64_t sa_cuda_decode_chain_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    if (!sa_has_chunks(p, info)) return 0;
-    const int64_t chunks = sa_ceil_div(p->k_len, sa_chunk_tiles(info->tile_k) * info->tile_k),
-                  streams = p->batch * p->num_kv_heads * sa_ceil_div(p->q_len * group_of(p), info->tile_q);
-    return streams * chunks * info->tile_q * (info->max_head_dim + 8) * 4 + 15;
+    const int64_t chunks = sa_num_chunks(p, info), streams = p->batch * p->num_kv_heads * sa_ceil_div(p->q_len * group_of(p), info->tile_q);
+    return chunks > 1 ? streams * chunks * info->tile_q * (info->max_head_dim + 8) * 4 + 15 : 0;
 }
 
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *p) { return (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len; }

@@ -25,8 +25,9 @@ enum {
     SA_BWD_WIDE_WINDOW_STATS_BYTES = 16 /* of a row, and their alignment */
 };
 
-/* Whether a kernel of 9.0 cuts sums into chunks, and the bytes of what its forward keeps of them: of a thread, O, pivots and sums. */
-bool sa_has_chunks(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+/* The chunks into which a kernel cuts the keys of a sequence, 1 if it does not, and the bytes in which a forward keeps each thread's O,
+ * pivots and sums between chunks. */
+int64_t sa_num_chunks(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 int64_t sa_fwd_kept_bytes(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
 /* Decode: a slot for each part; where the kernel cuts by lengths, two a block: see sa_share_of. A slot has so many rows. */

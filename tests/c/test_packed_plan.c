@@ -136,6 +136,17 @@ static void test_the_workspace_of_chunks(void) {
         CHECK(status.code == SINKATTN_OK && plan.workspace_bytes == cases[i].bytes, "case %zu: %s%" PRId64 " bytes", i, status.message,
                 plan.workspace_bytes);
     }
+    sinkattn_problem problem = packed_problem(65536, 8, -1);
+    problem.op = SINKATTN_DECODE;
+    problem.packed = false;
+    problem.invariant = true;
+    problem.batch = 1;
+    problem.num_kv_heads = 65536;
+    problem.q_len = 1 << 24;
+    problem.k_len = INT32_MAX / 4;
+    sinkattn_plan plan;
+    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "2^39 chunks");
+    CHECK(strcmp(sinkattn_variant(plan.variant)->name, "sa_decode_cuda_sm80_prefill") == 0, "%s", plan.reason);
 }
 
 const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(the_largest_head_dim),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stream of decode_chain.cu: its pivots, its sums in the forward's order, and the way back where a pivot moves.
+// A chunk of a stream, or a stream, of decode_chain.cu: its pivots, its sums in the forward's order, and the way back where a pivot moves.
 #pragma once
 
 #include "cuda/decode/finish.cuh"
@@ -23,6 +23,8 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileS
     static constexpr int kTeams = kWarps, kTeamThreads = 32, kTeamWarps = 1; // a team: a warp that loads and scores 16 keys
     static constexpr int kPivotTiles = kHeadDim == 64 ? 8 : 5, kPivotKeys = kPivotTiles * kTileK; // of a key tile of the forward
     static_assert(kPivotKeys == (kHeadDim == 64 ? sa_fwd_cuda_sm90_d64_tile_k : sa_fwd_cuda_sm90_d128_tile_k), "the forward's tiles");
+    static_assert(
+            kPivotKeys == (kHeadDim == 64 ? sa_decode_cuda_sm90_chain_d64_tile_k : sa_decode_cuda_sm90_chain_d128_tile_k), "and chunks");
     static constexpr int kWalkKeys = kTileK;                                         // of a tile of stream.tiles
     static constexpr int kColumns = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps; // of a warp that has any
     static constexpr int kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stream of decode_chain.cu by a cluster: block r has columns [16 r, 16 r + 16) of O, for all keys, and scores key tiles r, r + kCluster,
+// A chunk of a stream, or a stream, of decode_chain.cu by a cluster: block r has columns [16 r, 16 r + 16) of O, for all keys, and scores
+// key tiles r, r + kCluster,
 // .. of the forward for all blocks.
 //
 //     scorers, a warp for each 16 keys of a tile    K | S | weights, rounded -> the tile's stage in every block; unrounded -> the adder
@@ -22,7 +23,7 @@ template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadD
     using Element = Element_;
     using TileSizes<kHeadDim_>::kHeadDim, TileSizes<kHeadDim_>::kTileBytes;
     using Arguments = ChainArguments;
-    static constexpr bool kExtras = true, kClusters = true; // kClusters: no counter
+    static constexpr bool kExtras = true, kClusters = true; // kClusters: request_rows reads no counter
     static constexpr int kCluster = kHeadDim / 16, kMostRows = 8;
     static constexpr int kSteps = kHeadDim == 64 ? 8 : 5, kWalkKeys = kSteps * kTileK; // of a key tile of the forward
     static_assert(kWalkKeys == ChainConfig<Element, kHeadDim, 8>::kPivotKeys, "the forward's tiles");

@@ -7,9 +7,9 @@
 //     warp w           O += P V for its columns, over all keys of the step, in ascending order; the last warp adds the weights
 //
 // A stream is up to 8 rows of one kv head, in N of mma.sync; keys, or columns of O, are in M. A block has all keys of a chunk of a
-// stream, or of the stream, since the forward adds a chunk's keys in one run: O 16 keys at a time, weights in eight chains a key tile of
-// the forward, key mod 8, which meet as pairs at the tile's end and as classes at the chunk's. So no sum crosses warps. Steps of O may be
-// left out where nobody sees the keys. Chunks leave partials, which the stream's last block joins in order.
+// stream, or of the stream, one chunk after another, since the forward adds a chunk's keys in one run: O 16 keys at a time, weights in
+// eight chains a key tile of the forward, key mod 8, which meet as pairs at the tile's end and as classes at the chunk's. So no sum crosses
+// warps. Steps of O may be left out where nobody sees the keys. Chunks leave partials, which the stream's last block joins in order.
 //
 // The pivot is the maximum of the first key tile of the chunk that the row sees, and moves only where a sum of weights exceeds kLarge. So a
 // block first assumes that all rows begin in one tile, and that no pivot moves; where that is wrong, it begins again, tile by tile.
@@ -216,12 +216,6 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
 #endif
 }
 
-// The chunks of a stream, by capacity; one where the forward does not cut.
-int64_t chunks_of(const sinkattn_problem &problem, const sinkattn_plan &plan) {
-    const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
-    return sa_has_chunks(&problem, info) ? sa_ceil_div(problem.k_len, sa_chunk_tiles(info->tile_k) * info->tile_k) : 1;
-}
-
 // blocks: of a stream, each with every blocks-th chunk.
 template <class C>
 sinkattn_status set_chain(ChainArguments &params, const sinkattn_decode_args &args, const sinkattn_plan &plan,
@@ -233,8 +227,8 @@ sinkattn_status set_chain(ChainArguments &params, const sinkattn_decode_args &ar
     params.streams = static_cast<uint32_t>(streams);
     params.by_streams = divisor_of(streams);
     params.blocks = static_cast<uint32_t>(blocks);
-    params.chunks = static_cast<uint32_t>(chunks_of(args.fwd.problem, plan));
-    params.chunk_keys = static_cast<int32_t>(sa_chunk_tiles(info->tile_k) * info->tile_k);
+    params.chunks = static_cast<uint32_t>(sa_num_chunks(&args.fwd.problem, info));
+    params.chunk_keys = static_cast<int32_t>(sa_chunk_keys(info->tile_k));
     params.head_slots = static_cast<uint32_t>(params.batch * params.row_tiles) * params.chunks;
     params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
     params.slot_floats = C::kMostRows * C::kPartialRow;
@@ -279,14 +273,15 @@ sinkattn_status count_sms(int *sms) {
 template <class Element, int kHeadDim>
 sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads), chunks = chunks_of(problem, plan);
+    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads),
+                  chunks = sa_num_chunks(&problem, sinkattn_variant(plan.variant));
     const int64_t streams = problem.batch * problem.num_kv_heads * sa_ceil_div(rows, 8);
     if (streams == 0) return sa_ok();
     SA_TRY(check_decode_strides(args, streams * chunks));
     int sms = 0;
     SA_TRY(count_sms(&sms));
     // How many chunks there are depends on the lengths: at least the streams, at most `chunks` times as many. The geometric mean of both
-    // decides about clusters, the streams about wide blocks, which more streams suit where row tiles share keys in the L2 cache.
+    // decides about clusters. The streams decide about wide blocks, and may be more where row tiles share keys in the L2 cache.
     if (streams <= sms && 16 * streams * streams * chunks <= int64_t{sms} * sms)
         return launch_cluster_chain<ClusterConfig<Element, kHeadDim>>(args, plan, context, streams, chunks);
     if (2 * streams <= (rows > 8 ? 4 : 3) * sms)

@@ -103,9 +103,9 @@ sinkattn_status launch_overlapping(
     return launch_clusters<kKernel>(what, grid, 1, threads, shared_bytes, stream, arguments...);
 }
 
-// A decode's kernel counts streams, rows' strides and heads' strides in 32 bits.
-static inline sinkattn_status check_decode_strides(const sinkattn_decode_args &args, int64_t streams) {
-    int64_t largest = streams;
+// A decode's kernel counts streams, or chunks of them, rows' strides and heads' strides in 32 bits.
+static inline sinkattn_status check_decode_strides(const sinkattn_decode_args &args, int64_t parts) {
+    int64_t largest = parts;
     for (const sinkattn_tensor *tensor : {&args.fwd.q, &args.fwd.k, &args.fwd.v, &args.fwd.out})
         largest = sa_max(largest, sa_max(tensor->row_stride, tensor->head_stride));
     if (largest <= INT32_MAX) return sa_ok();
