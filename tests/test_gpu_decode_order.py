@@ -40,7 +40,7 @@ def test_chunks(dtype: torch.dtype, seed: int) -> None:
 
 @pytest.mark.parametrize(("head_dim", "batch"), [(64, 2), (64, 64), (128, 64)])
 def test_chunks_of_a_large_capacity(head_dim: int, batch: int) -> None:
-    """Sequences of few of the 16 chunks that the cache has room for; in the larger batch a block has several."""
+    """Sequences of few of the chunks that the cache has room for; in the larger batch a block has several."""
     generator = torch.Generator("cuda").manual_seed(head_dim)
     q, k, v = (
         torch.randn(*shape, head_dim, generator=generator, device="cuda", dtype=torch.bfloat16)

@@ -75,6 +75,9 @@ static inline bool sa_has_packed_rows(const sinkattn_problem *p) { return p->op 
 bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device);
 bool sa_finds_room(const sa_variant *row, const sinkattn_problem *problem, const sinkattn_device *device);
 
+/* Tiles of a kernel's tile_q rows, of all kv heads: a decode's streams. */
+int64_t sa_num_query_tiles(const sinkattn_problem *problem, const sinkattn_variant_info *info);
+
 /* A CUDA decode whose parts the kernel cuts by the lengths it finds, rather than each sequence into plan.num_splits. */
 bool sa_is_balanced(const sinkattn_problem *problem, const sinkattn_plan *plan);
 

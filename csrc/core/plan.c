@@ -55,7 +55,7 @@ bool sa_finds_room(const sa_variant *row, const sinkattn_problem *problem, const
 
 /* Query tiles over all sequences and kv heads; the heads of a group share a tile, so a tile's rows are (token, head) pairs. Packed
  * lengths are not known here: each sequence may end in a partial tile. */
-static int64_t num_query_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+int64_t sa_num_query_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (!info->tile_q) return p->num_kv_heads * p->batch;
     const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
     if (!p->packed) return p->num_kv_heads * p->batch * sa_ceil_div(rows, info->tile_q);
@@ -170,7 +170,7 @@ bool sa_is_balanced(const sinkattn_problem *p, const sinkattn_plan *plan) {
 }
 
 static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info *info, const sinkattn_plan *plan) {
-    const int64_t blocks = (int64_t)SA_BLOCKS_A_WORKER * plan->workers, streams = num_query_tiles(p, info);
+    const int64_t blocks = (int64_t)SA_BLOCKS_A_WORKER * plan->workers, streams = sa_num_query_tiles(p, info);
     if (!sa_is_balanced(p, plan)) return streams * plan->num_splits;
     return streams > blocks ? 2 * blocks : blocks;
 }
@@ -253,7 +253,7 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
     const int32_t variant = best_variant(problem, device);
     if (variant < 0) return miss(problem, device);
     const sa_variant *row = sa_variant_at(variant);
-    const int64_t items = num_query_tiles(problem, &row->info);
+    const int64_t items = sa_num_query_tiles(problem, &row->info);
     const int64_t tiles = most_parts(problem, &row->info);
     const int64_t splits = may_split(problem) ? choose_splits(problem, device, items, tiles) : 1;
     *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .workers = device->workers};

@@ -203,11 +203,8 @@ const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *p, const s
     if (p->packed) return packed_rows;
     if (!p->invariant) return "it is for invariant alone";
     if (sa_has_narrow_values(p)) return narrow_values;
-    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads), chunks = sa_num_chunks(p, info);
-    int64_t slots;
-    if (__builtin_mul_overflow(p->batch * p->num_kv_heads * sa_ceil_div(rows, info->tile_q), chunks, &slots) ||
-            (chunks > 1 && slots > INT32_MAX))
-        return "its rows and the chunks of its keys are too many";
+    const int64_t chunks = sa_num_chunks(p, info);
+    if (chunks > 1 && sa_num_query_tiles(p, info) > INT32_MAX / chunks) return "its rows and the chunks of its keys are too many";
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
         if (row->refusal == sa_refusal_whole_tokens && row->info.max_head_dim == info->max_head_dim)

@@ -75,8 +75,8 @@ int64_t sa_cuda_decode_order_workspace(const sinkattn_problem *p, const sinkattn
 /* The same cut into chunks: a slot of 8 rows for each. */
 int64_t sa_cuda_decode_chain_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    const int64_t chunks = sa_num_chunks(p, info), streams = p->batch * p->num_kv_heads * sa_ceil_div(p->q_len * group_of(p), info->tile_q);
-    return chunks > 1 ? streams * chunks * info->tile_q * (info->max_head_dim + 8) * 4 + 15 : 0;
+    const int64_t chunks = sa_num_chunks(p, info);
+    return chunks > 1 ? plan->num_items * chunks * info->tile_q * (info->max_head_dim + 8) * 4 + 15 : 0;
 }
 
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *p) { return (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len; }

@@ -24,7 +24,7 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileS
     static constexpr int kPivotTiles = kHeadDim == 64 ? 8 : 5, kPivotKeys = kPivotTiles * kTileK; // of a key tile of the forward
     static_assert(kPivotKeys == (kHeadDim == 64 ? sa_fwd_cuda_sm90_d64_tile_k : sa_fwd_cuda_sm90_d128_tile_k), "the forward's tiles");
     static_assert(
-            kPivotKeys == (kHeadDim == 64 ? sa_decode_cuda_sm90_chain_d64_tile_k : sa_decode_cuda_sm90_chain_d128_tile_k), "and chunks");
+            kPivotKeys == (kHeadDim == 64 ? sa_decode_cuda_sm90_chain_d64_tile_k : sa_decode_cuda_sm90_chain_d128_tile_k), "its chunks");
     static constexpr int kWalkKeys = kTileK;                                         // of a tile of stream.tiles
     static constexpr int kColumns = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps; // of a warp that has any
     static constexpr int kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;

@@ -216,17 +216,16 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
 #endif
 }
 
-// blocks: of a stream, each with every blocks-th chunk.
+// All but params.blocks.
 template <class C>
-sinkattn_status set_chain(ChainArguments &params, const sinkattn_decode_args &args, const sinkattn_plan &plan,
-        const sinkattn_context &context, int64_t streams, int64_t blocks) {
+sinkattn_status set_chain(
+        ChainArguments &params, const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
     SA_TRY(sa_cuda_error_word(&params.error_word));
     set_tensors(params, args, 1, C::kMostRows);
     set_extras(params, args);
-    params.streams = static_cast<uint32_t>(streams);
-    params.by_streams = divisor_of(streams);
-    params.blocks = static_cast<uint32_t>(blocks);
+    params.streams = static_cast<uint32_t>(plan.num_items);
+    params.by_streams = divisor_of(plan.num_items);
     params.chunks = static_cast<uint32_t>(sa_num_chunks(&args.fwd.problem, info));
     params.chunk_keys = static_cast<int32_t>(sa_chunk_keys(info->tile_k));
     params.head_slots = static_cast<uint32_t>(params.batch * params.row_tiles) * params.chunks;
@@ -237,26 +236,25 @@ sinkattn_status set_chain(ChainArguments &params, const sinkattn_decode_args &ar
 }
 
 template <class C>
-sinkattn_status launch_cluster_chain(
-        const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context, int64_t streams, int64_t chunks) {
+sinkattn_status launch_cluster_chain(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     ChainArguments params = {};
-    SA_TRY(set_chain<C>(params, args, plan, context, streams, chunks));
+    SA_TRY(set_chain<C>(params, args, plan, context));
+    params.blocks = params.chunks;
     constexpr int kBytes = sizeof(typename C::Smem);
     SA_TRY(allow_shared<cluster_chain_decode_kernel<C>>(kBytes));
-    return launch_clusters<cluster_chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain",
-            static_cast<unsigned>(streams * chunks) * C::kCluster, C::kCluster, C::kThreads, kBytes, context.stream, params);
+    return launch_clusters<cluster_chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain", params.streams * params.chunks * C::kCluster,
+            C::kCluster, C::kThreads, kBytes, context.stream, params);
 }
 
 constexpr int64_t kBlocksASm = 8; // a block has more than one chunk of a stream where there would be more blocks
 
 template <class C>
-sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context, int64_t streams,
-        int64_t chunks, int sms) {
+sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context, int sms) {
     ChainArguments params = {};
-    const int64_t blocks = sa_min(chunks, sa_ceil_div(kBlocksASm * sms, streams));
-    SA_TRY(set_chain<C>(params, args, plan, context, streams, blocks));
+    SA_TRY(set_chain<C>(params, args, plan, context));
+    params.blocks = static_cast<uint32_t>(sa_min(params.chunks, sa_ceil_div(kBlocksASm * sms, params.streams)));
     SA_TRY(allow_shared<chain_decode_kernel<C>>(C::kMostStages * C::kStageBytes + C::kWeightBytes));
-    const auto grid = static_cast<unsigned>(streams * blocks);
+    const unsigned grid = params.streams * params.blocks;
     const int on_sm = static_cast<int>(sa_ceil_div(grid, sms));
     params.stages = C::kMostStages == 3 ? 3 : on_sm <= 2 ? 5 : on_sm == 3 ? 4 : 3;
     return launch_overlapping<chain_decode_kernel<C>>(
@@ -273,20 +271,19 @@ sinkattn_status count_sms(int *sms) {
 template <class Element, int kHeadDim>
 sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads),
-                  chunks = sa_num_chunks(&problem, sinkattn_variant(plan.variant));
-    const int64_t streams = problem.batch * problem.num_kv_heads * sa_ceil_div(rows, 8);
+    const int64_t streams = plan.num_items, chunks = sa_num_chunks(&problem, sinkattn_variant(plan.variant));
+    const bool share_keys = streams > problem.batch * problem.num_kv_heads; // tiles of rows, in the L2 cache
     if (streams == 0) return sa_ok();
     SA_TRY(check_decode_strides(args, streams * chunks));
     int sms = 0;
     SA_TRY(count_sms(&sms));
     // How many chunks there are depends on the lengths: at least the streams, at most `chunks` times as many. The geometric mean of both
-    // decides about clusters. The streams decide about wide blocks, and may be more where row tiles share keys in the L2 cache.
+    // decides about clusters, the streams about wide blocks.
     if (streams <= sms && 16 * streams * streams * chunks <= int64_t{sms} * sms)
-        return launch_cluster_chain<ClusterConfig<Element, kHeadDim>>(args, plan, context, streams, chunks);
-    if (2 * streams <= (rows > 8 ? 4 : 3) * sms)
-        return launch_chain<ChainConfig<Element, kHeadDim, kHeadDim == 64 ? 16 : 8>>(args, plan, context, streams, chunks, sms);
-    return launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context, streams, chunks, sms);
+        return launch_cluster_chain<ClusterConfig<Element, kHeadDim>>(args, plan, context);
+    if (2 * streams <= (share_keys ? 4 : 3) * sms)
+        return launch_chain<ChainConfig<Element, kHeadDim, kHeadDim == 64 ? 16 : 8>>(args, plan, context, sms);
+    return launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context, sms);
 }
 
 template <int kHeadDim> sinkattn_status run_chain(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
