@@ -38,9 +38,9 @@ def test_chunks(dtype: torch.dtype, seed: int) -> None:
     sinkattn.check_errors()
 
 
-@pytest.mark.parametrize(("head_dim", "batch"), [(64, 2), (64, 64), (128, 64)])
+@pytest.mark.parametrize(("head_dim", "batch"), [(64, 2), (64, 64), (128, 64), (64, 200), (64, 260), (128, 260)])
 def test_chunks_of_a_large_capacity(head_dim: int, batch: int) -> None:
-    """Sequences of few of the chunks that the cache has room for; in the larger batch a block has several."""
+    """Few of the chunks that the cache has room for. In larger batches a block has several, of 260 all of a stream."""
     generator = torch.Generator("cuda").manual_seed(head_dim)
     q, k, v = (
         torch.randn(*shape, head_dim, generator=generator, device="cuda", dtype=torch.bfloat16)

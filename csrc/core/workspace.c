@@ -19,6 +19,15 @@ int64_t sa_num_chunks(const sinkattn_problem *p, const sinkattn_variant_info *in
     return cuts ? sa_max(1, sa_ceil_div(p->k_len, sa_chunk_keys(info->tile_k))) : 1;
 }
 
+#define SA_CHAIN_BLOCKS 1024 /* of a decode where its chunks are more, 8 for each SM of an H200 */
+
+int64_t sa_chain_blocks(int64_t streams, int64_t chunks) { return sa_min(chunks, sa_ceil_div(SA_CHAIN_BLOCKS, sa_max(1, streams))); }
+
+int64_t sa_chain_slots(int64_t streams, int64_t chunks) {
+    if (chunks == 1) return 0;
+    return sa_chain_blocks(streams, chunks) == 1 ? 2 : chunks;
+}
+
 int64_t sa_fwd_kept_bytes(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     return sa_num_chunks(p, info) > 1 ? plan->workers * info->tile_q * (info->max_head_dim + 8) * 4 : 0;
@@ -72,11 +81,11 @@ int64_t sa_cuda_decode_order_workspace(const sinkattn_problem *p, const sinkattn
     return 0;
 }
 
-/* The same cut into chunks: a slot of 8 rows for each. */
+/* The same cut into chunks, with slots of 8 rows. */
 int64_t sa_cuda_decode_chain_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    const int64_t chunks = sa_num_chunks(p, info);
-    return chunks > 1 ? plan->num_items * chunks * info->tile_q * (info->max_head_dim + 8) * 4 + 15 : 0;
+    const int64_t slots = plan->num_items * sa_chain_slots(plan->num_items, sa_num_chunks(p, info));
+    return slots ? slots * info->tile_q * (info->max_head_dim + 8) * 4 + 15 : 0;
 }
 
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *p) { return (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len; }

@@ -30,6 +30,11 @@ enum {
 int64_t sa_num_chunks(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 int64_t sa_fwd_kept_bytes(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
+/* Decode in such a forward's order: of a stream of so many chunks, the blocks, and the slots: one for each chunk; two, in turns, where
+ * one block has all chunks; none for a single chunk. */
+int64_t sa_chain_blocks(int64_t streams, int64_t chunks);
+int64_t sa_chain_slots(int64_t streams, int64_t chunks);
+
 /* Decode: a slot for each part; where the kernel cuts by lengths, two a block: see sa_share_of. A slot has so many rows. */
 int64_t sa_decode_num_slots(const sinkattn_problem *problem, const sinkattn_plan *plan);
 int64_t sa_decode_rows_a_slot(const sinkattn_problem *problem, const sinkattn_plan *plan);

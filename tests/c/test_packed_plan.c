@@ -112,21 +112,26 @@ static void test_the_wide_windowed_backward_is_planned(void) {
     }
 }
 
-/* Where sums are cut, each block of the forward keeps its rows' sums, and a decode has a slot of 8 rows for each chunk. */
+/* Where sums are cut, each block of the forward keeps its rows' sums. A decode has a slot of 8 rows for each chunk, or two for each stream
+ * where these are many. */
 static void test_the_workspace_of_chunks(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     const struct {
         sinkattn_op op;
-        int64_t head_dim, k_len, left, bytes;
-    } cases[] = {{SINKATTN_FWD, 64, 8192, -1, 0}, {SINKATTN_FWD, 64, 8193, -1, 132 * 192 * 72 * 4 + 15}, {SINKATTN_FWD, 64, 8193, 5000, 0},
-            {SINKATTN_FWD, 72, 20480, -1, 0}, {SINKATTN_FWD, 72, 20481, -1, 132 * 192 * 104 * 4 + 15},
-            {SINKATTN_FWD, 128, 40960, -1, 132 * 192 * 136 * 4 + 15}, {SINKATTN_FWD, 136, 30720, -1, 0}, {SINKATTN_DECODE, 64, 8192, -1, 0},
-            {SINKATTN_DECODE, 64, 16385, -1, 3 * 3 * 8 * 8 * 72 * 4 + 15}, {SINKATTN_DECODE, 64, 16385, 5000, 0},
-            {SINKATTN_DECODE, 128, 20481, -1, 3 * 2 * 8 * 8 * 136 * 4 + 15}};
+        int64_t head_dim, k_len, left, batch, bytes;
+    } cases[] = {{SINKATTN_FWD, 64, 8192, -1, 3, 0}, {SINKATTN_FWD, 64, 8193, -1, 3, 132 * 192 * 72 * 4 + 15},
+            {SINKATTN_FWD, 64, 8193, 5000, 3, 0}, {SINKATTN_FWD, 72, 20480, -1, 3, 0},
+            {SINKATTN_FWD, 72, 20481, -1, 3, 132 * 192 * 104 * 4 + 15}, {SINKATTN_FWD, 128, 40960, -1, 3, 132 * 192 * 136 * 4 + 15},
+            {SINKATTN_FWD, 136, 30720, -1, 3, 0}, {SINKATTN_DECODE, 64, 8192, -1, 3, 0},
+            {SINKATTN_DECODE, 64, 16385, -1, 3, 3 * 3 * 8 * 8 * 72 * 4 + 15}, {SINKATTN_DECODE, 64, 16385, 5000, 3, 0},
+            {SINKATTN_DECODE, 128, 20481, -1, 3, 3 * 2 * 8 * 8 * 136 * 4 + 15},
+            {SINKATTN_DECODE, 64, 131072, -1, 127, INT64_C(127) * 16 * 8 * 8 * 72 * 4 + 15},
+            {SINKATTN_DECODE, 64, 131072, -1, 128, INT64_C(128) * 2 * 8 * 8 * 72 * 4 + 15}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_problem problem = packed_problem(64, cases[i].head_dim, cases[i].left);
         problem.op = cases[i].op;
         problem.packed = false;
+        problem.batch = cases[i].batch;
         problem.num_kv_heads = 8;
         problem.k_len = cases[i].k_len;
         problem.q_len = cases[i].op == SINKATTN_FWD ? cases[i].k_len : 1;
@@ -145,7 +150,7 @@ static void test_the_workspace_of_chunks(void) {
     problem.q_len = 1 << 24;
     problem.k_len = INT32_MAX / 4;
     sinkattn_plan plan;
-    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "2^39 chunks");
+    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "2^40 rows");
     CHECK(strcmp(sinkattn_variant(plan.variant)->name, "sa_decode_cuda_sm80_prefill") == 0, "%s", plan.reason);
 }
 

@@ -9,7 +9,7 @@
 namespace sa::decode {
 
 struct ChainArguments : Extras {
-    uint32_t streams, blocks, chunks; // blocks: of a stream; chunks: that its capacity holds, 1 where sums are not cut
+    uint32_t streams, blocks, chunks, chunk_slots; // of a stream: blocks; chunks that its capacity holds, 1 where sums are not cut; slots
     sa_divisor by_streams;
     int32_t chunk_keys;
 };
@@ -50,14 +50,28 @@ template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileS
     static_assert(kMostRows * kPartialRow * 4 <= kStageBytes, "a stage holds O in the end");
 };
 
-// Writes a quad of the result, or of the chunk's partial.
+__device__ __forceinline__ Quad join_quads(const Quad &earlier, const Quad &later) {
+    const Joint joint(earlier.pivot, later.pivot);
+    Quad quad;
+    for (int x = 0; x < 4; x++) quad.o[x] = joint.of(earlier.o[x], later.o[x]);
+    quad.sum = joint.of(earlier.sum, later.sum);
+    quad.pivot = joint.top;
+    return quad;
+}
+
+// Writes a quad of the result, or of the chunk's partial. A block that has all chunks of its stream leaves those so far, in two slots by
+// turns.
 template <class C>
 __device__ __forceinline__ void write_chunk(
-        const Quad &quad, const typename C::Smem &smem, const typename C::Arguments &params, int row, int column) {
-    if (smem.part.num_parts == 1)
+        Quad quad, const typename C::Smem &smem, const typename C::Arguments &params, int row, int column) {
+    const Part &part = smem.part;
+    const bool has_all = params.blocks == 1;
+    const auto slot = [&](uint32_t index) { return slot_of(part, params, has_all ? index % 2 : index) + row * C::kPartialRow; };
+    if (has_all && part.index) quad = join_quads(load_quad<C>(slot(part.index - 1), column), quad);
+    if (part.num_parts == 1 || (has_all && part.index + 1 == part.num_parts))
         write_out<C>(quad, smem, params, row, column);
     else
-        store_quad<C>(slot_of(smem.part, params, smem.part.index) + row * C::kPartialRow, column, quad);
+        store_quad<C>(slot(part.index), column, quad);
 }
 
 // By all of a block's threads, once it has written its chunks: the last of the stream's `blocks` joins all chunks, in order.
@@ -74,22 +88,14 @@ __device__ __forceinline__ void join_chunks(typename C::Smem &smem, const typena
         Quad quad;
 #pragma unroll 1
         for (uint32_t n = 0; n < part.num_parts; n += kAtOnce) {
-            Partials<C, kAtOnce> partials;
+            Quad chunks[kAtOnce];
 #pragma unroll
-            for (uint32_t i = 0; i < kAtOnce; i++) {
-                const float *its = from + min(n + i, part.num_parts - 1) * params.slot_floats;
-                partials.o[i] = __ldcg(reinterpret_cast<const float4 *>(its + column));
-                partials.stats[i] = __ldcg(reinterpret_cast<const float2 *>(its + C::kHeadDimV));
-            }
+            for (uint32_t i = 0; i < kAtOnce; i++)
+                chunks[i] = load_quad<C>(from + min(n + i, part.num_parts - 1) * params.slot_floats, column);
 #pragma unroll
             for (uint32_t i = 0; i < kAtOnce; i++) {
                 if (n + i >= part.num_parts) break;
-                const float o[4] = {partials.o[i].x, partials.o[i].y, partials.o[i].z, partials.o[i].w};
-                const Joint joint(quad.pivot, partials.stats[i].x);
-                const bool first = n + i == 0;
-                for (int x = 0; x < 4; x++) quad.o[x] = first ? o[x] : joint.of(quad.o[x], o[x]);
-                quad.sum = first ? partials.stats[i].y : joint.of(quad.sum, partials.stats[i].y);
-                quad.pivot = joint.top;
+                quad = n + i ? join_quads(quad, chunks[i]) : chunks[i];
             }
         }
         write_out<C>(quad, smem, params, row, column);

@@ -48,7 +48,7 @@ __device__ __forceinline__ void find_chunk(
     stream.tiles = sa_key_tiles_of(&stream.band, tokens, C::kWalkKeys);
     part.index = chunk;
     part.num_parts = 1;
-    part.slot = of_heads * params.chunks;
+    part.slot = of_heads * params.chunk_slots;
     if (params.chunks > 1) {
         const int32_t size = params.chunk_keys / C::kWalkKeys;
         part.num_parts = static_cast<uint32_t>(max(1, (stream.tiles.end + size - 1) / size));
@@ -107,7 +107,7 @@ __device__ __forceinline__ bool attend_stream(
     }
     const bool wrong = (loader.check_first_pages(warp, page_before) | speculation.replace_length(params, length_now)) & speculated;
     if (static_cast<int>(threadIdx.x) < part.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
-    if (threadIdx.x == 0 && part.num_parts > 1) open_counter(counter_of<C>(part, params), requested.count, params.tag);
+    if (threadIdx.x == 0 && part.num_parts > 1 && params.blocks > 1) open_counter(counter_of<C>(part, params), requested.count, params.tag);
     if (__syncthreads_or(wrong)) {
         cp_async_wait<0>();
         __syncthreads();
@@ -136,6 +136,7 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void chain_decode_kernel(c
         __syncthreads();
         if (part.index < part.num_parts) {
             if (attend_stream<C>(shared, smem, params, speculation)) chunk += params.blocks;
+            if (chunk >= params.chunks) break;
             continue;
         }
         const bool speculated = speculation.before_wait;
@@ -144,7 +145,7 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void chain_decode_kernel(c
         const bool stale = speculation.replace_length(params, read_length(params, batch));
         if (!__syncthreads_or(speculated && stale)) break;
     }
-    if (part.num_parts > 1 && chunk != first) join_chunks<C>(smem, params, min(params.blocks, part.num_parts));
+    if (part.num_parts > 1 && params.blocks > 1 && chunk != first) join_chunks<C>(smem, params, min(params.blocks, part.num_parts));
 #else
     __trap();
 #endif
@@ -216,7 +217,6 @@ __global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(co
 #endif
 }
 
-// All but params.blocks.
 template <class C>
 sinkattn_status set_chain(
         ChainArguments &params, const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
@@ -228,7 +228,9 @@ sinkattn_status set_chain(
     params.by_streams = divisor_of(plan.num_items);
     params.chunks = static_cast<uint32_t>(sa_num_chunks(&args.fwd.problem, info));
     params.chunk_keys = static_cast<int32_t>(sa_chunk_keys(info->tile_k));
-    params.head_slots = static_cast<uint32_t>(params.batch * params.row_tiles) * params.chunks;
+    params.blocks = static_cast<uint32_t>(sa_chain_blocks(plan.num_items, params.chunks));
+    params.chunk_slots = static_cast<uint32_t>(sa_chain_slots(plan.num_items, params.chunks));
+    params.head_slots = static_cast<uint32_t>(params.batch * params.row_tiles) * params.chunk_slots;
     params.slots = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
     params.slot_floats = C::kMostRows * C::kPartialRow;
     params.tag = next_launch_tag();
@@ -239,20 +241,16 @@ template <class C>
 sinkattn_status launch_cluster_chain(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     ChainArguments params = {};
     SA_TRY(set_chain<C>(params, args, plan, context));
-    params.blocks = params.chunks;
     constexpr int kBytes = sizeof(typename C::Smem);
     SA_TRY(allow_shared<cluster_chain_decode_kernel<C>>(kBytes));
     return launch_clusters<cluster_chain_decode_kernel<C>>("sa_decode_cuda_sm90_chain", params.streams * params.chunks * C::kCluster,
             C::kCluster, C::kThreads, kBytes, context.stream, params);
 }
 
-constexpr int64_t kBlocksASm = 8; // a block has more than one chunk of a stream where there would be more blocks
-
 template <class C>
 sinkattn_status launch_chain(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context, int sms) {
     ChainArguments params = {};
     SA_TRY(set_chain<C>(params, args, plan, context));
-    params.blocks = static_cast<uint32_t>(sa_min(params.chunks, sa_ceil_div(kBlocksASm * sms, params.streams)));
     SA_TRY(allow_shared<chain_decode_kernel<C>>(C::kMostStages * C::kStageBytes + C::kWeightBytes));
     const unsigned grid = params.streams * params.blocks;
     const int on_sm = static_cast<int>(sa_ceil_div(grid, sms));
@@ -274,7 +272,7 @@ sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_pl
     const int64_t streams = plan.num_items, chunks = sa_num_chunks(&problem, sinkattn_variant(plan.variant));
     const bool share_keys = streams > problem.batch * problem.num_kv_heads; // tiles of rows, in the L2 cache
     if (streams == 0) return sa_ok();
-    SA_TRY(check_decode_strides(args, streams * chunks));
+    SA_TRY(check_decode_strides(args, streams * sa_max(1, sa_chain_slots(streams, chunks))));
     int sms = 0;
     SA_TRY(count_sms(&sms));
     // How many chunks there are depends on the lengths: at least the streams, at most `chunks` times as many. The geometric mean of both

@@ -119,6 +119,12 @@ template <class C> __device__ __forceinline__ void store_quad(float *row, int co
     if (column == 0) *reinterpret_cast<float2 *>(row + C::kHeadDimV) = {quad.pivot, quad.sum};
 }
 
+template <class C> __device__ __forceinline__ Quad load_quad(const float *row, int column) {
+    const float4 o = *reinterpret_cast<const float4 *>(row + column);
+    const float2 stats = *reinterpret_cast<const float2 *>(row + C::kHeadDimV);
+    return {{o.x, o.y, o.z, o.w}, stats.x, stats.y};
+}
+
 // A stream's parts are counted as they arrive.
 
 // The counter lies behind the first row of part 0.

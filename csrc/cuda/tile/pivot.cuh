@@ -17,13 +17,13 @@ template <> constexpr float kLarge<Fp16> = 0x1p14f;
 // What a partial is scaled by; its_pivot and top may be the same infinity.
 __device__ __forceinline__ float weight(float its_pivot, float top) { return its_pivot == top ? 1.0f : exp2_approx(its_pivot - top); }
 
-// Two chunks of a row join, the earlier one first.
+// Two chunks of a row join, the earlier one first. A later one without keys, zeros with a pivot of -inf, adds -0, which leaves all bits.
 struct Joint {
     float top, before, now; // the larger pivot, and the factors
 
     Joint() = default;
     __device__ __forceinline__ Joint(float earlier, float later)
-        : top(fmaxf(earlier, later)), before(weight(earlier, top)), now(weight(later, top)) {}
+        : top(fmaxf(earlier, later)), before(weight(earlier, top)), now(later == -INFINITY ? -0.0f : weight(later, top)) {}
 
     // Never contracted otherwise.
     __device__ __forceinline__ float of(float earlier, float later) const { return __fmaf_rn(earlier, before, __fmul_rn(later, now)); }
