@@ -49,6 +49,7 @@ __global__ __launch_bounds__(kThreads, 1) void decode_rows_kernel(
         init_barriers<C>(smem);
         smem.part.found = false;
     }
+    if (threadIdx.x == kFirstLoader) prefetch_maps(maps);
     __syncthreads();
     const bool found = take_first<kThreads, kRows>(smem, params);
     if (threadIdx.x >= kFirstLoader) {
@@ -57,7 +58,6 @@ __global__ __launch_bounds__(kThreads, 1) void decode_rows_kernel(
         for_each_part<kThreads, kRows, false>(smem, params, found, [&] {
             if (threadIdx.x < kFirstLoader + 32) loader.load(smem.part);
         });
-        let_next_kernel_start();
     } else if (threadIdx.x >= kFirstScoreThread) {
         registers_down<C::kScoreRegisters>();
         Scores<C> scores{smem, params, {}, {}};
@@ -65,12 +65,10 @@ __global__ __launch_bounds__(kThreads, 1) void decode_rows_kernel(
             scores.attend();
             bar_sync<kValueThreads + 128>(kPartBarrier);
         });
-        let_next_kernel_start();
     } else {
         registers_up<C::kValueRegisters>();
         Values<C> values{smem, params, warp_uniform(threadIdx.x / 128), {}};
         for_each_part<kThreads, kRows, true>(smem, params, found, [&] { values.attend(); });
-        let_next_kernel_start();
         decode::write_empty<C>(smem, params);
     }
 #else

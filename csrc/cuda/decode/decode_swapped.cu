@@ -38,6 +38,7 @@ __global__ __launch_bounds__(kThreads, 1) void decode_swapped_kernel(
         barrier_init_fence();
         smem.part.found = false;
     }
+    if (!C::kByThreads && threadIdx.x == kFirstLoader) many_rows::prefetch_maps(maps);
     __syncthreads();
     const bool found = many_rows::take_first<kThreads, C::kRows>(smem, params);
     if (threadIdx.x >= C::kThreads) {
@@ -51,12 +52,10 @@ __global__ __launch_bounds__(kThreads, 1) void decode_swapped_kernel(
                 if (threadIdx.x >= kFirstLoader && threadIdx.x < kFirstLoader + 32) loader.load(smem.part);
             });
         }
-        let_next_kernel_start();
     } else {
         registers_up<C::kTeamRegisters>();
         Team<C> team{smem, params, warp_uniform(threadIdx.x / 128)};
         many_rows::for_each_part<kThreads, C::kRows, true>(smem, params, found, [&] { team.attend(); });
-        let_next_kernel_start();
         decode::write_empty<C>(smem, params);
     }
 #else
@@ -68,11 +67,13 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     return many_rows::launch<C, decode_swapped_kernel<C>, kThreads>(args, plan, context);
 }
 
+int64_t rows_of(const sinkattn_problem &problem) { return problem.q_len * (problem.num_q_heads / problem.num_kv_heads); }
+
 // 128 keys a stage, two teams.
 template <class Element>
 sinkattn_status launch_d64(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads);
+    const int64_t rows = rows_of(problem);
     if (problem.page_size % kTileK) {
         if (rows <= 16) return launch<Config<Element, 64, 16, 2, 2, 8, true>>(args, plan, context);
         return launch<Config<Element, 64, 64, 2, 2, 8, true>>(args, plan, context);

@@ -64,11 +64,14 @@ __device__ __forceinline__ void pass_cluster(const Arguments &params) {
     }
 }
 
-// By the threads of write_part, when the part begins.
+// By the threads of write_part, when the part begins: s_aux, and the counter.
 template <class C> __device__ __forceinline__ void begin_part(typename C::Smem &smem, const typename C::Arguments &params) {
     const Part &part = smem.part;
     const Requested requested = request_rows<C>(smem, params);
-    if (threadIdx.x == 0 && part.num_parts > 1) smem.counted = __ldcg(run_counter<C>(run_of(part, params), part, params));
+    if (threadIdx.x == 0 && part.num_parts > 1) {
+        unsigned long long *counter = run_counter<C>(run_of(part, params), part, params);
+        open_counter(counter, __ldcg(counter), params.tag);
+    }
     if (static_cast<int>(threadIdx.x) < part.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
 }
 
@@ -145,9 +148,6 @@ __device__ __forceinline__ void write_part(
     const int num_rows = part.stream.num_rows, each = (num_rows + run.blocks - 1) / run.blocks;
     int first = run.before * each, last = min(first + each, num_rows);
     const bool counts = run.count > 1 && (first < last || !run.even);
-    unsigned long long *counter = run_counter<C>(run, part, params);
-    if (threadIdx.x == 0 && counts) open_counter(counter, smem.counted, params.tag);
-    __syncwarp();
     if (run.in_cluster) {
         cluster_arrive();
         cluster_wait();
@@ -158,12 +158,20 @@ __device__ __forceinline__ void write_part(
         Quad quad;
         quad.pivot = smem.stats[row].x;
         quad.sum = smem.stats[row].y;
+        constexpr int kAtOnce = 4; // reads that do not wait for each other
+#pragma unroll 1
+        for (int first_block = 0; first_block < run.blocks; first_block += kAtOnce) {
+            float4 o[kAtOnce];
 #pragma unroll
-        for (int n = 0; n < kMostBlocks; n++) {
-            if (n >= run.blocks) break;
-            const float4 o = *reinterpret_cast<const float4 *>(of_block(from, run.first + n));
-            const float its = run.in_cluster ? scratch[row * kMostBlocks + n] : 1.0f, its_o[4] = {o.x, o.y, o.z, o.w};
-            for (int i = 0; i < 4; i++) quad.o[i] = n ? fmaf(its_o[i], its, quad.o[i]) : its_o[i] * its;
+            for (int i = 0; i < kAtOnce; i++)
+                if (first_block + i < run.blocks) o[i] = *reinterpret_cast<const float4 *>(of_block(from, run.first + first_block + i));
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                const int n = first_block + i;
+                if (n >= run.blocks) break;
+                const float its = run.in_cluster ? scratch[row * kMostBlocks + n] : 1.0f, its_o[4] = {o[i].x, o[i].y, o[i].z, o[i].w};
+                for (int x = 0; x < 4; x++) quad.o[x] = n ? fmaf(its_o[x], its, quad.o[x]) : its_o[x] * its;
+            }
         }
         if (run.count > 1)
             store_quad<C>(slot_of(part, params, run.index) + row * C::kPartialRow, column, quad);
@@ -176,7 +184,7 @@ __device__ __forceinline__ void write_part(
     if (counts) {
         C::sync(); // all of the block's quads are written
         make_neutral<C>(scratch);
-        if (threadIdx.x == 0) smem.is_last = arrive(counter, params.tag, run.even ? run.count : part.num_parts);
+        if (threadIdx.x == 0) smem.is_last = arrive(run_counter<C>(run, part, params), params.tag, run.even ? run.count : part.num_parts);
         if (!run.even) first = 0, last = num_rows;
         merge_runs<C>(scratch, smem, params, run.count, first, last);
         __syncwarp();

@@ -13,9 +13,16 @@
 namespace sa::decode {
 namespace many_rows {
 
-// The block's part, or the first of its share. By all of its threads.
+__device__ __forceinline__ void prefetch_maps(const Maps &maps) {
+    tensor_map_prefetch(&maps.k);
+    tensor_map_prefetch(&maps.v);
+}
+
+// The block's part, or the first of its share. By all of its threads. The next launch starts once all blocks run, so it
+// takes room from none.
 template <int kThreads, int kRows, class Smem> __device__ __forceinline__ bool take_first(Smem &smem, const Arguments &params) {
     wait_for_previous_kernel();
+    let_next_kernel_start();
     Speculation lengths = speculate<kThreads>(params, blockIdx.x, false); // a part's number: there are no clusters with num_splits
     if (lengths.batch >= 0) check_length(params, lengths.length);
     Split split = {};

@@ -76,8 +76,9 @@ template <class C> struct Loader {
     }
 };
 
-// By kThreads threads, which then meet: the stream's queries, zeros past head_dim and num_rows, and the keys that each row sees.
-template <class C, int kThreads> __device__ __forceinline__ void load_rows(typename C::Smem &smem, const typename C::Arguments &params) {
+// By kThreads threads: the stream's queries, zeros past head_dim and num_rows, and the keys that each row sees. The queries are on their
+// way; land_rows waits for the thread's.
+template <class C, int kThreads> __device__ __forceinline__ void begin_rows(typename C::Smem &smem, const typename C::Arguments &params) {
     constexpr int kRows = C::kStreamRows, kRowHalf = kRows * kRowBytes;
     const Part &part = smem.part;
     const int thread = threadIdx.x % kThreads;
@@ -96,6 +97,9 @@ template <class C, int kThreads> __device__ __forceinline__ void load_rows(typen
         smem.rows[thread] = thread < part.stream.num_rows ? decode::Row{keys.begin, keys.end, sa_row_sink_end(&part.stream.band, at.token)}
                                                           : decode::Row{0, 0, 0};
     }
+}
+
+__device__ __forceinline__ void land_rows() {
     cp_async_wait<0>();
     async_fence();
 }

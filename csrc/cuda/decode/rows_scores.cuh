@@ -134,7 +134,8 @@ template <class C> struct Scores {
         const sa_range full = sa_full_key_tiles(&part.stream.tiles);
         const int32_t last = last_step(part);
         Team teams[C::kTeams];
-        load_rows<C, 128>(smem, params);
+        begin_rows<C, 128>(smem, params);
+        land_rows();
         bar_sync<128>(kScoreBarrier);
 #pragma unroll 1
         for (int32_t step = part.first; step < last; step += C::kSteps, ring.n++) {

@@ -284,6 +284,7 @@ template <class C> struct Team {
 
     __device__ __forceinline__ void attend() {
         const decode::Part &part = smem.part;
+        many_rows::begin_rows<C, C::kThreads>(smem, params);
         many_rows::begin_part<C>(smem, params);
         Out o = {};
         Own pivot, sum, factor;
@@ -292,7 +293,7 @@ template <class C> struct Team {
             pivot[e] = row_of(e) < part.stream.num_rows ? -INFINITY : 0.0f;
             sum[e] = 0.0f;
         }
-        many_rows::load_rows<C, C::kThreads>(smem, params);
+        many_rows::land_rows();
         C::sync();
         take_stages(o, pivot, sum, part.first, decode::last_step(part));
         join(factor, pivot, sum);
