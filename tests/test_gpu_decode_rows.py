@@ -101,7 +101,8 @@ def assert_right(t: dict[str, Any], **options: Any) -> None:
 
 def is_swapped(t: dict[str, Any], num_splits: int = 0) -> bool:
     rows, head_dim = t["q"].shape[1] * t["q"].shape[2] // t["k"].shape[2], t["q"].shape[3]
-    return t["v"].shape[3] == head_dim and not num_splits and (head_dim <= 64 or (head_dim > 256 and 9 <= rows <= 16))
+    few, most = (17, rows) if head_dim <= 128 else (17, 32) if head_dim <= 256 else (9, 16)
+    return t["v"].shape[3] == head_dim and not num_splits and (head_dim <= 64 or few <= rows <= most)
 
 
 def assert_runs_here(t: dict[str, Any], num_splits: int = 0, **options: Any) -> None:
@@ -158,7 +159,7 @@ def test_few_wide_rows(dtype: torch.dtype, page_size: int, rows: tuple[int, int]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("widths", ["64", "128", "192-128", "256", "576-512", "576-512-latent"])
 def test_masks(widths: str, dtype: torch.dtype, mask: str) -> None:
-    for ratio, q_len in ((128, 1), (16, 4), (40, 7)):
+    for ratio, q_len in ((128, 1), (16, 4), (40, 7), *(((8, 3),) if "-" not in widths else ())):
         t = make(widths, LENS * 8, ratio, q_len, dtype=dtype, kv_heads=4)
         assert_runs_here(t, **MASKS[mask])
         assert_right(t, **MASKS[mask])
@@ -205,9 +206,10 @@ def test_a_part_of_several_tokens_has_the_bits_of_tiles_of_16_rows(
 
 
 NONFINITE = [(widths, 64, q_len) for widths in ("64", "128", "256", "576-512") for q_len in (1, 4)]
+NONFINITE += [("128", 6, 4), ("256", 6, 4), ("64", 16, 4), ("512", 4, 4)]
 
 
-@pytest.mark.parametrize(("widths", "ratio", "q_len"), [*NONFINITE, ("64", 16, 4), ("512", 4, 4)])
+@pytest.mark.parametrize(("widths", "ratio", "q_len"), NONFINITE)
 def test_values_that_are_not_finite(widths: str, ratio: int, q_len: int) -> None:
     """In keys of a tile that only some rows see, and in one that all see; slots past the end hold NaN."""
     t = make(widths, [1000, 700], ratio, q_len, 0, kv_heads=4)
@@ -295,5 +297,5 @@ def test_the_plan_names_it() -> None:
     }  # fmt: skip
     assert found == {
         (64, 64): "sa_decode_cuda_sm80_d64", (64, 32768): "sa_decode_cuda_sm90_swapped_d64",
-        (128, 64): "sa_decode_cuda_sm80_d128", (128, 32768): "sa_decode_cuda_sm90_rows_d128",
+        (128, 64): "sa_decode_cuda_sm80_d128", (128, 32768): "sa_decode_cuda_sm90_swapped_d128",
     }  # fmt: skip

@@ -61,7 +61,10 @@ DECODED_VALUES = {"sm80_d192_v128": 128, "sm90_rows_d192_v128": 128}  # columns,
 MANY_ROWS = {"sm90_rows_d64": range(8, 65, 8), "sm90_rows_d128": range(72, 129, 8),
              "sm90_rows_d192_v128": range(136, 193, 8), "sm90_rows_d256": range(136, 257, 8),
              "sm90_rows_d576": range(264, 513, 8)}  # fmt: skip
-SWAPPED = {"sm90_swapped_d64": (range(8, 65, 8), 384), "sm90_swapped_d512": (range(264, 513, 8), 128)}
+SWAPPED = {
+    "sm90_swapped_d64": (range(8, 65, 8), 384), "sm90_swapped_d128": (range(72, 129, 8), 384),
+    "sm90_swapped_d256": (range(136, 257, 8), 192), "sm90_swapped_d512": (range(264, 513, 8), 128),
+}  # fmt: skip
 INVARIANT = ("sm80_prefill", "sm90_window", "sm90_chain_d64", "sm90_chain_d128")
 
 

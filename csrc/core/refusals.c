@@ -183,17 +183,18 @@ const char *sa_refusal_many_rows_v128(const sinkattn_problem *p, const sinkattn_
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_many_rows(p, info);
 }
 
-/* A cache that the L2 cache does not hold, read once for 64 rows: more than 16 rows up to head_dim 64, or any where page_size is
- * no multiple of tile_k; 9 to 16 past head_dim 256. */
+/* A cache that the L2 cache does not hold, read once for 64 rows: more than 16 rows up to head_dim 128, at 64 any where page_size is no
+ * multiple of tile_k; 17 to 32 up to 256; 9 to 16 past that. */
 const char *sa_refusal_swapped(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant_one_width(p, info);
     if (why) return why;
     const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
     const bool small_pages = p->page_size % info->tile_k, wide = info->max_head_dim > 256;
     if (wide && p->head_dim <= 256) return "head_dim is at most 256";
-    if (wide && small_pages) return "page_size is not a multiple of its tile_k";
+    if (small_pages && info->max_head_dim > 64) return "page_size is not a multiple of its tile_k";
     if (wide && (rows < 9 || rows > 16)) return "a kv head has fewer than 9 rows or more than 16";
     if (!wide && rows <= 16 && !small_pages) return "a kv head has 16 rows or fewer, in large pages";
+    if (info->max_head_dim == 256 && rows > 32) return "a kv head has more than 32 rows";
     if (p->num_splits) return "num_splits is given";
     return bytes_seen(p) < (double)SA_L2_KEYS_BYTES ? "the L2 cache holds the keys and values" : NULL;
 }

@@ -82,7 +82,20 @@ sinkattn_status launch_d64(const sinkattn_decode_args &args, const sinkattn_plan
     return launch<Config<Element, 64, 64, 2, 2, 8, false>>(args, plan, context);
 }
 
+// 64 keys a stage, two teams.
+template <class Element>
+sinkattn_status launch_d128(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    if (rows_of(args.fwd.problem) <= 32) return launch<Config<Element, 128, 32, 1, 2, 12, false>>(args, plan, context);
+    return launch<Config<Element, 128, 64, 1, 2, 8, false>>(args, plan, context);
+}
+
 // 64 keys a stage, one team.
+template <class Element>
+sinkattn_status launch_d256(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    return launch<Config<Element, 256, 32, 1, 1, 6, false>>(args, plan, context);
+}
+
+// The same.
 template <class Element>
 sinkattn_status launch_d512(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     return launch<Config<Element, 512, 16, 1, 1, 3, false>>(args, plan, context);
@@ -98,6 +111,8 @@ sinkattn_status launch_d512(const sinkattn_decode_args &args, const sinkattn_pla
         return launch_##name<Fp16>(args, *plan, *context); \
     }
 SA_DECODE_SWAPPED(d64)
+SA_DECODE_SWAPPED(d128)
+SA_DECODE_SWAPPED(d256)
 SA_DECODE_SWAPPED(d512)
 
 } // namespace swapped
