@@ -9,8 +9,7 @@
 
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
-#define SA_FEW_TILES 132                     /* forward of few rows: blocks that an H200 runs at once */
-#define SA_L2_KEYS_BYTES (INT64_C(32) << 20) /* CUDA decode: a smaller cache is read again from the L2 cache */
+#define SA_FEW_TILES 132 /* forward of few rows: blocks that an H200 runs at once */
 
 static const char *const narrow_values = "values are narrower than keys";
 
@@ -160,6 +159,12 @@ static double bytes_seen(const sinkattn_problem *p) {
            (double)((p->head_dim + sa_head_dim_v(p)) * sa_dtype_bytes(p->dtype));
 }
 
+/* A CUDA decode reads a small cache again from the L2 cache for each 16 rows, and is faster so. */
+static bool is_read_from_l2(const sinkattn_problem *p) {
+    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
+    return bytes_seen(p) < (double)(p->head_dim <= 64 && rows < 64 ? INT64_C(32) << 20 : INT64_C(16) << 20);
+}
+
 /* More rows of a kv head than two tiles of the kernels for 8.0, or one past head_dim 192, from a cache that they would read from memory for
  * each tile; keys that those cannot take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the
  * parts are theirs. */
@@ -172,7 +177,7 @@ const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_varia
     if (rows <= 16) return "a kv head has 16 rows or fewer";
     if (rows <= 32 && p->head_dim <= 192) return "a kv head has 32 rows or fewer";
     if (p->num_splits < 0 || (p->num_splits && p->q_len > 1)) return "num_splits is negative, or of several tokens";
-    return bytes_seen(p) < (double)SA_L2_KEYS_BYTES ? "the L2 cache holds the keys and values" : NULL;
+    return is_read_from_l2(p) ? "the L2 cache holds the keys and values" : NULL;
 }
 
 const char *sa_refusal_many_rows_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
@@ -196,7 +201,7 @@ const char *sa_refusal_swapped(const sinkattn_problem *p, const sinkattn_variant
     if (!wide && rows <= 16 && !small_pages) return "a kv head has 16 rows or fewer, in large pages";
     if (info->max_head_dim == 256 && rows > 32) return "a kv head has more than 32 rows";
     if (p->num_splits) return "num_splits is given";
-    return bytes_seen(p) < (double)SA_L2_KEYS_BYTES ? "the L2 cache holds the keys and values" : NULL;
+    return is_read_from_l2(p) ? "the L2 cache holds the keys and values" : NULL;
 }
 
 /* A decode that must have the bits of the forward with the same arch and head_dim, whose tile of rows decides what it serves. */

@@ -326,7 +326,7 @@ static void test_which_decodes_have_one_key_tile(void) {
     }
 }
 
-/* Of a cache of 32 MiB and more, 8 kv heads: by rows of a kv head, page size, widths and num_splits. */
+/* Of a cache of 16 MiB and more, 8 kv heads: by rows of a kv head, page size, widths and num_splits. */
 static void test_which_decodes_have_many_rows(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     const struct {
@@ -336,7 +336,7 @@ static void test_which_decodes_have_many_rows(void) {
             {3, 64, 64, 16320, 64, 0, "sm80_d64"}, {1, 512, 16, 16384, 64, 0, "sm90_swapped_d64"},
             {1, 8, 24, 16392, 64, 0, "sm90_swapped_d64"}, {1, 64, 1, 16384, 64, 0, "sm90_swapped_d64"},
             {1, 64, 1, 16384, 64, 2, "sm80_d64"}, {1, 512, 64, 16384, 64, 2, "sm90_rows_d64"},
-            {5, 64, 64, 16384, 72, 0, "sm90_swapped_d128"}, {2, 64, 64, 16384, 72, 0, "sm80_d128"},
+            {5, 64, 64, 8192, 72, 0, "sm90_swapped_d128"}, {2, 64, 64, 16384, 72, 0, "sm80_d128"},
             {3, 64, 48, 16368, 256, 0, "sm90_swapped_d256"}, {5, 64, 64, 16384, 256, 0, "sm90_rows_d256"},
             {1, 128, 16, 4096, 264, 0, "sm90_swapped_d512"}, {1, 64, 16, 4096, 264, 0, "sm80_d512"},
             {1, 136, 16, 4096, 264, 0, "sm90_rows_d576"}, {1, 128, 8, 4096, 264, 0, "sm80_d512"}, {1, 128, 16, 8192, 256, 0, "sm80_d256"}};
