@@ -209,7 +209,8 @@ const char *sa_refusal_invariant_whole_tokens(const sinkattn_problem *p, const s
     if (p->packed) return packed_rows;
     if (!p->invariant) return "it is for invariant alone";
     if (sa_has_narrow_values(p)) return narrow_values;
-    if (sa_num_query_tiles(p, info) > INT32_MAX) return "its tiles of rows are too many";
+    const int64_t streams = sa_num_query_tiles(p, info), slots = sa_max(1, sa_chain_slots(streams, sa_num_chunks(p, info)));
+    if (streams > INT32_MAX / slots) return "its tiles of rows are too many";
     const sa_variant *row;
     for (int32_t i = 0; (row = sa_variant_at(i)); i++)
         if (row->refusal == sa_refusal_whole_tokens && row->info.max_head_dim == info->max_head_dim)

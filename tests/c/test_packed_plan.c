@@ -147,11 +147,13 @@ static void test_the_workspace_of_chunks(void) {
     problem.invariant = true;
     problem.batch = 1;
     problem.num_kv_heads = 65536;
-    problem.q_len = 1 << 24;
     problem.k_len = INT32_MAX / 4;
-    sinkattn_plan plan;
-    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "2^40 rows");
-    CHECK(strcmp(sinkattn_variant(plan.variant)->name, "sa_decode_cuda_sm80_prefill") == 0, "%s", plan.reason);
+    for (int bits = 17; bits <= 24; bits += 7) { /* 2^30 tiles, with two slots each, and 2^37 */
+        problem.q_len = 1 << bits;
+        sinkattn_plan plan;
+        CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "2^%d tokens", bits);
+        CHECK(strcmp(sinkattn_variant(plan.variant)->name, "sa_decode_cuda_sm80_prefill") == 0, "%s", plan.reason);
+    }
 }
 
 const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(the_largest_head_dim),
