@@ -68,8 +68,9 @@ __device__ __forceinline__ void pass_cluster(const Arguments &params) {
 template <class C> __device__ __forceinline__ void begin_part(typename C::Smem &smem, const typename C::Arguments &params) {
     const Part &part = smem.part;
     const Requested requested = request_rows<C>(smem, params);
-    if (threadIdx.x == 0 && part.num_parts > 1) {
-        unsigned long long *counter = run_counter<C>(run_of(part, params), part, params);
+    const Run run = run_of(part, params);
+    if (threadIdx.x == 0 && run.count > 1) {
+        unsigned long long *counter = run_counter<C>(run, part, params);
         open_counter(counter, __ldcg(counter), params.tag);
     }
     if (static_cast<int>(threadIdx.x) < part.stream.num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
