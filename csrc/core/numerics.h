@@ -91,6 +91,9 @@ SA_HD double sa_s_aux(const sinkattn_fwd_args *args, int64_t head) {
 SA_HD int64_t sa_head_dim_v(const sinkattn_problem *problem) { return problem->head_dim_v ? problem->head_dim_v : problem->head_dim; }
 SA_HD bool sa_has_narrow_values(const sinkattn_problem *problem) { return sa_head_dim_v(problem) != problem->head_dim; }
 
+/* Rows of a kv head: query tokens times its query heads. */
+SA_HD int64_t sa_kv_head_rows(const sinkattn_problem *problem) { return problem->q_len * (problem->num_q_heads / problem->num_kv_heads); }
+
 SA_HD double sa_softmax_scale(const sinkattn_problem *problem) {
     return problem->softmax_scale != 0.0 ? problem->softmax_scale : 1.0 / sqrt((double)problem->head_dim);
 }

@@ -57,7 +57,7 @@ bool sa_finds_room(const sa_variant *row, const sinkattn_problem *problem, const
  * lengths are not known here: each sequence may end in a partial tile. */
 int64_t sa_num_query_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (!info->tile_q) return p->num_kv_heads * p->batch;
-    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
+    const int64_t rows = sa_kv_head_rows(p);
     if (!p->packed) return p->num_kv_heads * p->batch * sa_ceil_div(rows, info->tile_q);
     return p->batch ? p->num_kv_heads * (rows / info->tile_q + p->batch) : 0;
 }
@@ -199,7 +199,7 @@ __attribute__((format(printf, 2, 3))) static void say(sinkattn_plan *plan, const
 static void explain_parts(const sinkattn_problem *p, const sinkattn_variant_info *info, int64_t parts, int64_t tiles, sinkattn_plan *plan) {
     say(plan, ", P = %" PRId64, parts);
     if (info->backend != SINKATTN_CUDA || !info->tile_k) return;
-    const int64_t rows = sa_min(info->tile_q, p->q_len * (p->num_q_heads / p->num_kv_heads));
+    const int64_t rows = sa_min(info->tile_q, sa_kv_head_rows(p));
     const double r = (double)(rows * (sa_head_dim_v(p) + 8) * 4) / (double)(info->tile_k * (p->head_dim + sa_head_dim_v(p)) * 2);
     const int64_t least = r > 0.0 ? (int64_t)sqrt((double)tiles / r) : tiles;
     say(plan, ", P* = min(P, sqrt(%" PRId64 " / %.2f)) = %" PRId64, tiles, r, sa_max(1, sa_min(parts, least)));

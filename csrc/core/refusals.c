@@ -159,21 +159,21 @@ static double bytes_seen(const sinkattn_problem *p) {
            (double)((p->head_dim + sa_head_dim_v(p)) * sa_dtype_bytes(p->dtype));
 }
 
-/* A CUDA decode reads a small cache again from the L2 cache for each 16 rows, and is faster so. */
+/* The general CUDA decode reads a small cache again from the L2 cache for each 16 rows. Up to these sizes it is mostly faster than kernels
+ * that read once: docs/kernels/decode_rows.md has both, and the cases beyond in which it was. */
 static bool is_read_from_l2(const sinkattn_problem *p) {
-    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
-    return bytes_seen(p) < (double)(p->head_dim <= 64 && rows < 64 ? INT64_C(32) << 20 : INT64_C(16) << 20);
+    return bytes_seen(p) < (double)(p->head_dim <= 64 && sa_kv_head_rows(p) < 64 ? INT64_C(32) << 20 : INT64_C(16) << 20);
 }
 
-/* More rows of a kv head than two tiles of the kernels for 8.0, or one past head_dim 192, from a cache that they would read from memory for
- * each tile; keys that those cannot take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the
+/* More rows of a kv head than two tiles of the kernels for 8.0, or one past head_dim 192, from a cache that is too large to be read again
+ * for each tile; keys that those cannot take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the
  * parts are theirs. */
 const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant(p, info);
     if (why) return why;
     if (p->page_size % info->tile_k) return "page_size is not a multiple of its tile_k";
     if (p->head_dim > 512) return NULL;
-    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
+    const int64_t rows = sa_kv_head_rows(p);
     if (rows <= 16) return "a kv head has 16 rows or fewer";
     if (rows <= 32 && p->head_dim <= 192) return "a kv head has 32 rows or fewer";
     if (p->num_splits < 0 || (p->num_splits && p->q_len > 1)) return "num_splits is negative, or of several tokens";
@@ -188,12 +188,12 @@ const char *sa_refusal_many_rows_v128(const sinkattn_problem *p, const sinkattn_
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_many_rows(p, info);
 }
 
-/* A cache that the L2 cache does not hold, read once for 64 rows: more than 16 rows up to head_dim 128, at 64 any where page_size is no
- * multiple of tile_k; 17 to 32 up to 256; 9 to 16 past that. */
+/* So large a cache, read once for 64 rows: more than 16 rows up to head_dim 128, up to 64 any where page_size is no multiple of tile_k; 17
+ * to 32 up to 256; 9 to 16 past that. */
 const char *sa_refusal_swapped(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant_one_width(p, info);
     if (why) return why;
-    const int64_t rows = p->q_len * (p->num_q_heads / p->num_kv_heads);
+    const int64_t rows = sa_kv_head_rows(p);
     const bool small_pages = p->page_size % info->tile_k, wide = info->max_head_dim > 256;
     if (wide && p->head_dim <= 256) return "head_dim is at most 256";
     if (small_pages && info->max_head_dim > 64) return "page_size is not a multiple of its tile_k";

@@ -14,12 +14,15 @@ static int64_t group_of(const sinkattn_problem *p) { return p->num_q_heads / p->
 
 static int64_t sink_blocks(const sinkattn_problem *p, int64_t keys) { return sa_ceil_div(sa_min(p->mask.num_sink_tokens, 1 << 30), keys); }
 
+/* A row of O, pivot and sum in fp32, padded. */
+static int64_t row_bytes(const sinkattn_variant_info *info) { return (info->max_head_dim + 8) * 4; }
+
 int64_t sa_num_chunks(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const bool cuts = info->arch == 90 && info->max_head_dim <= SA_CHUNKS_HEAD_DIM && sa_sees_from_first(&p->mask);
     return cuts ? sa_max(1, sa_ceil_div(p->k_len, sa_chunk_keys(info->tile_k))) : 1;
 }
 
-#define SA_CHAIN_BLOCKS 1024 /* of a decode where its chunks are more, 8 for each SM of an H200 */
+#define SA_CHAIN_BLOCKS 1024 /* of all streams, at least, where their chunks are more */
 
 int64_t sa_chain_blocks(int64_t streams, int64_t chunks) { return sa_min(chunks, sa_ceil_div(SA_CHAIN_BLOCKS, sa_max(1, streams))); }
 
@@ -30,7 +33,7 @@ int64_t sa_chain_slots(int64_t streams, int64_t chunks) {
 
 int64_t sa_fwd_kept_bytes(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    return sa_num_chunks(p, info) > 1 ? plan->workers * info->tile_q * (info->max_head_dim + 8) * 4 : 0;
+    return sa_num_chunks(p, info) > 1 ? plan->workers * info->tile_q * row_bytes(info) : 0;
 }
 
 int64_t sa_cuda_fwd_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
@@ -44,13 +47,12 @@ int64_t sa_decode_num_slots(const sinkattn_problem *p, const sinkattn_plan *plan
 }
 
 int64_t sa_decode_rows_a_slot(const sinkattn_problem *p, const sinkattn_plan *plan) {
-    return sa_min(sinkattn_variant(plan->variant)->tile_q, p->q_len * group_of(p));
+    return sa_min(sinkattn_variant(plan->variant)->tile_q, sa_kv_head_rows(p));
 }
 
-/* A row of a partial: O, pivot and sum, padded. */
 int64_t sa_cuda_decode_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
-    const int64_t slots = sa_decode_num_slots(p, plan), row_bytes = (sinkattn_variant(plan->variant)->max_head_dim + 8) * 4;
-    return slots ? 16 + slots * sa_decode_rows_a_slot(p, plan) * row_bytes : 0;
+    const int64_t slots = sa_decode_num_slots(p, plan);
+    return slots ? 16 + slots * sa_decode_rows_a_slot(p, plan) * row_bytes(sinkattn_variant(plan->variant)) : 0;
 }
 
 sa_invariant_layout sa_invariant_layout_of(const sinkattn_problem *p) {
@@ -85,7 +87,7 @@ int64_t sa_cuda_decode_order_workspace(const sinkattn_problem *p, const sinkattn
 int64_t sa_cuda_decode_chain_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t slots = plan->num_items * sa_chain_slots(plan->num_items, sa_num_chunks(p, info));
-    return slots ? slots * info->tile_q * (info->max_head_dim + 8) * 4 + 15 : 0;
+    return slots ? slots * info->tile_q * row_bytes(info) + 15 : 0;
 }
 
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *p) { return (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len; }

@@ -434,8 +434,7 @@ sinkattn_status launch_kernel(const sinkattn_bwd_args &args, const Workspace &wo
 
 template <class RowsConfig, class KeysConfig> sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t rows = problem.q_len * (problem.num_q_heads / problem.num_kv_heads),
-                  most = INT32_MAX - 128; // tiles may reach past the end
+    const int64_t rows = sa_kv_head_rows(&problem), most = INT32_MAX - 128; // tiles may reach past the end
     if (rows > most || problem.k_len > most || problem.num_q_heads > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld rows of a kv head, %lld keys; this kernel counts less than 2^31 of either",
                 static_cast<long long>(rows), static_cast<long long>(problem.k_len));

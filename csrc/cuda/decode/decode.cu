@@ -244,7 +244,7 @@ template <class C> sinkattn_status choose_stages(int32_t *stages, int32_t *block
 
 // The parts of a stream past which merging costs more than splitting gains: P* of the plan's reason, rounded up to a multiple of 16.
 template <class C> int64_t most_parts(const sinkattn_problem &problem) {
-    const int64_t rows = sa_min(kTileQ, problem.q_len * (problem.num_q_heads / problem.num_kv_heads));
+    const int64_t rows = sa_min(kTileQ, sa_kv_head_rows(&problem));
     const auto tile_partials = static_cast<double>(C::kHeadBytes) / static_cast<double>(rows * C::kPartialRow * 4);
     const double parts = std::sqrt(static_cast<double>(sa_ceil_div(problem.k_len, kTileK)) * tile_partials);
     return sa_max(1, sa_ceil_div(static_cast<int64_t>(std::ceil(parts)), 16)) * 16;

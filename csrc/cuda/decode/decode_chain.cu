@@ -275,6 +275,7 @@ sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_pl
     SA_TRY(check_decode_strides(args, streams * sa_max(1, sa_chain_slots(streams, chunks))));
     int sms = 0;
     SA_TRY(count_sms(&sms));
+    // A cluster has a chunk and its slot: streams this few have a slot for each chunk, by sa_chain_slots.
     // How many chunks there are depends on the lengths: at least the streams, at most `chunks` times as many. The geometric mean of both
     // decides about clusters, the streams about wide blocks.
     if (streams <= sms && 16 * streams * streams * chunks <= int64_t{sms} * sms)

@@ -67,13 +67,11 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     return many_rows::launch<C, decode_swapped_kernel<C>, kThreads>(args, plan, context);
 }
 
-int64_t rows_of(const sinkattn_problem &problem) { return problem.q_len * (problem.num_q_heads / problem.num_kv_heads); }
-
 // 128 keys a stage, two teams.
 template <class Element>
 sinkattn_status launch_d64(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const int64_t rows = rows_of(problem);
+    const int64_t rows = sa_kv_head_rows(&problem);
     if (problem.page_size % kTileK) {
         if (rows <= 16) return launch<Config<Element, 64, 16, 2, 2, 8, true>>(args, plan, context);
         return launch<Config<Element, 64, 64, 2, 2, 8, true>>(args, plan, context);
@@ -85,7 +83,7 @@ sinkattn_status launch_d64(const sinkattn_decode_args &args, const sinkattn_plan
 // 64 keys a stage, two teams.
 template <class Element>
 sinkattn_status launch_d128(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    if (rows_of(args.fwd.problem) <= 32) return launch<Config<Element, 128, 32, 1, 2, 12, false>>(args, plan, context);
+    if (sa_kv_head_rows(&args.fwd.problem) <= 32) return launch<Config<Element, 128, 32, 1, 2, 12, false>>(args, plan, context);
     return launch<Config<Element, 128, 64, 1, 2, 8, false>>(args, plan, context);
 }
 

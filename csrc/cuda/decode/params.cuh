@@ -11,9 +11,7 @@
 namespace sa::decode {
 
 // Row tiles of a sequence and kv head.
-inline int64_t row_tiles_of(const sinkattn_problem &problem, int row_tile) {
-    return sa_ceil_div(problem.q_len * (problem.num_q_heads / problem.num_kv_heads), row_tile);
-}
+inline int64_t row_tiles_of(const sinkattn_problem &problem, int row_tile) { return sa_ceil_div(sa_kv_head_rows(&problem), row_tile); }
 
 // Sizes that the kernels count in 32 bits or less.
 inline sinkattn_status check_sizes(const sinkattn_decode_args &args, const sinkattn_plan &plan, int row_tile) {
