@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 LENS = [1500, 0, 700, 33, 2048, 1, 90, 64]
-ENOUGH = 32 << 20  # bytes of a cache's capacity, from which the planner chooses these decodes
+ENOUGH = 32 << 20  # bytes of a cache's capacity, from which the planner chooses these decodes at any head_dim
 WIDTHS = [
     "64",
     "40",
