@@ -76,20 +76,18 @@ def rows_of_a_prefill(
 def test_pivots_that_move(dtype: torch.dtype, size: float, signs: float, left: int, head_dim: int) -> None:
     """Scores up to some hundreds, or all far below 0."""
     q, k, v, s_aux, out, lse = rows_of_a_prefill(dtype, size, left, signs, 1700, head_dim)
-    for rows in (1, 3):
-        ends = torch.arange(rows, 1700, 97, device="cuda", dtype=torch.int32)
-        picked = torch.stack([torch.arange(end - rows, end) for end in ends.tolist()])
-        found = ops.flash_decode(
-            q[0, picked], k.expand(len(ends), -1, -1, -1), v.expand(len(ends), -1, -1, -1), s_aux, ends, None, None,
-            left, 0, 0, True,
-        )  # fmt: skip
-        assert_same(found, (out[0, picked], lse[0, :, picked].movedim(1, 0)))
+    for rows, batch in ((1, 4), (1, 9), (1, 18), (3, 18)):  # clusters of all kinds
+        for ends in torch.arange(rows, 1700, 97, device="cuda", dtype=torch.int32).split(batch):
+            picked = ends[:, None] - rows + torch.arange(rows, device="cuda")
+            caches = [x.expand(len(ends), -1, -1, -1) for x in (k, v)]
+            found = ops.flash_decode(q[0, picked], *caches, s_aux, ends, None, None, left, 0, 0, True)
+            assert_same(found, (out[0, picked], lse[0, :, picked].movedim(1, 0)))
 
 
 @pytest.mark.parametrize("batch", [1, 6, 144])
 @pytest.mark.parametrize(("head_dim", "chunk"), [(64, 8192), (128, 20480)])
 def test_rows_on_both_sides_of_a_chunks_end(head_dim: int, chunk: int, batch: int) -> None:
-    """Some rows see nothing of the last chunk; one sequence is clusters' work, 144 are that of blocks of 4 warps."""
+    """Some rows see nothing of the last chunk; 144 sequences are work of blocks of 4 warps."""
     q, k, v, s_aux, out, lse = rows_of_a_prefill(torch.bfloat16, 1, -1, 0, chunk + 16, head_dim)
     ends = torch.tensor([chunk + x for x in (0, 1, 3, 7, 8, 9)], device="cuda", dtype=torch.int32)
     for some in ends.repeat(max(1, batch // len(ends))).split(batch):

@@ -14,22 +14,21 @@ struct ChainArguments : Extras {
     int32_t chunk_keys;
 };
 
-template <class Element_, int kHeadDim_, int kWarps_> struct ChainConfig : TileSizes<kHeadDim_> {
+template <class Element_, int kHeadDim_> struct ChainConfig : TileSizes<kHeadDim_> {
     using Element = Element_;
     using TileSizes<kHeadDim_>::kHeadDim, TileSizes<kHeadDim_>::kHeadBytes, TileSizes<kHeadDim_>::kPartialRow;
     using Arguments = ChainArguments;
     static constexpr bool kExtras = true, kClusters = false;
-    static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps, kHeads = 1, kEights = 1, kMostRows = 8;
+    static constexpr int kWarps = 4, kThreads = 32 * kWarps, kHeads = 1, kEights = 1, kMostRows = 8;
     static constexpr int kTeams = kWarps, kTeamThreads = 32, kTeamWarps = 1; // a team: a warp that loads and scores 16 keys
     static constexpr int kPivotTiles = kHeadDim == 64 ? 8 : 5, kPivotKeys = kPivotTiles * kTileK; // of a key tile of the forward
     static_assert(kPivotKeys == (kHeadDim == 64 ? sa_fwd_cuda_sm90_d64_tile_k : sa_fwd_cuda_sm90_d128_tile_k), "the forward's tiles");
     static_assert(
             kPivotKeys == (kHeadDim == 64 ? sa_decode_cuda_sm90_chain_d64_tile_k : sa_decode_cuda_sm90_chain_d128_tile_k), "its chunks");
-    static constexpr int kWalkKeys = kTileK;                                         // of a tile of stream.tiles
-    static constexpr int kColumns = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps; // of a warp that has any
+    static constexpr int kWalkKeys = kTileK;           // of a tile of stream.tiles
+    static constexpr int kColumns = kHeadDim / kWarps; // of a warp
     static constexpr int kTeamBytes = kHeadBytes, kStageBytes = kTeams * kTeamBytes;
-    static constexpr int kMostStages = kHeadDim == 64 && kWarps == 4 ? 5 : 3;
-    static constexpr int kBlocks = kWarps > 4 ? 1 : kHeadDim == 64 ? 4 : 2; // of an SM
+    static constexpr int kMostStages = kHeadDim == 64 ? 5 : 3, kBlocks = kHeadDim == 64 ? 4 : 2; // kBlocks: of an SM
     static constexpr bool kQueriesInRegisters = true;
     static constexpr int kQueryBytes = 0;
     static constexpr int kMine = (kPivotTiles + kWarps - 1) / kWarps; // tiles of 16 keys that a warp has of a key tile of the forward
@@ -102,6 +101,40 @@ __device__ __forceinline__ void join_chunks(typename C::Smem &smem, const typena
     });
 }
 
+// Values that are not finite, of the 16 keys from first_key on, which not all rows see: adds them to a warp's columns of O, in the rows
+// that see them, calls added() and leaves zeros. chunk_at(key, n): where 8 columns of a key lie, the warp's n-th.
+template <class Element, int kBlocks, class ChunkAt, class Added>
+__device__ __forceinline__ void hide_nonfinite(
+        float (&o)[kBlocks][4], const Row *seen, int32_t first_key, const ChunkAt &chunk_at, const Added &added) {
+    constexpr int kChunks = 2 * kBlocks;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    bool bad = false;
+    for (int x = lane; x < kTileK * kChunks; x += 32) {
+        const uint4 halves = *reinterpret_cast<const uint4 *>(chunk_at(x / kChunks, x % kChunks));
+        for (const uint32_t pair : {halves.x, halves.y, halves.z, halves.w})
+            bad |= is_nonfinite<Element>(pair) || is_nonfinite<Element>(pair >> 16);
+    }
+    if (!__any_sync(0xffffffffu, bad)) return;
+#pragma unroll 1
+    for (int key = 0; key < kTileK; key++)
+#pragma unroll
+        for (int j = 0; j < kBlocks; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const auto *chunk = reinterpret_cast<const uint16_t *>(chunk_at(key, 2 * j + i));
+                const float value = nonfinite_part<Element>(static_cast<uint32_t>(chunk[fragment_row(0)]));
+                for (int x = 0; x < 2; x++)
+                    if (sees(seen[fragment_column() + x], first_key + key)) o[j][2 * i + x] += value;
+            }
+    added();
+    __syncwarp();
+    for (int x = lane; x < kTileK * kChunks * 8; x += 32) {
+        auto &half = reinterpret_cast<uint16_t *>(chunk_at(x / 8 / kChunks, x / 8 % kChunks))[x % 8];
+        if (is_nonfinite<Element>(static_cast<uint32_t>(half))) half = 0;
+    }
+    __syncwarp();
+}
+
 template <class C> struct Chain {
     typename C::Smem &smem;
     const typename C::Arguments &params;
@@ -120,7 +153,6 @@ template <class C> struct Chain {
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
     __device__ __forceinline__ static bool adds() { return warp() == C::kWarps - 1; }
     __device__ __forceinline__ static int first_column() { return warp() * C::kColumns; }
-    __device__ __forceinline__ static bool has_columns() { return first_column() < C::kHeadDim; }
     __device__ __forceinline__ const Row *seen() const { return smem.rows[warp()]; }
     __device__ __forceinline__ int num_rows() const { return smem.part.stream.num_rows; }
 
@@ -200,39 +232,12 @@ template <class C> struct Chain {
         return total > kLarge<typename C::Element> && fragment_column() + x < num_rows();
     }
 
-    // A value that is not finite, of 16 keys that not all rows see, is zeroed in shared memory and added explicitly to the rows that see
-    // it.
-    __device__ __forceinline__ void hide_nonfinite(unsigned char *values, int32_t first) {
-        constexpr int kChunksOfWarp = C::kColumns / 8;
-        const auto chunk_at = [&](int key, int n) { return values + swizzled(0, C::kRowBytes, key, first_column() / 8 + n); };
-        bool bad = false;
-        for (int x = lane(); x < kTileK * kChunksOfWarp; x += 32) {
-            const uint4 halves = *reinterpret_cast<const uint4 *>(chunk_at(x / kChunksOfWarp, x % kChunksOfWarp));
-            for (const uint32_t pair : {halves.x, halves.y, halves.z, halves.w})
-                bad |= is_nonfinite<typename C::Element>(pair) || is_nonfinite<typename C::Element>(pair >> 16);
-        }
-        if (!__any_sync(0xffffffffu, bad)) return;
-#pragma unroll 1
-        for (int key = 0; key < kTileK; key++)
-#pragma unroll
-            for (int j = 0; j < C::kColumns / 16; j++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const auto *chunk = reinterpret_cast<const uint16_t *>(chunk_at(key, 2 * j + i));
-                    const float value = nonfinite_part<typename C::Element>(static_cast<uint32_t>(chunk[lane() / 4]));
-                    for (int x = 0; x < 2; x++)
-                        if (sees(seen()[fragment_column() + x], first + key)) o[j][2 * i + x] += value;
-                }
-        __syncwarp();
-        for (int x = lane(); x < kTileK * kChunksOfWarp * 8; x += 32) {
-            auto &half = reinterpret_cast<uint16_t *>(chunk_at(x / 8 / kChunksOfWarp, x / 8 % kChunksOfWarp))[x % 8];
-            if (is_nonfinite<typename C::Element>(static_cast<uint32_t>(half))) half = 0;
-        }
-        __syncwarp();
-    }
-
     __device__ __forceinline__ void multiply_masked(int at, const typename C::Weights &from, int32_t first_key) {
-        if (params.band.q_len > 1) hide_nonfinite(shared + at + C::kTileBytes, first_key);
+        if (params.band.q_len > 1)
+            hide_nonfinite<typename C::Element>(
+                    o, seen(), first_key,
+                    [&](int key, int n) { return shared + at + C::kTileBytes + swizzled(0, C::kRowBytes, key, first_column() / 8 + n); },
+                    [] {});
         multiply(base + at, from);
     }
 
@@ -340,15 +345,13 @@ template <class C> struct Chain {
             begin_step(s, loader, first + C::kWarps, count, next_stage);
             const bool whole = first + C::kWarps <= count;
             const bool seen_by_all = params.band.q_len == 1 || (loader.is_full(first) && loader.is_full(first + C::kWarps - 1));
-            if (has_columns()) {
-                if (__builtin_expect(whole && seen_by_all, true)) {
+            if (__builtin_expect(whole && seen_by_all, true)) {
 #pragma unroll
-                    for (int t = 0; t < C::kWarps; t++) multiply(base + at + t * C::kTeamBytes, weights(parity, t));
-                } else {
+                for (int t = 0; t < C::kWarps; t++) multiply(base + at + t * C::kTeamBytes, weights(parity, t));
+            } else {
 #pragma unroll 1
-                    for (int t = 0; t < min(C::kWarps, count - first); t++)
-                        multiply_masked(at + t * C::kTeamBytes, weights(parity, t), sa_key_tile_at(&loader.tiles, first + t) * kTileK);
-                }
+                for (int t = 0; t < min(C::kWarps, count - first); t++)
+                    multiply_masked(at + t * C::kTeamBytes, weights(parity, t), sa_key_tile_at(&loader.tiles, first + t) * kTileK);
             }
             if (adds()) {
                 const bool side_by_side =
@@ -454,10 +457,9 @@ template <class C> struct Chain {
                 }
                 if (!__syncthreads_or(any)) break;
             }
-            if (has_columns())
-                for (int t = 0; t < here; t++)
-                    multiply_masked(
-                            t * C::kTeamBytes, weights(t / C::kWarps, t % C::kWarps), sa_key_tile_at(&loader.tiles, first + t) * kTileK);
+            for (int t = 0; t < here; t++)
+                multiply_masked(
+                        t * C::kTeamBytes, weights(t / C::kWarps, t % C::kWarps), sa_key_tile_at(&loader.tiles, first + t) * kTileK);
             for (int x = 0; x < 2; x++) sum[x] = __fadd_rn(sum[x], total[x]);
             first += here;
         }
@@ -474,10 +476,9 @@ template <class C> struct Chain {
             float total = sum[x];
             total += __shfl_xor_sync(0xffffffffu, total, 8);
             total += __shfl_xor_sync(0xffffffffu, total, 16);
-            if (has_columns())
 #pragma unroll
-                for (int j = 0; j < C::kColumns / 16; j++)
-                    for (int i = 0; i < 2; i++) to[row * C::kPartialRow + first_column() + 16 * j + fragment_row(i)] = o[j][2 * i + x];
+            for (int j = 0; j < C::kColumns / 16; j++)
+                for (int i = 0; i < 2; i++) to[row * C::kPartialRow + first_column() + 16 * j + fragment_row(i)] = o[j][2 * i + x];
             if (adds() && lane() < 4) *reinterpret_cast<float2 *>(to + row * C::kPartialRow + C::kHeadDim) = {pivot[x], total};
         }
         __syncthreads();

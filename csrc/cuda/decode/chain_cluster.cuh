@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A chunk of a stream, or a stream, of decode_chain.cu by a cluster: block r has columns [16 r, 16 r + 16) of O, for all keys, and scores
-// key tiles r, r + kCluster,
-// .. of the forward for all blocks.
+// A chunk of a stream, or a stream, of decode_chain.cu by a cluster, which may be one block: block r has columns [kColumns r,
+// kColumns (r + 1)) of O, for all keys. Key tiles of the forward go round the sets of scorers of all blocks.
 //
-//     scorers, a warp for each 16 keys of a tile    K | S | weights, rounded -> the tile's stage in every block; unrounded -> the adder
-//     adder                                         a tile's sums of weights -> its stage in every block
-//     loaders, four warps                           V of the block's columns, of every tile
-//     chain                                         O += P V, tile by tile, sum += the tile's sums
+//     chain, a warpgroup    O += P V, tile by tile, by wgmma; sum += the tile's sums      column_chain.cuh
+//     adder                 sums of the weights of the block's tiles                      chain_scores.cuh
+//     loaders, three warps  V of the block's columns, of every tile
+//     scorers, in sets      K | S | weights of the set's tiles                            chain_scores.cuh
 //
+// A tile's weights and their sums lie in a stage of a ring, in every block: where they are computed, and copied from there to the others.
 // Only the chain is serial: one product of 16 keys after another, and a sum a tile. All else of a tile depends on its keys and the pivots.
 // Every block finds the pivots itself, from the first tiles. Where a sum of weights exceeds kLarge the chain remembers that tile, and the
 // state before it; the run goes on to its end, for nothing, and a second one begins at that tile with a new pivot.
@@ -19,60 +19,76 @@
 
 namespace sa::decode {
 
-template <class Element_, int kHeadDim_> struct ClusterConfig : TileSizes<kHeadDim_> {
+// kCluster blocks, with kSets sets of scorers each, and a ring of kStages tiles.
+template <class Element_, int kHeadDim_, int kCluster_, int kSets_, int kStages_> struct ClusterConfig : TileSizes<kHeadDim_> {
     using Element = Element_;
     using TileSizes<kHeadDim_>::kHeadDim, TileSizes<kHeadDim_>::kTileBytes;
     using Arguments = ChainArguments;
     static constexpr bool kExtras = true, kClusters = true; // kClusters: request_rows reads no counter
-    static constexpr int kCluster = kHeadDim / 16, kMostRows = 8;
+    static constexpr int kCluster = kCluster_, kSets = kSets_, kTurns = kCluster * kSets, kMostRows = 8;
     static constexpr int kSteps = kHeadDim == 64 ? 8 : 5, kWalkKeys = kSteps * kTileK; // of a key tile of the forward
-    static_assert(kWalkKeys == ChainConfig<Element, kHeadDim, 8>::kPivotKeys, "the forward's tiles");
-    static constexpr int kScorers = kSteps, kLoaders = 4, kAdder = kScorers, kChain = kScorers + 1, kFirstLoader = kScorers + 2; // warps
-    static constexpr int kWarps = kFirstLoader + kLoaders, kThreads = 32 * kWarps;
-    static constexpr int kValueRow = 32, kValueBytes = kWalkKeys * kValueRow; // of the block's columns
-    static constexpr int kRounds = 2, kStages = kRounds * kCluster;           // of weights and values; a round: a tile of each block
-    static_assert((kStages & (kStages - 1)) == 0, "the chain has no time to divide");
-    static constexpr int kKeyStages = kHeadDim == 64 ? 3 : 2;
-    static constexpr int kAhead = kHeadDim == 64 ? 4 : 5; // k16 steps
+    static_assert(kWalkKeys == ChainConfig<Element, kHeadDim>::kPivotKeys, "the forward's tiles");
+    static constexpr int kGroups = 2, kScorers = (kSteps + kGroups - 1) / kGroups; // 16 keys a group of a scorer; warps a set
+    static constexpr int kChainWarps = 4, kAdder = 4, kFirstLoader = 5, kLoaders = 3, kFirstScorer = 8;
+    static constexpr int kWarps = kFirstScorer + kSets * kScorers, kThreads = 32 * kWarps;
+    static constexpr int kColumns = kHeadDim / kCluster, kValueChunks = kColumns / 8, kValueRow = 2 * kColumns;
+    static_assert(kColumns == 16 || kColumns == 32 || kColumns == 64, "rows of V that wgmma reads, swizzled by their length");
+    static constexpr int kValueBytes = kWalkKeys * kValueRow;            // of the block's columns
+    static constexpr int kStages = kStages_, kRounds = kStages / kTurns; // of weights and values; a round: a tile of each set
+    static_assert((kStages & (kStages - 1)) == 0 && kRounds * kTurns == kStages, "the roles have no time to divide");
+    static constexpr int kKeyStages = 2;
     // Of a key tile.
     struct WeightStage {
-        uint2 p[kSteps][32]; // weights as the right side of P V
+        uint2 p[kSteps][32]; // weights, keys x rows, as the right side of P V
         float totals[32];    // lane l: sum of class l / 8 of row 2 (l % 4) + l / 4 % 2
     };
     struct Smem {
-        alignas(128) unsigned char keys[kScorers][kKeyStages][kTileBytes];
-        unsigned char values[kStages][kValueBytes];
-        WeightStage sent[kStages];
-        float4 weights[kSteps][32];
-        float out[kMostRows][16], before[5][32];
-        Barriers<kStages> full;    // weights and values
-        Barriers<kRounds> empty;   // the stages of the block's own tiles, in every block
-        Barriers<kStages> v_empty; // values
-        Barriers<1> weights_full, weights_empty;
+        alignas(1024) unsigned char values[kStages][kValueBytes];
+        alignas(128) unsigned char keys[kSets * kScorers][kKeyStages][kGroups][kTileBytes];
+        alignas(128) WeightStage sent[kStages];
+        float4 weights[kSets][kSteps][32];
+        float out[kColumns / 16][kMostRows][16];
+        Barriers<kStages> full, empty; // weights and values
+        Barriers<kRounds> free[kSets]; // the stages of a set's next tiles, in every block
+        Barriers<kSets> weights_full, weights_empty;
         Part part;
         Row rows[kMostRows], seen_by_all;
         bool is_last;
-        float s_aux[kMostRows], tops[kScorers][kMostRows], sum[kMostRows];
+        float s_aux[kMostRows], tops[kSteps][kMostRows], sum[kColumns / 16][kMostRows];
         alignas(8) float pivot[kMostRows];
         int32_t stop[2]; // the tile where the next run begins, of even and odd runs: a slow warp may still read one while the next is found
         uint32_t large;  // rows whose pivots it moves
     };
-    static_assert(2 * (sizeof(Smem) + 1024) <= 228 * 1024, "two blocks an SM");
+    static_assert(sizeof(Smem) <= 227 * 1024, "a block of an SM");
+
+    // All threads of all blocks.
+    __device__ __forceinline__ static void meet() {
+        if (kCluster == 1) return __syncthreads();
+        cluster_arrive();
+        cluster_wait();
+    }
+
+    // Of 8 columns of a key of a tile of V.
+    __device__ __forceinline__ static uint32_t value_at(int key, int chunk) {
+        return key * kValueRow + ((chunk ^ ((key * kValueRow >> 7) & (kValueChunks - 1))) << 4);
+    }
 };
 
-// What all roles know of the stream. A run takes tiles [first, num_tiles) of the walk; `done` tiles were taken before it.
+// What all roles know of the stream. A run takes tiles [first, num_tiles) of the walk; its tile n is tile first + n.
 template <class C> struct ClusterStream {
     using Smem = typename C::Smem;
     Smem &smem;
     const typename C::Arguments &params;
     const sa_key_tiles &tiles;
     const int32_t num_tiles, batch;
+    const sa_range full;        // tiles of which every row sees every key, behind those of sink tokens
     const int32_t *const pages; // NULL for a contiguous cache
     const uint32_t rank;
 
     __device__ __forceinline__ ClusterStream(Smem &smem, const typename C::Arguments &params)
         : smem(smem), params(params), tiles(smem.part.stream.tiles), num_tiles(smem.part.last), batch(smem.part.batch),
-          pages(params.block_table ? params.block_table + batch * params.block_table_stride : nullptr), rank(blockIdx.x % C::kCluster) {}
+          full(sa_full_key_tiles(&tiles)), pages(params.block_table ? params.block_table + batch * params.block_table_stride : nullptr),
+          rank(blockIdx.x % C::kCluster) {}
 
     __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
     __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -89,10 +105,7 @@ template <class C> struct ClusterStream {
         return (key < tiles.sink_keys) | ((key + kTileK > tiles.band.begin) & (key < tiles.band.end));
     }
 
-    // Whether each key of a tile is seen; says no in tiles of sink tokens, which are few.
-    __device__ __forceinline__ bool is_all_seen(int32_t key) const {
-        return (key >= tiles.band.begin) & (key + C::kWalkKeys <= tiles.band.end);
-    }
+    __device__ __forceinline__ bool is_full(int32_t i) const { return (i >= full.begin) & (i < full.end); }
 
     // Of 16 keys from `key` on.
     __device__ __forceinline__ bool all_see(int32_t key) const {
@@ -108,286 +121,169 @@ template <class C> struct ClusterStream {
 
     __device__ __forceinline__ int32_t page_at(int32_t key) const { return pages ? load_relaxed(pages + page_index(key)) : batch; }
 
-    // -1 for a key that no row sees.
-    __device__ __forceinline__ int32_t page_of(int32_t key) const { return is_seen(key) ? page_at(key) : -1; }
-
-    // Of a key's row in its page, in elements.
-    __device__ __forceinline__ int64_t offset_of(int32_t page, int32_t key, int64_t page_stride, int32_t row_stride, int64_t gap) const {
+    // Where a key's row lies, in elements.
+    static constexpr int64_t kNowhere = INT64_MIN;
+    __device__ __forceinline__ int64_t place_of(int32_t page, int32_t key, int64_t page_stride, int32_t row_stride, int64_t gap) const {
         const int32_t slot = key - page_index(key) * params.page_size;
-        return page * page_stride + wide(slot) * row_stride + (page >= params.first_host_page ? gap : 0);
+        return is_inside(page) ? page * page_stride + wide(slot) * row_stride + (page >= params.first_host_page ? gap : 0) : kNowhere;
     }
 
-    // Waits until all blocks have read the previous tile in the stage of tile n, one of this block's.
-    __device__ __forceinline__ void acquire_stage(uint32_t n) const {
-        const Ring<C::kRounds> use{n / C::kCluster};
-        smem.empty[use.stage()].wait_previous(use);
+    // Waits until the stage of tile n, one of this block's, is free in all blocks.
+    __device__ __forceinline__ void wait_for_stage(uint32_t n) const {
+        smem.free[n % C::kTurns / C::kCluster].wait(Ring<C::kRounds>{n / C::kTurns});
     }
 
-    // Runs until none stopped early. run(first, done, stop): the chain writes to stop where the next run begins.
+    // The stage of tile n is free in this block: says so to the tile's block, and expects its weights if that is another one.
+    __device__ __forceinline__ void free_stage(uint32_t n) const {
+        const uint32_t turn = n % C::kTurns, its_rank = turn % C::kCluster;
+        Barrier &its = smem.free[turn / C::kCluster][n / C::kTurns % C::kRounds];
+        if (its_rank == rank) return its.arrive();
+        smem.full[n % C::kStages].arrive_expect(sizeof(typename C::WeightStage));
+        arrive_at_block(address_of_block(shared_address(its), its_rank));
+    }
+
+    // Before a run, by one thread; again: not before the first.
+    __device__ __forceinline__ static void init_barriers(Smem &smem, bool again) {
+        const auto init = [again](Barrier &barrier, int arrivals) {
+            if (again) barrier_invalidate(barrier);
+            barrier.init(arrivals);
+        };
+        for (int i = 0; i < C::kStages; i++) {
+            init(smem.full[i], 2); // by the loader; by the adder or, for the tile of another block, with its bytes
+            init(smem.empty[i], C::kChainWarps);
+        }
+        for (int set = 0; set < C::kSets; set++) {
+            for (int i = 0; i < C::kRounds; i++) init(smem.free[set][i], C::kCluster);
+            init(smem.weights_full[set], C::kScorers);
+            init(smem.weights_empty[set], 1);
+        }
+        barrier_init_fence();
+    }
+
+    // Runs until none stopped early. run(first, stop): the chain writes to stop where the next run begins.
     template <class Run> __device__ __forceinline__ void in_runs(const Run &run) const {
-        uint32_t done = 0, runs = 0;
-        for (int32_t first = 0; first < num_tiles; runs++) {
-            int32_t &stop = smem.stop[runs % 2];
-            run(first, done, stop);
-            cluster_arrive();
-            cluster_wait();
-            done += num_tiles - first;
+        uint32_t runs = 0;
+        for (int32_t first = 0; first < num_tiles;) {
+            int32_t &stop = smem.stop[runs++ % 2];
+            run(first, stop);
+            C::meet();
             first = stop;
+            if (first == num_tiles) break;
+            if (threadIdx.x == 0) init_barriers(smem, true);
+            C::meet();
         }
     }
 };
 
-template <class C> struct Scorer : ClusterStream<C> {
-    using Base = ClusterStream<C>;
-    using Base::lane, Base::params, Base::smem, Base::warp;
-    static constexpr int kKeyStages = C::kKeyStages, kRowStep = 32 / C::kChunks;
-    uint32_t q[C::kHeadDim / 16][2];
-    float pivot[2] = {-INFINITY, -INFINITY}; // of rows fragment_column() and the next
-    bool bad_page = false;
-
-    __device__ __forceinline__ explicit Scorer(const Base &stream) : Base(stream) {
-        const auto *from =
-                reinterpret_cast<const uint32_t *>(query_row(smem.part, params, min(lane() / 4, this->num_rows() - 1))) + lane() % 4;
-#pragma unroll
-        for (int x = 0; x < C::kHeadDim / 8; x++) q[x / 2][x % 2] = 8 * x < params.head_dim ? from[4 * x] : 0;
-    }
-
-    __device__ __forceinline__ uint32_t keys(int stage) const { return shared_address(smem.keys[warp()][stage]); }
-    __device__ __forceinline__ int32_t own_key(int32_t i) const { return key_of(*this, i); }
-
-    // Of tile i.
-    __device__ __forceinline__ static int32_t key_of(const Base &stream, int32_t i) { return stream.first_key(i) + warp() * kTileK; }
-
-    __device__ __forceinline__ static int32_t find_page(const Base &stream, int32_t i) {
-        return i < stream.num_tiles ? stream.page_of(key_of(stream, i) + lane() % kTileK) : -1;
-    }
-
-    // Pages of a run's first tile and of the block's first tiles.
-    __device__ __forceinline__ static void look_up(
-            int32_t (&pages)[kKeyStages], const Base &stream, int32_t first = 0, uint32_t behind = blockIdx.x % C::kCluster) {
-        pages[0] = find_page(stream, first);
-#pragma unroll
-        for (int x = 1; x < kKeyStages; x++) pages[x] = find_page(stream, first + static_cast<int32_t>(behind) + (x - 1) * C::kCluster);
-    }
-
-    // page: of the lane's key, from find_page.
-    __device__ __forceinline__ void load(int stage, int32_t i, int32_t page) {
-        if (i < this->num_tiles) {
-            const int row = lane() / C::kChunks, chunk = lane() % C::kChunks;
-            const int32_t key = own_key(i);
-            bad_page |= !this->is_inside(page) & this->is_seen(key + lane() % kTileK);
-            const uint16_t *k = params.k + wide(smem.part.kv_head) * params.k_head + chunk * 8;
-#pragma unroll
-            for (int r = 0; r < kTileK; r += kRowStep) {
-                const int32_t its_page = __shfl_sync(0xffffffffu, page, row + r);
-                const int64_t offset = this->offset_of(its_page, key + row + r, params.k_page, params.k_row, params.k_gap);
-                cp_async_16_once(swizzled(keys(stage), C::kRowBytes, row + r, chunk), k + offset,
-                        chunk * 8 < params.head_dim && this->is_inside(its_page));
-            }
-        }
-        cp_async_commit();
-    }
-
-    // s[2 i + x]: key fragment_row(i), row fragment_column() + x. -inf where the row does not see the key.
-    __device__ __forceinline__ void score(float (&s)[4], int stage, int32_t i) const {
-        for (float &x : s) x = 0.0f;
-        const uint32_t k = swizzled(keys(stage), C::kRowBytes, left_row(lane()), left_chunk(lane()));
-#pragma unroll
-        for (int step = 0; step < C::kHeadDim / 16; step++) {
-            uint32_t a[4];
-            ldmatrix_x4(a, pairs_on(k, step));
-            mma_m16n8k16<typename C::Element>(s, a, q[step][0], q[step][1]);
-        }
-        const int32_t key = own_key(i);
-        if (__builtin_expect(!this->all_see(key), false))
-#pragma unroll
-            for (int x = 0; x < 4; x++)
-                if (!sees(smem.rows[fragment_column() + x % 2], key + fragment_row(x / 2))) s[x] = -INFINITY;
-    }
-
-    // The pivots of a run that begins with tile i, whose keys are in the last stage or on their way there: of rows that begin in this tile
-    // or a later one, or are large.
-    __device__ __forceinline__ void find_pivots(int32_t i) {
-        const uint32_t large = i ? smem.large : 0;
-        cp_async_wait<kKeyStages - 1>();
-        for (;;) {
-            __syncwarp();
-            float s[4];
-            score(s, kKeyStages - 1, i);
-#pragma unroll
-            for (int x = 0; x < 2; x++) {
-                const float top = column_max(fmaxf(s[x], s[2 + x]));
-                if (lane() < 4) smem.tops[warp()][fragment_column() + x] = top;
-            }
-            bar_sync<32 * C::kScorers>(1);
-            bool missing = false;
-#pragma unroll
-            for (int x = 0; x < 2; x++) {
-                const int row = fragment_column() + x;
-                float now = -INFINITY;
-                for (int w = 0; w < C::kScorers; w++) now = fmaxf(now, smem.tops[w][row]);
-                now *= params.scale_log2;
-                const bool exists = row < this->num_rows() && (smem.rows[row].begin < smem.rows[row].end || smem.rows[row].sink_end);
-                if (exists && (pivot[x] == -INFINITY || large >> row & 1) && now > pivot[x] + kLazy) pivot[x] = now;
-                missing |= exists && pivot[x] == -INFINITY;
-            }
-            bar_sync<32 * C::kScorers>(1);                                                   // tops may be overwritten
-            if (!__any_sync(0xffffffffu, missing) || large || ++i == this->num_tiles) break; // all warps alike
-            load(kKeyStages - 1, i, find_page(*this, i));
-            cp_async_wait<0>();
-        }
-        if (warp() == 0 && lane() < 4) *reinterpret_cast<float2 *>(&smem.pivot[fragment_column()]) = {pivot[0], pivot[1]};
-        bar_sync<32 * (C::kScorers + 1)>(2); // the chain has them
-    }
-
-    // Writes the weights of a tile to its stage in every block.
-    __device__ __forceinline__ void send(const float (&s)[4], uint32_t n) {
-        float w[4];
-#pragma unroll
-        for (int x = 0; x < 4; x++) w[x] = exp2_approx(fmaf(s[x], params.scale_log2, -(pivot[x % 2] == -INFINITY ? 0.0f : pivot[x % 2])));
-        const uint2 p = {
-                transposed(pack_halves<typename C::Element>(w[0], w[1])), transposed(pack_halves<typename C::Element>(w[2], w[3]))};
-        const Ring<C::kStages> ring{n};
-        const uint32_t to = shared_address(&smem.sent[ring.stage()].p[warp()][lane()]), full = shared_address(smem.full[ring.stage()]);
-        this->acquire_stage(n);
-#pragma unroll
-        for (uint32_t r = 0; r < C::kCluster; r++) store_async(address_of_block(to, r), p, address_of_block(full, r));
-        const Ring<1> tile{n / C::kCluster};
-        smem.weights_empty.acquire(tile);
-        smem.weights[warp()][lane()] = {w[0], w[1], w[2], w[3]};
-        __syncwarp();
-        if (lane() == 0) smem.weights_full.arrive(tile);
-    }
-
-    // looked_up: those of the first run.
-    __device__ __forceinline__ void run(int32_t first, uint32_t done, int32_t (&looked_up)[kKeyStages]) {
-        const auto behind = (this->rank + C::kCluster - done % C::kCluster) % C::kCluster; // of the block's first tile
-        int32_t i = first + static_cast<int32_t>(behind), next = i;
-        if (first) look_up(looked_up, *this, first, behind);
-        cp_async_wait<0>();
-        __syncwarp();
-        load(kKeyStages - 1, first, looked_up[0]);
-#pragma unroll
-        for (int stage = 0; stage < kKeyStages - 1; stage++, next += C::kCluster) load(stage, next, looked_up[stage + 1]);
-        int32_t page = find_page(*this, next);
-        find_pivots(first);
-        int stage = 0, free = kKeyStages - 1;
-#pragma unroll 1
-        for (uint32_t n = done + behind; i < this->num_tiles; i += C::kCluster, n += C::kCluster) {
-            load(free, next, page);
-            page = find_page(*this, next += C::kCluster);
-            cp_async_wait<kKeyStages - 1>(); // in flight: keys of the block's next tiles
-            __syncwarp();
-            float s[4];
-            score(s, stage, i);
-            send(s, n);
-            free = stage;
-            if (++stage == kKeyStages) stage = 0;
-        }
-    }
-};
-
-// Adds the weights of the block's tiles as the forward does: eight chains of a tile, key mod 8; even and odd neighbours meet at its end.
-template <class C> struct Adder : ClusterStream<C> {
-    using Base = ClusterStream<C>;
-    using Base::lane, Base::smem;
-
-    __device__ __forceinline__ explicit Adder(const Base &stream) : Base(stream) {}
-
-    __device__ __forceinline__ void run(int32_t first, uint32_t done) const {
-        const auto behind = (this->rank + C::kCluster - done % C::kCluster) % C::kCluster;
-#pragma unroll 1
-        for (uint32_t n = done + behind; n - done < static_cast<uint32_t>(this->num_tiles - first); n += C::kCluster) {
-            const Ring<1> tile{n / C::kCluster};
-            smem.weights_full.wait(tile);
-            float4 w[C::kSteps];
-#pragma unroll
-            for (int t = 0; t < C::kSteps; t++) w[t] = smem.weights[t][lane()];
-            float sum[2] = {};
-#pragma unroll
-            for (int t = 0; t < C::kSteps; t++) {
-                sum[0] = __fadd_rn(__fadd_rn(sum[0], w[t].x), w[t].z);
-                sum[1] = __fadd_rn(__fadd_rn(sum[1], w[t].y), w[t].w);
-            }
-            __syncwarp();
-            if (lane() == 0) smem.weights_empty.release(tile);
-            for (float &x : sum) x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, 4));
-            const float total = lane() & 4 ? sum[1] : sum[0];
-            const Ring<C::kStages> ring{n};
-            const uint32_t to = shared_address(&smem.sent[ring.stage()].totals[lane()]), full = shared_address(smem.full[ring.stage()]);
-            this->acquire_stage(n);
-#pragma unroll
-            for (uint32_t r = 0; r < C::kCluster; r++) store_async(address_of_block(to, r), total, address_of_block(full, r));
-        }
-    }
-};
-
-// Copies the block's columns of V, every kLoaders-th tile each. A lane finds where 16 keys lie, or where pages may be smaller, single keys.
+// Copies the block's columns of V, every kLoaders-th tile each. kWhole, where no tile spans two pages: a lane finds where 16 keys of one of
+// kBatch tiles lie; else where single keys of a tile do.
 template <class C> struct ValueLoader : ClusterStream<C> {
     using Base = ClusterStream<C>;
     using Base::lane, Base::params, Base::smem;
-    static constexpr int64_t kNowhere = INT64_MIN;
+    static constexpr int kRowStep = 32 / C::kValueChunks;                                   // keys of an instruction
     template <bool kWhole> static constexpr int kPlaces = kWhole ? 1 : (C::kSteps + 1) / 2; // of a lane
+    template <bool kWhole> static constexpr int kBatch = kWhole ? 32 / C::kSteps : 1;
 
     __device__ __forceinline__ explicit ValueLoader(const Base &stream) : Base(stream) {}
 
-    // The first key of place x, counted in the tile.
-    template <bool kWhole> __device__ __forceinline__ static int32_t key_of(int x) { return kWhole ? lane() * kTileK : lane() + 32 * x; }
+    // The tile and first key of place x of those looked up for tile i.
+    struct Place {
+        int32_t tile, key;
+        bool exists;
+    };
+    template <bool kWhole> __device__ __forceinline__ Place place(int32_t i, int x) const {
+        const int32_t tile = kWhole ? i + lane() / C::kSteps * C::kLoaders : i,
+                      own = kWhole ? lane() % C::kSteps * kTileK : lane() + 32 * x;
+        return {tile, this->first_key(tile) + own,
+                tile < this->num_tiles && (kWhole ? lane() / C::kSteps < kBatch<true> : own < C::kWalkKeys)};
+    }
 
     template <bool kWhole> __device__ __forceinline__ void find_pages(int32_t (&found)[kPlaces<kWhole>], int32_t i) const {
 #pragma unroll
         for (int x = 0; x < kPlaces<kWhole>; x++) {
-            const int32_t own = key_of<kWhole>(x), key = this->first_key(i) + own;
-            const bool exists = i < this->num_tiles && own < C::kWalkKeys;
-            found[x] = exists && (kWhole ? this->is_any_seen(key) : this->is_seen(key)) ? this->page_at(key) : -1;
+            const Place at = place<kWhole>(i, x);
+            found[x] = at.exists && (kWhole ? this->is_any_seen(at.key) : this->is_seen(at.key)) ? this->page_at(at.key) : -1;
         }
     }
 
-    __device__ __forceinline__ void run(int32_t first, uint32_t done) const {
+    __device__ __forceinline__ void run(int32_t first) const {
         if (params.whole_tiles)
-            copy<true>(first, done);
+            copy<true>(first);
         else
-            copy<false>(first, done);
+            copy<false>(first);
     }
 
-    template <bool kWhole> __device__ __forceinline__ void copy(int32_t first, uint32_t done) const {
-        const int row = lane() / 2, chunk = lane() % 2;
-        const auto column = static_cast<int>(this->rank) * 16 + chunk * 8;
+    // Tile n is there; kPending later ones are in flight.
+    template <int kPending> __device__ __forceinline__ void announce(uint32_t n) const {
+        static_assert(C::kStages >= C::kLoaders + 2, "it waits for a stage before it announces the tile before, and the chain has two");
+        cp_async_wait<kPending>();
+        async_fence();
+        __syncwarp();
+        if (lane() == 0) smem.full[n % C::kStages].arrive();
+    }
+
+    template <bool kWhole> __device__ __forceinline__ void copy(int32_t first) const {
+        const int row = lane() / C::kValueChunks, chunk = lane() % C::kValueChunks;
+        const auto column = static_cast<int>(this->rank) * C::kColumns + chunk * 8;
         const bool exists = column < params.head_dim;
         const uint16_t *v = params.v + wide(smem.part.kv_head) * params.v_head + column + (kWhole ? wide(row) * params.v_row : 0);
         const int32_t behind = this->warp() - C::kFirstLoader;
-        int32_t i = first + behind, found[kPlaces<kWhole>];
+        int32_t i = first + behind, found[kPlaces<kWhole>], at = 0;
+        int64_t places[kPlaces<kWhole>];
+        uint32_t last = 0;
         find_pages<kWhole>(found, i);
 #pragma unroll 1
-        for (uint32_t n = done + static_cast<uint32_t>(behind); i < this->num_tiles; i += C::kLoaders, n += C::kLoaders) {
+        for (auto n = static_cast<uint32_t>(behind); i < this->num_tiles; i += C::kLoaders, n += C::kLoaders) {
             const Ring<C::kStages> ring{n};
-            const int32_t key = this->first_key(i);
-            const bool all = !kWhole || this->is_all_seen(key);
-            const uint32_t to = shared_address(smem.values[ring.stage()]) + row * C::kValueRow + ((chunk ^ (row >> 2 & 1)) << 4);
-            int64_t offset[kPlaces<kWhole>];
+            const uint32_t to = shared_address(smem.values[ring.stage()]);
+            if (at == 0) {
 #pragma unroll
-            for (int x = 0; x < kPlaces<kWhole>; x++) {
-                offset[x] = this->offset_of(found[x], key + key_of<kWhole>(x), params.v_page, params.v_row, params.v_gap);
-                if (!this->is_inside(found[x])) offset[x] = kNowhere;
+                for (int x = 0; x < kPlaces<kWhole>; x++)
+                    places[x] = this->place_of(found[x], place<kWhole>(i, x).key, params.v_page, params.v_row, params.v_gap);
+                find_pages<kWhole>(found, i + kBatch<kWhole> * C::kLoaders); // in flight during the copies
             }
-            find_pages<kWhole>(found, i + C::kLoaders); // in flight during the copies
-            smem.v_empty.acquire(ring);
+            smem.empty.acquire(ring);
+            if (lane() == 0) this->free_stage(n);
+            const auto copy = [&](const auto &is_seen) {
 #pragma unroll
-            for (int t = 0; t < C::kSteps; t++) {
-                const int64_t from = __shfl_sync(0xffffffffu, kWhole ? offset[0] : offset[t / 2], kWhole ? t : 16 * (t % 2) + row);
-                const bool seen = all || this->is_seen(key + t * kTileK + row);
-                cp_async_16_once(to + t * kTileK * C::kValueRow, v + from, exists && seen && from != kNowhere);
-            }
-            smem.full[ring.stage()].arrive_copied();
+                for (int t = 0; t < C::kSteps; t++) {
+                    int64_t from = kWhole ? __shfl_sync(0xffffffffu, places[0], at * C::kSteps + t) : 0;
+#pragma unroll
+                    for (int r = 0; r < kTileK; r += kRowStep) {
+                        if (!kWhole) from = __shfl_sync(0xffffffffu, places[t / 2], 16 * (t % 2) + row + r);
+                        cp_async_16_once(to + t * kTileK * C::kValueRow + C::value_at(row + r, chunk),
+                                v + from + (kWhole ? wide(r) * params.v_row : 0),
+                                exists && from != this->kNowhere && is_seen(t * kTileK + row + r));
+                    }
+                }
+            };
+            if (!kWhole || this->is_full(i))
+                copy([](int) { return true; });
+            else
+                copy([&](int key) { return this->is_seen(this->first_key(i) + key); });
+            cp_async_commit();
+            if (n >= C::kLoaders) announce<1>(n - C::kLoaders);
+            last = n;
+            if (++at == kBatch<kWhole>) at = 0;
         }
+        if (first + behind < this->num_tiles) announce<0>(last);
     }
 };
 
-// Describes the stream's rows, of which keys_of tells the keys: by the first warp.
-template <class C, class KeysOf> __device__ __forceinline__ void describe_cluster_rows(typename C::Smem &smem, const KeysOf &keys_of) {
+// The keys of the part that a row of it sees.
+__device__ __forceinline__ Row keys_of_row(const Part &part, const ChainArguments &params, int row) {
+    const int32_t token = token_head(part, params, row).token;
+    const sa_range keys = sa_row_band(&part.stream.band, token);
+    if (params.chunks == 1) return {keys.begin, keys.end, sa_row_sink_end(&part.stream.band, token)};
+    const int32_t begin = static_cast<int32_t>(part.index) * params.chunk_keys, end = min(keys.end, begin + params.chunk_keys);
+    return begin < end ? Row{begin, end, 0} : Row{0, 0, 0};
+}
+
+// Describes the stream's rows: by the first warp.
+template <class C> __device__ __forceinline__ void describe_cluster_rows(typename C::Smem &smem, const ChainArguments &params) {
     const Part &part = smem.part;
     const auto row = static_cast<int>(threadIdx.x);
-    const Row keys = row < part.stream.num_rows ? keys_of(row) : Row{0, INT32_MAX, INT32_MAX};
+    const Row keys = row < part.stream.num_rows ? keys_of_row(part, params, row) : Row{0, INT32_MAX, INT32_MAX};
     const int32_t begin = __reduce_max_sync(0xffffffffu, keys.begin), end = __reduce_min_sync(0xffffffffu, keys.end),
                   sink_end = __reduce_min_sync(0xffffffffu, keys.sink_end);
     if (row < C::kMostRows) smem.rows[row] = row < part.stream.num_rows ? keys : Row{0, 0, 0};

@@ -1,102 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The serial part of chain_cluster.cuh: a warp adds P V of the block's 16 columns, and the tiles' sums of weights, in the forward's order.
+// The serial part of chain_cluster.cuh: a warpgroup adds P V of the block's columns, and the tiles' sums of weights, in the forward's
+// order. With 16 columns in a block, all four warps have the same.
 #pragma once
 
 #include "cuda/decode/chain_cluster.cuh"
+#include "cuda/tile/wgmma.cuh"
 
 namespace sa::decode {
 
 template <class C> struct ColumnChain : ClusterStream<C> {
     using Base = ClusterStream<C>;
-    using Base::lane, Base::params, Base::smem;
-    static constexpr int kAhead = C::kAhead;
-    float o[4] = {}, pivot[2] = {-INFINITY, -INFINITY}; // columns fragment_row(i), rows fragment_column() + x
-    float sum = 0.0f, sums_pivot = -INFINITY, limit;    // of class lane / 8 of row sums_row(); limit: of a tile's total
-    uint32_t v[kAhead][4];                              // of the next k16 steps
-    uint2 p[kAhead];
+    using Base::lane, Base::params, Base::smem, Base::warp;
+    using Element = typename C::Element;
+    static constexpr int kBarrier = 3;                     // of the warpgroup; the next ones, of warps with the same columns
+    float o[1][4] = {}, pivot[2] = {-INFINITY, -INFINITY}; // the warp's columns fragment_row(i), rows fragment_column() + x
+    float sum = 0.0f, sums_pivot = -INFINITY, limit;       // of class lane / 8 of row sums_row(); limit: of a tile's total
+    float o_before[4], sum_before;                         // where a run stopped
+    bool careful = false;                                  // one stopped in a round: later ones take single tiles
 
     __device__ __forceinline__ explicit ColumnChain(const Base &stream)
-        : Base(stream), limit(sums_row() < this->num_rows() ? kLarge<typename C::Element> : INFINITY) {
-        if (lane() < this->num_rows())
-            smem.s_aux[lane()] =
-                    params.s_aux ? static_cast<float>(sa_load(params.s_aux, params.s_aux_dtype, token_head(smem.part, params, lane()).head))
-                                 : -INFINITY;
-    }
+        : Base(stream), limit(sums_row() < this->num_rows() ? kLarge<Element> : INFINITY) {}
 
     __device__ __forceinline__ static int sums_row() { return fragment_column() + lane() / 4 % 2; }
+    __device__ __forceinline__ static int first_column() { return 16 * warp() % C::kColumns; } // in the block's
 
-    // A value that is not finite, of 16 keys that not all rows see, is zeroed in shared memory and added explicitly to the rows that see
-    // it.
-    __device__ __forceinline__ void hide_nonfinite(uint32_t n, int32_t first_key) {
+    __device__ __forceinline__ void wait_for_products() {
+        wgmma_wait<0>();
+        pin(o[0]);
+    }
+
+    // Of the n-th tile, whose first key is first_key.
+    __device__ __forceinline__ void hide_values(uint32_t n, int32_t first_key) {
         unsigned char *tile = smem.values[n % C::kStages];
-        const auto chunk_at = [&](int key, int chunk) { return tile + key * C::kValueRow + ((chunk ^ (key >> 2 & 1)) << 4); };
 #pragma unroll 1
         for (int t = 0; t < C::kSteps; t++) {
             if (this->all_see(first_key + t * kTileK)) continue;
-            auto *own = chunk_at(t * kTileK + lane() / 2, lane() % 2);
-            bool bad = false;
-            for (int x = 0; x < 8; x++)
-                bad |= is_nonfinite<typename C::Element>(static_cast<uint32_t>(reinterpret_cast<uint16_t *>(own)[x]));
-            if (!__any_sync(0xffffffffu, bad)) continue;
-#pragma unroll 1
-            for (int key = t * kTileK; key < (t + 1) * kTileK; key++)
-                for (int i = 0; i < 2; i++) {
-                    const uint16_t half = reinterpret_cast<const uint16_t *>(chunk_at(key, i))[lane() / 4];
-                    const float value = nonfinite_part<typename C::Element>(static_cast<uint32_t>(half));
-                    for (int x = 0; x < 2; x++)
-                        if (sees(smem.rows[fragment_column() + x], first_key + key)) o[2 * i + x] += value;
-                }
-            __syncwarp();
-            for (int x = 0; x < 8; x++) {
-                uint16_t &half = reinterpret_cast<uint16_t *>(own)[x];
-                if (is_nonfinite<typename C::Element>(static_cast<uint32_t>(half))) half = 0;
-            }
-            __syncwarp();
+            hide_nonfinite<Element>(
+                    o, smem.rows, first_key + t * kTileK,
+                    [&](int key, int n) { return tile + C::value_at(t * kTileK + key, first_column() / 8 + n); },
+                    [] { // warps with the same columns read the same values
+                        if (C::kColumns < 64) bar_sync<32 * 64 / C::kColumns>(kBarrier + 1 + first_column() / 16);
+                    });
         }
-    }
-
-    // Waits for tile i, the n-th of all runs.
-    __device__ __forceinline__ void wait(int32_t i, uint32_t n) {
-        smem.full.wait(Ring<C::kStages>{n});
-        if (__builtin_expect(params.band.q_len > 1, false)) hide_nonfinite(n, this->first_key(i));
-    }
-
-    // The lane's place in tile n: of V and of P.
-    struct Place {
-        uint32_t v;
-        const uint2 *p;
-    };
-
-    __device__ __forceinline__ Place place(uint32_t n) const {
-        const int row = right_row(lane());
-        const uint32_t at = row * C::kValueRow + ((right_chunk(lane()) ^ (row >> 2 & 1)) << 4);
-        return {shared_address(smem.values[n % C::kStages]) + at, &smem.sent[n % C::kStages].p[0][lane()]};
-    }
-
-    __device__ __forceinline__ void fetch(int t, const Place &from) {
-        ldmatrix_x4_trans(v[t % kAhead], from.v + t * kTileK * C::kValueRow);
-        p[t % kAhead] = from.p[32 * t];
-    }
-
-    // The lane is asked three times, which makes three predicates and no branch.
-    __device__ __forceinline__ void release(uint32_t n) const {
-        const Ring<C::kStages> ring{n};
-        const uint32_t of_owner = address_of_block(shared_address(&smem.empty[n / C::kCluster % C::kRounds]), n % C::kCluster);
-        if (lane() == 0) smem.v_empty.release(ring);
-        if (lane() == 0) smem.full[ring.stage()].arrive_expect(sizeof(typename C::WeightStage));
-        if (lane() == 0) arrive_at_block(of_owner);
+        async_fence();
+        bar_sync<32 * C::kChainWarps>(kBarrier);
     }
 
     // Takes the run's pivots.
     __device__ __forceinline__ void move_pivots() {
-        bar_sync<32 * (C::kScorers + 1)>(2);
+        bar_sync<32 * (C::kSets * C::kScorers + C::kChainWarps)>(2);
 #pragma unroll
         for (int x = 0; x < 2; x++) {
             const float now = smem.pivot[fragment_column() + x];
             if (now == pivot[x]) continue;
             const float alpha = exp2_approx(pivot[x] - now);
-            for (int i = 0; i < 2; i++) o[2 * i + x] = __fmul_rn(o[2 * i + x], alpha);
+            for (int i = 0; i < 2; i++) o[0][2 * i + x] = __fmul_rn(o[0][2 * i + x], alpha);
             pivot[x] = now;
         }
         const float now = smem.pivot[sums_row()];
@@ -104,79 +63,140 @@ template <class C> struct ColumnChain : ClusterStream<C> {
         sums_pivot = now;
     }
 
-    // Some row's total of tile i is large: the next run begins here, from this state.
+    // The next run begins at tile i, from this state; where a total is large, with a new pivot of its row.
     __device__ __forceinline__ void stop_at(int32_t i, bool large, int32_t &stop) {
-        for (int x = 0; x < 4; x++) smem.before[x][lane()] = o[x];
-        smem.before[4][lane()] = sum;
+        for (int x = 0; x < 4; x++) o_before[x] = o[0][x];
+        sum_before = sum;
         const uint32_t rows = __reduce_or_sync(0xffffffffu, large ? 1u << sums_row() : 0u);
-        if (lane()) return;
+        if (threadIdx.x) return;
         smem.large = rows;
         stop = i;
     }
 
-    // Once the chain has the pivots, it has nothing but products and sums to wait for: fragments come kAhead steps ahead, what a tile needs
-    // besides is done between the products, and a tile is released within the next one.
-    __device__ __forceinline__ void run(int32_t first, uint32_t n, int32_t &stop) {
-        constexpr int kNext = C::kSteps - kAhead; // the step after which the next tile is fetched
-        move_pivots();
-        wait(first, n);
-        Place at = place(n);
-        float total = smem.sent[n % C::kStages].totals[lane()], most = limit;
+    // Sums of the weights of the tile in the stage.
+    __device__ __forceinline__ float total_of(uint32_t stage) const { return smem.sent[stage].totals[lane()]; }
+
+    __device__ __forceinline__ void release(uint32_t stage) const {
+        if (lane() == 0) smem.empty[stage].arrive();
+    }
+
+    // Issues o += P V of steps [from, to) of the tile in the stage-th stage behind `base`, which is in a uniform register.
+    struct Stages {
+        uint32_t values, weights;
+    };
+    __device__ __forceinline__ Stages stages_from(uint32_t stage) const {
+        return {warp_uniform_register(shared_address(smem.values[stage])), warp_uniform_register(shared_address(smem.sent[stage].p))};
+    }
+    __device__ __forceinline__ void begin_products(const Stages &base, int stage, int from, int to) {
+        const uint32_t values = base.values + stage * C::kValueBytes, weights = base.weights + stage * int{sizeof(typename C::WeightStage)};
+        const uint64_t v = operand_of_rows(values, C::kValueRow, 0), p = operand_of_rows(weights, 16, 128);
 #pragma unroll
-        for (int t = 0; t < kAhead; t++) fetch(t, at);
+        for (int t = from; t < to; t++)
+            wgmma_shared_transposed<Element>(o[0], operand_at(v, t * kTileK * C::kValueRow), operand_at(p, t * 256), true);
+    }
+
+    // Any tile, by itself, the n-th of the run. Where a total is large, the next run begins here, from this state.
+    __device__ __forceinline__ void run_tile(int32_t i, uint32_t n, bool &stopped, int32_t &stop) {
+        const Ring<C::kStages> ring{n};
+        smem.full.wait(ring);
+        const float total = total_of(ring.stage());
+        if (!stopped && __any_sync(0xffffffffu, total > limit)) {
+            stopped = true;
+            stop_at(i, total > limit, stop);
+        }
+        if (params.band.q_len > 1 && !this->is_full(i)) hide_values(n, this->first_key(i));
+        sum = __fadd_rn(sum, total);
+        wgmma_fence();
+        begin_products(stages_from(ring.stage()), 0, 0, C::kSteps);
+        wgmma_commit();
+        wait_for_products();
+        release(ring.stage());
+    }
+
+    // Rounds of kRound tiles from tile i on, the n-th of the run, before `end`, whose keys all rows see. Returns the first tile that is
+    // left. A warp can issue no product before all but two of those before it have ended, so what else a tile takes lies between products.
+    // Where a total is large, the next run begins at its round, and takes single tiles.
+    static constexpr int kRound = 4;
+    static_assert(C::kStages % kRound == 0, "a round's stages lie side by side");
+    __device__ __forceinline__ int32_t run_rounds(int32_t i, uint32_t n, int32_t end, bool &stopped, int32_t &stop) {
+        smem.full.wait(Ring<C::kStages>{n});
+        float total = total_of(n % C::kStages);
+#pragma unroll 1
+        for (bool more = true; more; i += kRound) {
+            if (!stopped) stop_at(i, false, stop);
+            bool large = false;
+            more = i + 2 * kRound <= end;
+            const Stages base = stages_from(n % C::kStages);
+            wgmma_fence();
+#pragma unroll
+            for (int x = 0; x < kRound; x++) {
+                const Ring<C::kStages> next{++n};
+                const bool exists = x + 1 < kRound || more;
+                large |= total > limit;
+                sum = __fadd_rn(sum, total);
+                begin_products(base, x, 0, 2);
+                wgmma_commit();
+                if (x) {
+                    wgmma_wait<1>(); // the products of the tile before
+                    release((n - 2) % C::kStages);
+                }
+                const bool ready = exists && smem.full[next.stage()].is_over(next);
+                begin_products(base, x, 2, C::kSteps - 1);
+                if (exists && !ready) smem.full.wait(next);
+                total = total_of(next.stage()); // of no meaning behind the last
+                begin_products(base, x, C::kSteps - 1, C::kSteps);
+                wgmma_commit();
+            }
+            wait_for_products();
+            release((n - 1) % C::kStages);
+            stopped |= __any_sync(0xffffffffu, large);
+        }
+        return i;
+    }
+
+    // A run over tiles [first, num_tiles).
+    __device__ __forceinline__ void run(int32_t first, int32_t &stop) {
+        move_pivots();
+        const bool masks = params.band.q_len > 1;
+        const int32_t full_begin = masks ? this->full.begin : first, full_end = masks ? this->full.end : this->num_tiles;
+        int32_t i = first;
+        const auto n = [&] { return static_cast<uint32_t>(i - first); };
         bool stopped = false;
 #pragma unroll 1
-        for (int32_t i = first;; n++) {
-            if (__builtin_expect(__any_sync(0xffffffffu, total > most), false)) {
-                stop_at(i, total > most, stop);
-                most = INFINITY;
-                stopped = true;
-            }
-            sum = __fadd_rn(sum, total);
-            const bool last = ++i == this->num_tiles;
-            Place next;
-#pragma unroll
-            for (int t = 0; t < C::kSteps; t++) {
-                mma_m16n8k16<typename C::Element>(o, v[t % kAhead], p[t % kAhead].x, p[t % kAhead].y);
-                if (t == (kNext < 1 ? 0 : kNext - 1) && !last) wait(i, n + 1);
-                if (t == kNext) {
-                    next = place(n + 1);
-                    total = smem.sent[(n + 1) % C::kStages].totals[lane()];
-                }
-                if (t < kNext)
-                    fetch(t + kAhead, at);
-                else
-                    fetch(t - kNext, next); // past the last tile, of no meaning
-                if (t == 1 && i > first + 1) release(n - 1);
-            }
-            if (last) break;
-            at = next;
+        for (; i < this->num_tiles && (careful || i < full_begin || n() % kRound); i++) run_tile(i, n(), stopped, stop);
+        if (!stopped && i + kRound <= full_end) {
+            i = run_rounds(i, n(), full_end, stopped, stop);
+            careful = stopped;
         }
-        release(n);
+#pragma unroll 1
+        for (; i < this->num_tiles; i++) run_tile(i, n(), stopped, stop);
         if (!stopped) {
-            if (lane() == 0) stop = this->num_tiles;
+            if (threadIdx.x == 0) stop = this->num_tiles;
             return;
         }
-        for (int x = 0; x < 4; x++) o[x] = smem.before[x][lane()];
-        sum = smem.before[4][lane()];
+        for (int x = 0; x < 4; x++) o[0][x] = o_before[x];
+        sum = sum_before;
     }
 
     // Ends the rows and writes the block's columns.
     __device__ __forceinline__ void write() {
+        if (warp() >= C::kColumns / 16) return;
+        auto &out = smem.out[warp()];
+        auto &sums = smem.sum[warp()];
         float of_row = sum;
         of_row += __shfl_xor_sync(0xffffffffu, of_row, 8);
         of_row += __shfl_xor_sync(0xffffffffu, of_row, 16);
-        if (lane() < 8) smem.sum[sums_row()] = of_row;
+        if (lane() < 8) sums[sums_row()] = of_row;
 #pragma unroll
-        for (int x = 0; x < 4; x++) smem.out[fragment_column() + x % 2][fragment_row(x / 2)] = o[x];
+        for (int x = 0; x < 4; x++) out[fragment_column() + x % 2][fragment_row(x / 2)] = o[0][x];
         __syncwarp();
         const int row = lane() / 4, column = lane() % 4 * 4;
         if (row >= this->num_rows()) return;
         Quad quad;
-        for (int x = 0; x < 4; x++) quad.o[x] = smem.out[row][column + x];
+        for (int x = 0; x < 4; x++) quad.o[x] = out[row][column + x];
         quad.pivot = this->num_tiles ? smem.pivot[row] : -INFINITY;
-        quad.sum = smem.sum[row];
-        write_chunk<C>(quad, smem, params, row, static_cast<int>(this->rank) * 16 + column);
+        quad.sum = sums[row];
+        write_chunk<C>(quad, smem, params, row, static_cast<int>(this->rank) * C::kColumns + first_column() + column);
     }
 };
 

@@ -16,10 +16,11 @@
 //
 // Shared memory: stages of K and V, 16 keys a warp, as many as fit; weights of two steps, rounded and not.
 //
-// Where chunks are few, a cluster has one: see chain_cluster.cuh.
+// Where streams are few, a cluster of another kernel has a chunk: see chain_cluster.cuh.
 
 #include "cuda/decode/chain.cuh"
 #include "cuda/decode/chain_cluster.cuh"
+#include "cuda/decode/chain_scores.cuh"
 #include "cuda/decode/column_chain.cuh"
 #include "cuda/decode/finish.cuh"
 #include "cuda/decode/load.cuh"
@@ -57,15 +58,6 @@ __device__ __forceinline__ void find_chunk(
     stream.num_tiles = sa_key_tile_count(&stream.tiles);
     part.first = 0;
     part.last = static_cast<int32_t>(stream.num_tiles);
-}
-
-// The keys of the part that a row of it sees.
-__device__ __forceinline__ Row keys_of_row(const Part &part, const ChainArguments &params, int row) {
-    const int32_t token = token_head(part, params, row).token;
-    const sa_range keys = sa_row_band(&part.stream.band, token);
-    if (params.chunks == 1) return {keys.begin, keys.end, sa_row_sink_end(&part.stream.band, token)};
-    const int32_t begin = static_cast<int32_t>(part.index) * params.chunk_keys, end = min(keys.end, begin + params.chunk_keys);
-    return begin < end ? Row{begin, end, 0} : Row{0, 0, 0};
 }
 
 // Each warp writes the keys that the rows see, for itself. Returns the lane's row of Q.
@@ -152,64 +144,67 @@ __global__ __launch_bounds__(C::kThreads, C::kBlocks) void chain_decode_kernel(c
 }
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads, 2) void cluster_chain_decode_kernel(const __grid_constant__ typename C::Arguments params) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    extern __shared__ __align__(128) unsigned char shared[];
-    auto &smem = *reinterpret_cast<typename C::Smem *>(shared);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < C::kRounds; i++) smem.empty[i].init(C::kCluster);
-        for (int i = 0; i < C::kStages; i++) {
-            smem.full[i].init(33); // a loader's lanes, and the chain, which announces the bytes
-            smem.v_empty[i].init(1);
-        }
-        smem.weights_full[0].init(C::kScorers);
-        smem.weights_empty[0].init(1);
-        barrier_init_fence();
-        for (int i = 0; i < C::kStages; i++) smem.full[i].arrive_expect(sizeof(typename C::WeightStage));
-    }
-    __syncwarp();
-    cluster_arrive();
+__global__ __launch_bounds__(C::kThreads, 1) void cluster_chain_decode_kernel(const __grid_constant__ typename C::Arguments params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) unsigned char cluster_shared[];
+    auto &smem = *reinterpret_cast<typename C::Smem *>(cluster_shared);
     const uint32_t cluster = blockIdx.x / C::kCluster, chunk = sa_divide(cluster, params.by_streams),
                    number = cluster - chunk * params.streams;
     const auto batch = static_cast<int32_t>(sa_divide(sa_divide(number, params.by_heads), params.by_row_tiles));
+    if (chunk > 0) { // most are past the sequence's end, and in the way of others
+        wait_for_previous_kernel();
+        if (wide(chunk) * params.chunk_keys >= read_length(params, batch)) return;
+    }
+    if (threadIdx.x == 0) ClusterStream<C>::init_barriers(smem, false);
+    __syncwarp();
+    if (C::kCluster > 1) cluster_arrive();
     const int warp = warp_uniform(threadIdx.x / 32);
-    int32_t length = read_length(params, batch), pages[C::kKeyStages];
+    int32_t length = read_length(params, batch), pages[2];
     for (bool before_wait = true;; before_wait = false) { // once more where the preceding kernel has changed the length
         if (threadIdx.x == 0) find_chunk<C>(smem, params, number, chunk, length);
         __syncthreads();
-        if (threadIdx.x < 32) describe_cluster_rows<C>(smem, [&](int row) { return keys_of_row(smem.part, params, row); });
+        if (threadIdx.x < 32) describe_cluster_rows<C>(smem, params);
         if (before_wait) {
             wait_for_previous_kernel();
             let_next_kernel_start();
         }
         const int32_t now = read_length(params, batch);
-        if (warp < C::kScorers) Scorer<C>::look_up(pages, ClusterStream<C>(smem, params));
+        if (warp >= C::kFirstScorer) Scorer<C>::look_up(pages, ClusterStream<C>(smem, params), 0);
+        if (static_cast<int>(threadIdx.x) < smem.part.stream.num_rows)
+            smem.s_aux[threadIdx.x] = params.s_aux ? static_cast<float>(sa_load(params.s_aux, params.s_aux_dtype,
+                                                             token_head(smem.part, params, static_cast<int>(threadIdx.x)).head))
+                                                   : -INFINITY;
         if (!__syncthreads_or(now != length)) break; // the preceding kernel may write between the threads' first reads
         length = now;
     }
     if (threadIdx.x == 0) check_length(params, length);
-    cluster_wait(); // the barriers of all blocks are there
+    if (C::kCluster > 1) cluster_wait(); // the barriers of all blocks are there
     const Part &part = smem.part;
     if (part.index >= part.num_parts) return;
     const ClusterStream<C> stream(smem, params);
-    if (warp < C::kScorers) {
+    if (warp >= C::kFirstScorer) {
         Scorer<C> scorer(stream);
-        stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { scorer.run(first, done, pages); });
+        stream.in_runs([&](int32_t first, int32_t &) {
+            if (params.whole_tiles)
+                scorer.template run<true>(first, pages);
+            else
+                scorer.template run<false>(first, pages);
+        });
         if (scorer.bad_page) atomicOr(params.error_word, kBadBlockTable);
+    } else if (warp < C::kChainWarps) {
+        ColumnChain<C> chain(stream);
+        stream.in_runs([&](int32_t first, int32_t &stop) { chain.run(first, stop); });
+        chain.write();
     } else if (warp == C::kAdder) {
         if (part.num_parts > 1 && threadIdx.x % 32 == 0) {
             unsigned long long *counter = counter_of<C>(part, params);
             open_counter(counter, __ldcg(counter), params.tag);
         }
         const Adder<C> adder(stream);
-        stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { adder.run(first, done); });
-    } else if (warp == C::kChain) {
-        ColumnChain<C> chain(stream);
-        stream.in_runs([&](int32_t first, uint32_t done, int32_t &stop) { chain.run(first, done, stop); });
-        chain.write();
+        stream.in_runs([&](int32_t first, int32_t &) { adder.run(first); });
     } else {
         const ValueLoader<C> loader(stream);
-        stream.in_runs([&](int32_t first, uint32_t done, int32_t &) { loader.run(first, done); });
+        stream.in_runs([&](int32_t first, int32_t &) { loader.run(first); });
     }
     if (part.num_parts > 1) join_chunks<C>(smem, params, part.num_parts * C::kCluster);
 #else
@@ -266,6 +261,9 @@ sinkattn_status count_sms(int *sms) {
     return sa_cuda_status("cudaDeviceGetAttribute", error);
 }
 
+// Clusters past a sequence's end return at once, but each block of them takes an SM.
+constexpr int64_t kMostClusters = 4096;
+
 template <class Element, int kHeadDim>
 sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
@@ -275,14 +273,16 @@ sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_pl
     SA_TRY(check_decode_strides(args, streams * sa_max(1, sa_chain_slots(streams, chunks))));
     int sms = 0;
     SA_TRY(count_sms(&sms));
-    // A cluster has a chunk and its slot: streams this few have a slot for each chunk, by sa_chain_slots.
+    if (2 * streams > (share_keys ? 4 : 3) * sms || streams * chunks > kMostClusters)
+        return launch_chain<ChainConfig<Element, kHeadDim>>(args, plan, context, sms);
     // How many chunks there are depends on the lengths: at least the streams, at most `chunks` times as many. The geometric mean of both
-    // decides about clusters, the streams about wide blocks.
-    if (streams <= sms && 16 * streams * streams * chunks <= int64_t{sms} * sms)
-        return launch_cluster_chain<ClusterConfig<Element, kHeadDim>>(args, plan, context);
-    if (2 * streams <= (share_keys ? 4 : 3) * sms)
-        return launch_chain<ChainConfig<Element, kHeadDim, kHeadDim == 64 ? 16 : 8>>(args, plan, context, sms);
-    return launch_chain<ChainConfig<Element, kHeadDim, 4>>(args, plan, context, sms);
+    // decides.
+    const int64_t square = streams * streams * chunks, all = int64_t{sms} * sms;
+    if constexpr (kHeadDim == 64)
+        if (100 * square <= all) return launch_cluster_chain<ClusterConfig<Element, 64, 4, 2, 16>>(args, plan, context);
+    if (16 * square <= all)
+        return launch_cluster_chain<ClusterConfig<Element, kHeadDim, kHeadDim / 32, 2, kHeadDim == 64 ? 8 : 16>>(args, plan, context);
+    return launch_cluster_chain<ClusterConfig<Element, kHeadDim, kHeadDim / 64, 2, 8>>(args, plan, context);
 }
 
 template <int kHeadDim> sinkattn_status run_chain(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {

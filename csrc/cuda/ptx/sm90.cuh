@@ -17,6 +17,11 @@ __device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrival
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
+// Before it is initialised again.
+__device__ __forceinline__ void barrier_invalidate(uint64_t *barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
@@ -45,6 +50,20 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t parity)
             : "memory");
 }
 
+// Whether that phase has ended; may say no of one that has.
+__device__ __forceinline__ bool barrier_is_over(uint64_t *barrier, uint32_t parity) {
+    uint32_t over;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, done;\n"
+                 "}"
+            : "=r"(over)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
+    return over;
+}
+
 // Shared memory of another block of the cluster, by the address that corresponds to one of this block's.
 
 __device__ __forceinline__ uint32_t address_of_block(uint32_t address, uint32_t rank) {
@@ -58,16 +77,10 @@ __device__ __forceinline__ void arrive_at_block(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Stores whose bytes the barrier, of the same block, was told to expect.
-__device__ __forceinline__ void store_async(uint32_t to, float x, uint32_t barrier) {
-    asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(x)), "r"(barrier)
-            : "memory");
-}
-
-__device__ __forceinline__ void store_async(uint32_t to, uint2 x, uint32_t barrier) {
-    asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to), "r"(x.x), "r"(x.y), "r"(barrier)
+// Copies to another block's shared memory; the barrier, of that block, was told to expect the bytes.
+__device__ __forceinline__ void bulk_send(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+            "r"(shared_address(from)), "r"(bytes), "r"(barrier)
             : "memory");
 }
 
@@ -180,6 +193,14 @@ __device__ __forceinline__ uint64_t operand_at(uint64_t operand, uint32_t bytes)
     return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
 }
 
+// An operand with M or N along its rows, which may be shorter, or not swizzled: 8 row_bytes or 128 bytes for 8 of K. leading: bytes to the
+// next columns, 0 for the same ones again; to the next 8 of K where nothing is swizzled. In a cluster, the address holds the block's rank.
+__device__ __forceinline__ uint64_t operand_of_rows(uint32_t address, uint32_t row_bytes, uint32_t leading) {
+    const uint32_t swizzle = row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : row_bytes == 32 ? 3 : 0;
+    return static_cast<uint64_t>((address & 0x3ffff) >> 4 | leading >> 4 << 16) | static_cast<uint64_t>(8 * row_bytes >> 4 | swizzle << 30)
+                                                                                          << 32;
+}
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending> __device__ __forceinline__ void wgmma_wait() {
@@ -278,6 +299,7 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kLength], const uint3
     SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared_rows, "0, 1", Element, type, 64, "128", SA_N64, "%64", "%65", "%66", SA_D64(d)) \
+    SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 4, "8", SA_N4, "%4", "%5", "%6", SA_D4(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 16, "32", SA_N16, "%16", "%17", "%18", SA_D16(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared_transposed, "1, 1", Element, type, 32, "64", SA_N32, "%32", "%33", "%34", SA_D32(d, 0)) \
     SA_WGMMA_SHARED(wgmma_shared_columns, "1, 0", Element, type, 8, "16", SA_N8, "%8", "%9", "%10", SA_D8(d, 0)) \

@@ -34,6 +34,9 @@ struct Barrier {
     // Waits until the phase of this use has ended.
     template <int kLength> __device__ __forceinline__ void wait(Ring<kLength> use) { barrier_wait(&word, use.phase()); }
 
+    // Whether it has ended.
+    template <int kLength> __device__ __forceinline__ bool is_over(Ring<kLength> use) { return barrier_is_over(&word, use.phase()); }
+
     // Waits until the phase of the use one round before has ended; the first round passes at once.
     template <int kLength> __device__ __forceinline__ void wait_previous(Ring<kLength> use) { barrier_wait(&word, use.phase() ^ 1); }
 };
