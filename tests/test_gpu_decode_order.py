@@ -84,6 +84,20 @@ def test_pivots_that_move(dtype: torch.dtype, size: float, signs: float, left: i
             assert_same(found, (out[0, picked], lse[0, :, picked].movedim(1, 0)))
 
 
+@pytest.mark.parametrize("batch", [1, 20, 64, 260])
+@pytest.mark.parametrize("first", [0, 700])
+def test_a_pivot_that_cannot_move(first: int, batch: int) -> None:
+    """Rounding leaves the pivot so far below its own score that the weight is infinite."""
+    q, k, v = (torch.ones(1, n, 1, 64, device="cuda", dtype=torch.bfloat16) for n in (1, 1100, 1100))
+    q, k[:, first:] = q * 16384, 24576.0
+    ends = torch.full((batch,), 1100, device="cuda", dtype=torch.int32)
+    caches = [x.expand(batch, -1, -1, -1) for x in (k, v)]
+    found = ops.flash_decode(q.expand(batch, -1, -1, -1), *caches, None, ends, None, None, -1, 0, 0, True)
+    want = ops.flash_attn_fwd(q, k, v, None, None, None, None, None, None, -1, 0, 0)
+    for x, y in zip(found, want, strict=False):
+        assert torch.equal(x[:1].nan_to_num(1e9), y.nan_to_num(1e9))
+
+
 @pytest.mark.parametrize("batch", [1, 6, 144])
 @pytest.mark.parametrize(("head_dim", "chunk"), [(64, 8192), (128, 20480)])
 def test_rows_on_both_sides_of_a_chunks_end(head_dim: int, chunk: int, batch: int) -> None:

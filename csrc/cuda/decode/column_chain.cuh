@@ -49,6 +49,7 @@ template <class C> struct ColumnChain : ClusterStream<C> {
 
     // Takes the run's pivots.
     __device__ __forceinline__ void move_pivots() {
+        const uint32_t large = smem.large; // of the run before
         bar_sync<32 * (C::kSets * C::kScorers + C::kChainWarps)>(2);
 #pragma unroll
         for (int x = 0; x < 2; x++) {
@@ -59,7 +60,10 @@ template <class C> struct ColumnChain : ClusterStream<C> {
             pivot[x] = now;
         }
         const float now = smem.pivot[sums_row()];
-        if (now != sums_pivot) sum = __fmul_rn(sum, exp2_approx(sums_pivot - now));
+        if (now != sums_pivot)
+            sum = __fmul_rn(sum, exp2_approx(sums_pivot - now));
+        else if (now > -INFINITY && large >> sums_row() & 1)
+            limit = INFINITY; // it cannot move
         sums_pivot = now;
     }
 

@@ -275,8 +275,8 @@ sinkattn_status launch_warps(const sinkattn_decode_args &args, const sinkattn_pl
     SA_TRY(count_sms(&sms));
     if (2 * streams > (share_keys ? 4 : 3) * sms || streams * chunks > kMostClusters)
         return launch_chain<ChainConfig<Element, kHeadDim>>(args, plan, context, sms);
-    // How many chunks there are depends on the lengths: at least the streams, at most `chunks` times as many. The geometric mean of both
-    // decides.
+    // Streams this few have a slot for each chunk, by sa_chain_slots. How many chunks there are depends on the lengths: at least the
+    // streams, at most `chunks` times as many. The geometric mean of both decides.
     const int64_t square = streams * streams * chunks, all = int64_t{sms} * sms;
     if constexpr (kHeadDim == 64)
         if (100 * square <= all) return launch_cluster_chain<ClusterConfig<Element, 64, 4, 2, 16>>(args, plan, context);
