@@ -24,7 +24,7 @@ template <class Element_, int kHeadDim_, int kCluster_, int kSets_, int kStages_
     using Element = Element_;
     using TileSizes<kHeadDim_>::kHeadDim, TileSizes<kHeadDim_>::kTileBytes;
     using Arguments = ChainArguments;
-    static constexpr bool kExtras = true, kClusters = true; // kClusters: request_rows reads no counter
+    static constexpr bool kExtras = true;
     static constexpr int kCluster = kCluster_, kSets = kSets_, kTurns = kCluster * kSets, kMostRows = 8;
     static constexpr int kSteps = kHeadDim == 64 ? 8 : 5, kWalkKeys = kSteps * kTileK; // of a key tile of the forward
     static_assert(kWalkKeys == ChainConfig<Element, kHeadDim>::kPivotKeys, "the forward's tiles");

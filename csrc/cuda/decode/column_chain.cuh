@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The serial part of chain_cluster.cuh: a warpgroup adds P V of the block's columns, and the tiles' sums of weights, in the forward's
-// order. With 16 columns in a block, all four warps have the same.
+// order. With 16 columns in a block all warps have the same, with 32 each has those of another.
 #pragma once
 
 #include "cuda/decode/chain_cluster.cuh"
