@@ -83,11 +83,9 @@ __device__ __forceinline__ sa_band band_of(const sinkattn_fwd_args &args, const 
     return sa_band_of(&args.problem.mask, static_cast<sa_position_t>(sequence.q_len), static_cast<sa_position_t>(sequence.k_len));
 }
 
-// Zeroes the chunks of a tile's rows from `first` to `end`; the tile has kHalves pieces. By a warp.
+// Zeroes rows of a tile of kHalves pieces. By a warp.
 template <int kHalves> __device__ __forceinline__ void zero_rows(unsigned char *tile, int first, int end) {
-    for (int half = 0; half < kHalves; half++)
-        for (int at = first * kRowBytes + static_cast<int>(threadIdx.x % 32) * 16; at < end * kRowBytes; at += 32 * 16)
-            *reinterpret_cast<uint4 *>(tile + half * kRows * kRowBytes + at) = uint4{};
+    sa::zero_rows<kHalves, kRows, 32>(tile, first, end);
 }
 
 // Which pairs of the thread's two rows and its columns are visible: a bit each, columns 8 n and 8 n + 1 after its first at bits 2 n, 2 n

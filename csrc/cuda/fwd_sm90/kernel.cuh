@@ -134,6 +134,9 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         }
         barrier_init_fence();
     }
+    // Rows of a tile of Q past its whole tokens are never loaded; scores of what was there would outgrow their pivot in each key tile.
+    zero_rows<C::kQueries * C::kHalves, C::kTileQ, C::kThreads>(smem.queries[0], p.tokens * p.group, C::kTileQ);
+    async_fence();
     if (blockIdx.x == 0) check_lengths(args, keys, error_word);
     __syncthreads();
     if (threadIdx.x < 128) {

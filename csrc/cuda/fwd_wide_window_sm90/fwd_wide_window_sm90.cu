@@ -263,10 +263,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_window_kernel(const __grid_c
         barrier_init_fence();
     }
     // Rows of a tile of Q past its whole tokens are never loaded.
-    const int first = p.tokens * p.group * kRowBytes;
-    for (int piece = 0; piece < C::kQueries * C::kHalves; piece++)
-        for (int at = first + static_cast<int>(threadIdx.x) * 16; at < C::kQueryHalf; at += kThreads * 16)
-            *reinterpret_cast<uint4 *>(smem.queries[0] + piece * C::kQueryHalf + at) = uint4{};
+    zero_rows<C::kQueries * C::kHalves, kTileRows, kThreads>(smem.queries[0], p.tokens * p.group, kTileRows);
     async_fence();
     if (threadIdx.x < kTileRows) {
         const int row = static_cast<int>(threadIdx.x), token = row / p.group, head = row % p.group;

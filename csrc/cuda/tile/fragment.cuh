@@ -69,4 +69,11 @@ __device__ __forceinline__ int left_chunk(unsigned lane) { return lane / 16; }
 __device__ __forceinline__ int right_row(unsigned lane) { return (lane & 7) + ((lane >> 4) << 3); }
 __device__ __forceinline__ int right_chunk(unsigned lane) { return (lane >> 3) & 1; }
 
+// Zeroes rows [first, end) of each of the kPieces pieces of a tile, which have kRows rows. By kThreads threads.
+template <int kPieces, int kRows, int kThreads> __device__ __forceinline__ void zero_rows(unsigned char *tile, int first, int end) {
+    for (int piece = 0; piece < kPieces; piece++)
+        for (int at = first * kRowBytes + static_cast<int>(threadIdx.x % kThreads) * 16; at < end * kRowBytes; at += kThreads * 16)
+            *reinterpret_cast<uint4 *>(tile + piece * kRows * kRowBytes + at) = uint4{};
+}
+
 } // namespace sa
