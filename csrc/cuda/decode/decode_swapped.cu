@@ -45,7 +45,9 @@ __global__ __launch_bounds__(kThreads, 1) void decode_swapped_kernel(
         registers_down<C::kLoaderRegisters>();
         if constexpr (C::kByThreads) {
             ThreadLoader<C> loader{smem, params};
-            many_rows::for_each_part<kThreads, C::kRows, false>(smem, params, found, [&] { loader.load(smem.part); });
+            many_rows::for_each_part<kThreads, C::kRows, false>(smem, params, found, [&] {
+                if (threadIdx.x >= kFirstLoader) loader.load(smem.part);
+            });
         } else {
             BoxLoader<C> loader{{smem, params, maps}};
             many_rows::for_each_part<kThreads, C::kRows, false>(smem, params, found, [&] {
@@ -83,19 +85,32 @@ sinkattn_status launch_d64(const sinkattn_decode_args &args, const sinkattn_plan
 // 64 keys a stage, two teams.
 template <class Element>
 sinkattn_status launch_d128(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
-    if (sa_kv_head_rows(&args.fwd.problem) <= 32) return launch<Config<Element, 128, 32, 1, 2, 12, false>>(args, plan, context);
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t rows = sa_kv_head_rows(&problem);
+    if (problem.page_size % kTileK) {
+        if (rows <= 16) return launch<Config<Element, 128, 16, 1, 2, 12, true>>(args, plan, context);
+        return launch<Config<Element, 128, 64, 1, 2, 8, true>>(args, plan, context);
+    }
+    if (rows <= 32) return launch<Config<Element, 128, 32, 1, 2, 12, false>>(args, plan, context);
     return launch<Config<Element, 128, 64, 1, 2, 8, false>>(args, plan, context);
 }
 
 // 64 keys a stage, one team.
 template <class Element>
 sinkattn_status launch_d256(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    if (problem.page_size % kTileK) {
+        if (sa_kv_head_rows(&problem) <= 16) return launch<Config<Element, 256, 16, 1, 1, 6, true>>(args, plan, context);
+        return launch<Config<Element, 256, 64, 1, 1, 5, true>>(args, plan, context);
+    }
+    if (sa_kv_head_rows(&problem) > 32) return launch<Config<Element, 256, 64, 1, 1, 5, false>>(args, plan, context);
     return launch<Config<Element, 256, 32, 1, 1, 6, false>>(args, plan, context);
 }
 
 // The same.
 template <class Element>
 sinkattn_status launch_d512(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
+    if (args.fwd.problem.page_size % kTileK) return launch<Config<Element, 512, 16, 1, 1, 3, true>>(args, plan, context);
     return launch<Config<Element, 512, 16, 1, 1, 3, false>>(args, plan, context);
 }
 
