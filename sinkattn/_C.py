@@ -42,7 +42,7 @@ class _Problem(ctypes.Structure):
         *(("num_q_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64)),
         *(("q_len", c_int64), ("k_len", c_int64)),
         *(("page_size", c_int64), ("num_pages", c_int64), ("softmax_scale", c_double), ("mask", _Mask)),
-        *(("num_splits", c_int64), ("invariant", c_bool), ("head_dim_v", c_int32)),
+        *(("num_splits", c_int64), ("invariant", c_bool), ("extras", c_bool), ("head_dim_v", c_int32)),
     )
 
 
@@ -210,6 +210,7 @@ def plan(
     page_size: int = 0,
     num_pages: int = 0,
     num_splits: int = 0,
+    extras: bool = False,
 ) -> dict[str, Any]:
     sizes = {
         **{"batch": batch, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim},
@@ -223,6 +224,7 @@ def plan(
         packed=packed,
         mask=_mask_of(window_size_left, window_size_right, num_sink_tokens),
         invariant=invariant,
+        extras=extras,
         head_dim_v=_integer("head_dim_v", head_dim_v, 32),
         **{name: _integer(name, value) for name, value in sizes.items()},
     )

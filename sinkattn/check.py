@@ -35,9 +35,10 @@ def plan(op: str, device: dict[str, Any] | None = None, **sizes: Any) -> dict[st
 
     op is "fwd", "bwd" or "decode". sizes are dtype ("bf16", "fp16", "fp32" or "fp64"), batch, num_q_heads,
     num_kv_heads, head_dim, q_len and k_len; packed: the rows of the whole tensors; decode: k_len is the capacity of a
-    sequence, max_pages * page_size when paged. Optional are s_aux_dtype, head_dim_v (0: head_dim),
-    packed, page_size, num_pages, window_size_left, window_size_right, num_sink_tokens, num_splits and invariant. device
-    is a dict as `_C.query_cpu` returns it, this CPU with torch's threads if left out; no such device has to be there.
+    sequence, max_pages * page_size when paged. Optional are s_aux_dtype, head_dim_v (0: head_dim), packed, page_size,
+    num_pages, window_size_left, window_size_right, num_sink_tokens, num_splits, invariant and extras (a decode is given
+    host pages, or writes NVFP4). device is a dict as `_C.query_cpu` returns it, this CPU with torch's threads if left
+    out; no such device has to be there.
 
     plan("decode", ...)["workspace_bytes"] is the size of the scratch that torch.ops.sinkattn.flash_decode_out takes.
     Raises ValueError for sizes that break a rule, NotImplementedError when no kernel serves them.

@@ -15,7 +15,7 @@ Which rows of the input form a sequence is read, in this order, from
   nothing is cached before the input (k_len == q_len), a sequence starts wherever a token's position is not that of the
   token before it plus one.
 
-Behind cached keys, one new token a sequence is one flash_decode, and so are several without padding, up to 64 rows of
+Behind cached keys, one new token a sequence is one flash_decode, and so are several without padding, up to 128 rows of
 a kv head (tokens times its query heads). All else, and what asks for gradients, is a prefill. Rows in the padding get
 zeros. What cannot be computed as asked raises; nothing falls back to attention without sinks.
 

@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from sinkattn.hf_masks import COLUMNS, LENGTHS
 from sinkattn.hf_sequences import Sequences
-from sinkattn.ops import flash_attn_varlen_func, flash_attn_with_kvcache
+from sinkattn.ops import flash_attn_with_kvcache
 
-MAX_ROWS = 64
-"""Most rows of a kv head, tokens times its q heads, that go to flash_decode. It reads K and V once for 16 of them: on
-an H200 64 rows, of one sequence of 32768 keys, take 54 us, and a prefill of few rows takes 216."""
+MAX_ROWS = 128
+"""Most rows of a kv head, tokens times its q heads, that go to flash_decode, which splits keys: on an H200 128 rows of
+one sequence of 32768 keys take 54 us, and a prefill of few rows takes 230."""
 
 _NOTHING, _WRONG = -1, -2  # in COLUMNS: no key; in the first column, a row whose keys are not known
 
@@ -106,7 +106,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, keys: Keys | None, *, invariant: boo
     """out, as q, of q [batch, q_len, num_q_heads, head_dim] over a cache k, v [batch, kv_len, num_kv_heads, head_dim].
 
     Sequences whose columns are given have pages of one key, which are the cache itself. v, and with it out, may be
-    narrower; invariant, CUDA's flash_decode takes it as wide as k, so there the rows go to the forward over a cache.
+    narrower.
     """
     lengths, table = None, None
     if keys is not None:
@@ -119,24 +119,9 @@ def decode(q: Tensor, k: Tensor, v: Tensor, keys: Keys | None, *, invariant: boo
                 first = pitch * torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None]
                 keys.tables[pitch] = torch.where(keys.columns < 0, 0, keys.columns + first)
             k, v, table = _pages_of_one(k), _pages_of_one(v), keys.tables[pitch]
-    if invariant and v.is_cuda and v.shape[-1] < k.shape[-1]:
-        return _prefill_behind(q, k, v, lengths, table, **options)
     options["invariant"] = invariant
     out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table, causal=True, **options)
     return cast(Tensor, out)
-
-
-def _prefill_behind(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, table: Tensor | None, **options: Any
-) -> Tensor:
-    """As decode, with a prefill's bits, by the forward of packed rows over the cache."""
-    batch, q_len = q.shape[:2]
-    if lengths is None:
-        lengths = torch.full((batch,), k.shape[1], dtype=torch.int32, device=q.device)
-    offsets = torch.arange(0, batch * q_len + 1, q_len, dtype=torch.int32, device=q.device)
-    options |= {"seqused_k": lengths, "block_table": table, "max_seqlen_q": q_len, "causal": True}
-    out = cast(Tensor, flash_attn_varlen_func(q.flatten(0, 1), k, v, offsets, **options))
-    return out.view(batch, q_len, *out.shape[1:])
 
 
 def _pitch(cache: Tensor) -> int:

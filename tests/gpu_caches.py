@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,11 @@ def make_cache(
         table, cache = order[:count].int().view(batch, -1), pages
     v = cache[1, ..., :head_dim_v].contiguous() if head_dim_v else cache[1]
     return {"q": q, "k": cache[0], "v": v, "s_aux": s_aux, "cache_seqlens": seqlens, "block_table": table}
+
+
+def no_host_pages(t: dict[str, Any]) -> dict[str, Tensor]:
+    """Host pages, of which there are none: with them the forward serves no decode."""
+    return {f"{name}_cache_host": t[name][:0].cpu() for name in ("k", "v")}
 
 
 def arguments(

@@ -54,7 +54,7 @@ BY_CASE = [name for name, kind in KINDS.items() if kind.ratio == 8]
 TUNED = [name for name in BY_CASE if not KINDS[name].head_dim_v]
 DECODES = {"sm80_d64": range(8, 65, 8), "sm80_d128": range(72, 129, 8), "sm80_d256": range(136, 257, 8),
            "sm80_d512": range(264, 513, 8), "sm80_d192_v128": range(136, 193, 8),
-           "sm80_prefill": range(136, 257, 8), "sm90_window": range(8, 65, 8),
+           "sm90_window": range(8, 65, 8),
            "sm90_chain_d64": range(8, 65, 8), "sm90_chain_d128": range(72, 129, 8)}  # fmt: skip
 DECODED_VALUES = {"sm80_d192_v128": 128, "sm90_rows_d192_v128": 128}  # columns, where not head_dim
 # Large caches. With num_splits, which the kernels with swapped operands do not take; query heads of 8 kv heads.
@@ -65,7 +65,7 @@ SWAPPED = {
     "sm90_swapped_d64": (range(8, 65, 8), 384), "sm90_swapped_d128": (range(72, 129, 8), 384),
     "sm90_swapped_d256": (range(136, 257, 8), 192), "sm90_swapped_d512": (range(264, 513, 8), 128),
 }  # fmt: skip
-INVARIANT = ("sm80_prefill", "sm90_window", "sm90_chain_d64", "sm90_chain_d128")
+INVARIANT = ("sm90_window", "sm90_chain_d64", "sm90_chain_d128")
 
 
 PACKED = {

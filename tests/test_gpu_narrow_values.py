@@ -124,14 +124,6 @@ def test_new_keys_and_values(layout: str) -> None:
             assert torch.equal(cache.reshape(want.shape), want)
 
 
-def test_invariant_decoding_names_the_way_out() -> None:
-    q, k, v = drawn(1, 1, 8, 192), drawn(1, 50, 2, 192), drawn(1, 50, 2, 128)
-    with pytest.raises(NotImplementedError, match="head_dim_v is 128 with head_dim 192; no decode kernel on sm_"):
-        sinkattn.flash_attn_with_kvcache(q, k, v, causal=True, invariant=True)
-    out = sinkattn.flash_attn_with_kvcache(q, k, pad(v, (0, 64)), causal=True, invariant=True)[..., :128]
-    torch.testing.assert_close(out, sinkattn.flash_attn_func(q, k, v, causal=True), rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("num_splits", [0, 3])
 @pytest.mark.parametrize("widths", [(256, 40), (256, 200), (512, 264)])
 def test_a_decode_with_zeros_behind_the_values_has_the_same_bits(widths: tuple[int, int], num_splits: int) -> None:
@@ -144,9 +136,14 @@ def test_a_decode_with_zeros_behind_the_values_has_the_same_bits(widths: tuple[i
     assert_same((out, lse), (wide[..., :head_dim_v], its_lse))
 
 
+@pytest.mark.parametrize("arch", ["80", ""])
 @pytest.mark.parametrize("window", [(-1, 0), (30, 0)])
-def test_one_token_with_the_bits_of_a_prefill(window: tuple[int, int]) -> None:
+def test_one_token_with_the_bits_of_a_prefill(
+    window: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The forward over the cache serves it, since no decode has narrow values with invariant."""
+    if arch:
+        monkeypatch.setenv("SINKATTN_CUDA_ARCH", arch)
     torch.manual_seed(0)
     q, k, v = drawn(2, 1, 8, 192), drawn(2, 2, 300, 192).transpose(1, 2), drawn(2, 2, 300, 128).transpose(1, 2)
     options: dict[str, Any] = {"s_aux": torch.randn(8, device="cuda"), "window_size": window}

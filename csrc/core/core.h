@@ -71,6 +71,9 @@ typedef struct sa_variant {
 /* Packed rows over a cache: no decode of a few rows, but the forward's, whose keys are never split. */
 static inline bool sa_has_packed_rows(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && p->packed; }
 
+/* Whether a forward's sequences differ, and only the device knows by how much: then blocks take tiles of rows from a counter. */
+static inline bool sa_counts_items(const sinkattn_problem *p) { return p->packed || p->op == SINKATTN_DECODE; }
+
 /* Whether a row has code for the device; whether a block of a problem's finds the shared memory that it takes there. */
 bool sa_runs_on(const sinkattn_variant_info *info, const sinkattn_device *device);
 bool sa_finds_room(const sa_variant *row, const sinkattn_problem *problem, const sinkattn_device *device);

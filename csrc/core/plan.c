@@ -22,7 +22,14 @@
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
-static bool may_split(const sinkattn_problem *p) { return p->op == SINKATTN_DECODE && !p->packed; }
+int64_t sa_cuda_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
+/* A decode by the forward's kernel, which never splits keys. */
+static bool is_forward(const sa_variant *row) { return row->info.op == SINKATTN_DECODE && row->workspace_bytes == sa_cuda_fwd_workspace; }
+
+static bool may_split(const sinkattn_problem *p, const sa_variant *row) {
+    return p->op == SINKATTN_DECODE && !p->packed && !is_forward(row);
+}
 
 /* Why the row cannot take the problem, NULL when it can. */
 static const char *refusal(const sa_variant *row, const sinkattn_problem *p) {
@@ -95,6 +102,12 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
                 "packed rows over a cache have head_dim %" PRId64 "; on CUDA it must be at most 256, or sequences of one q_len be "
                 "decoded with flash_attn_with_kvcache",
                 p->head_dim);
+    if (device->backend == SINKATTN_CUDA && p->invariant && p->extras)
+        return sa_status(SINKATTN_UNSUPPORTED,
+                "invariant is true with host pages or nvfp4, and head_dim is %" PRId64
+                "; on CUDA that takes 9.0, head_dim of at most 128 and "
+                "values as wide: quantise out afterwards, or keep all pages on the device",
+                p->head_dim);
     sinkattn_problem wide = *p;
     wide.head_dim_v = 0;
     if (sa_has_narrow_values(p) && best_variant(&wide, device) >= 0)
@@ -139,8 +152,9 @@ static int64_t most_tiles(const sinkattn_problem *p, int64_t tile_k) {
 int64_t sa_most_chunks(const sinkattn_problem *p) { return most_tiles(p, SA_CPU_CHUNK); }
 
 /* What a decode's parts are made of: chunks on a CPU, key tiles on a GPU. */
-static int64_t most_parts(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (!may_split(p) || (info->backend == SINKATTN_CUDA && p->invariant)) return 1;
+static int64_t most_parts(const sinkattn_problem *p, const sa_variant *row) {
+    const sinkattn_variant_info *info = &row->info;
+    if (!may_split(p, row) || (info->backend == SINKATTN_CUDA && p->invariant)) return 1;
     return info->backend == SINKATTN_CPU && info->tile_k ? sa_most_chunks(p) : most_tiles(p, info->tile_k);
 }
 
@@ -176,8 +190,9 @@ static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info 
 }
 
 /* A backward on sm_90 has items of keys too, and chunks with long caches have more of those than of rows. */
-static int64_t most_busy(const sinkattn_problem *p, const sinkattn_variant_info *info, const sinkattn_plan *plan) {
-    if (p->op == SINKATTN_FWD && info->arch == 90 && !p->packed) /* tiles of whole tokens */
+static int64_t most_busy(const sinkattn_problem *p, const sa_variant *row, const sinkattn_plan *plan) {
+    const sinkattn_variant_info *info = &row->info;
+    if ((p->op == SINKATTN_FWD || is_forward(row)) && info->arch == 90 && !p->packed) /* tiles of whole tokens */
         return p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, info->tile_q / (p->num_q_heads / p->num_kv_heads));
     if (p->op != SINKATTN_BWD || info->backend != SINKATTN_CUDA) return plan->num_items;
     return sa_max(plan->num_items, p->num_kv_heads * (p->packed ? 1 : p->batch) * sa_ceil_div(p->k_len, info->tile_k));
@@ -210,7 +225,7 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
     say(plan, "%s is the best kernel for %s, head_dim %" PRId64, row->info.name, sa_dtype_name(p->dtype), p->head_dim);
     if (sa_has_narrow_values(p)) say(plan, ", head_dim_v %" PRId32, p->head_dim_v);
     say(plan, " on %s", name_arch(device->backend, device->arch).text);
-    if (may_split(p)) {
+    if (may_split(p, row)) {
         const bool balanced = sa_is_balanced(p, plan), cpu = device->backend == SINKATTN_CPU;
         const char *why = p->invariant && !cpu ? "invariant"
                           : p->num_splits > 0  ? "as asked"
@@ -254,13 +269,13 @@ sinkattn_status sinkattn_make_plan(const sinkattn_problem *problem, const sinkat
     if (variant < 0) return miss(problem, device);
     const sa_variant *row = sa_variant_at(variant);
     const int64_t items = sa_num_query_tiles(problem, &row->info);
-    const int64_t tiles = most_parts(problem, &row->info);
-    const int64_t splits = may_split(problem) ? choose_splits(problem, device, items, tiles) : 1;
+    const int64_t tiles = most_parts(problem, row);
+    const int64_t splits = may_split(problem, row) ? choose_splits(problem, device, items, tiles) : 1;
     *plan = (sinkattn_plan){.variant = variant, .num_splits = splits, .workers = device->workers};
     if (!sa_is_balanced(problem, plan) && !partials_fit(problem, device->backend, splits))
         return sa_status(SINKATTN_INVALID, "num_splits is %" PRId64 "; it must leave less than 2^31 partial rows", splits);
     plan->num_items = num_items(problem, &row->info, plan);
-    plan->workers = (int32_t)sa_clamp(most_busy(problem, &row->info, plan), 1, device->workers);
+    plan->workers = (int32_t)sa_clamp(most_busy(problem, row, plan), 1, device->workers);
     plan->workspace_bytes = row->workspace_bytes(problem, plan);
     explain(problem, device, tiles, plan);
     return sa_ok();
@@ -279,7 +294,7 @@ sinkattn_status sa_validate_plan(const sinkattn_problem *problem, const sinkattn
                 sa_cpu_level_name(row->info.arch), sa_cpu_level_name(sa_cpu_level()));
     if (plan->workers < 1 || plan->workers > SA_MAX_WORKERS)
         return sa_status(SINKATTN_INVALID, "plan.workers is %" PRId32 "; it must be from 1 to %d", plan->workers, SA_MAX_WORKERS);
-    const int64_t most = most_parts(problem, &row->info);
+    const int64_t most = most_parts(problem, row);
     const bool fits = sa_is_balanced(problem, plan) || partials_fit(problem, row->info.backend, plan->num_splits);
     if (plan->num_splits < 1 || plan->num_splits > most || !fits)
         return sa_status(SINKATTN_INVALID, "plan.num_splits is %" PRId64 "; it must be from 1 to %" PRId64, plan->num_splits, most);

@@ -2,6 +2,8 @@
  *
  * What rows of variants.def ask for beside dtype and head_dim: NULL, or the one reason why a row does not serve.
  */
+#include <math.h>
+
 #include "core.h"
 #include "mask.h"
 #include "numerics.h"
@@ -9,7 +11,7 @@
 
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
-#define SA_FEW_TILES 132 /* forward of few rows: blocks that an H200 runs at once */
+#define SA_H200_SMS 132
 
 static const char *const narrow_values = "values are narrower than keys";
 
@@ -26,7 +28,7 @@ const char *sa_refusal_one_width(const sinkattn_problem *p, const sinkattn_varia
 
 /* A TMA descriptor cannot describe an empty tensor. */
 static bool has_elements(const sinkattn_problem *p) {
-    const bool has_keys = !sa_has_packed_rows(p) || (p->page_size ? p->num_pages : p->batch);
+    const bool has_keys = p->op != SINKATTN_DECODE || p->extras || (p->page_size ? p->num_pages : p->batch);
     return p->q_len && p->k_len && has_keys && (p->packed || p->batch);
 }
 
@@ -44,7 +46,7 @@ const char *sa_refusal_few_rows(const sinkattn_problem *p, const sinkattn_varian
     if (p->packed) return "rows are packed";
     if (p->k_len < 2048) return "there are fewer than 2048 keys";
     const int64_t tokens = info->tile_q / (p->num_q_heads / p->num_kv_heads);
-    return p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, tokens) <= SA_FEW_TILES ? NULL : "its tiles of rows are more than 132";
+    return p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, tokens) <= SA_H200_SMS ? NULL : "its tiles of rows are more than 132";
 }
 
 /* The same with values of at most 128 columns. */
@@ -131,13 +133,6 @@ const char *sa_refusal_whole_rows_v128(const sinkattn_problem *p, const sinkattn
 /* Rows of a decode: a few of each sequence, as many of each. */
 static const char *const packed_rows = "packed rows over a cache";
 
-const char *sa_refusal_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    (void)info;
-    if (sa_has_narrow_values(p)) return narrow_values;
-    if (p->packed) return packed_rows;
-    return p->invariant ? NULL : "it is the forward, for invariant alone";
-}
-
 const char *sa_refusal_not_invariant(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     (void)info;
     if (p->packed) return packed_rows;
@@ -152,22 +147,35 @@ const char *sa_refusal_not_invariant_v128(const sinkattn_problem *p, const sinka
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_not_invariant(p, info);
 }
 
-/* Bytes of K and V that the rows of a decode see, were all sequences full. */
-static double bytes_seen(const sinkattn_problem *p) {
+/* What decodes take on an H200, in us, were all sequences full: docs/planner.md. First, thousands of keys that a row sees. */
+static double keys_seen(const sinkattn_problem *p) {
     const int64_t window = sa_min(sa_window_keys(&p->mask), SA_SHORT_LEN) + p->q_len + p->mask.num_sink_tokens;
-    return (double)p->batch * (double)p->num_kv_heads * (double)sa_min(p->k_len, window) *
-           (double)((p->head_dim + sa_head_dim_v(p)) * sa_dtype_bytes(p->dtype));
+    return 1e-3 * (double)sa_min(p->k_len, window);
 }
 
-/* The general CUDA decode reads a small cache again from the L2 cache for each 16 rows. Up to these sizes it is mostly faster than kernels
- * that read once: docs/kernels/decode_rows.md has both, and the cases beyond in which it was. */
-static bool is_read_from_l2(const sinkattn_problem *p) {
-    return bytes_seen(p) < (double)(p->head_dim <= 64 && sa_kv_head_rows(p) < 64 ? INT64_C(32) << 20 : INT64_C(16) << 20);
+/* What a multiprocessor needs to read them and their values, while all do. */
+static double reading_us(const sinkattn_problem *p) { return keys_seen(p) * (double)(p->head_dim + sa_head_dim_v(p)) * (7.4 / 128); }
+
+static bool has_small_pages(const sinkattn_problem *p) { return p->page_size % 16; }
+
+/* Tiles of so many rows of a kv head, a multiprocessor. */
+static double tiles_each(const sinkattn_problem *p, int64_t rows) {
+    return (double)(p->batch * p->num_kv_heads * sa_ceil_div(sa_kv_head_rows(p), rows)) / SA_H200_SMS;
 }
 
-/* More rows of a kv head than two tiles of the kernels for 8.0, or one past head_dim 192, from a cache that is too large to be read again
- * for each tile; keys that those cannot take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the
- * parts are theirs. */
+/* The general decode, which reads K and V for each 16 rows. */
+static double general_us(const sinkattn_problem *p) {
+    return 7.5 + tiles_each(p, 16) * (1 + reading_us(p) * (has_small_pages(p) ? 1.65 : 1));
+}
+
+/* Those that read them once for 64. */
+static double once_us(const sinkattn_problem *p) {
+    const double rows = (double)sa_min(64, sa_kv_head_rows(p));
+    return 12 + tiles_each(p, 64) * (3 + rows / 8 + reading_us(p) * (1 + rows / 192));
+}
+
+/* More rows of a kv head than two tiles of the kernels for 8.0, or one past head_dim 192, where those are slower; keys that those cannot
+ * take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the parts are theirs. */
 const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant(p, info);
     if (why) return why;
@@ -177,7 +185,7 @@ const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_varia
     if (rows <= 16) return "a kv head has 16 rows or fewer";
     if (rows <= 32 && p->head_dim <= 192) return "a kv head has 32 rows or fewer";
     if (p->num_splits < 0 || (p->num_splits && p->q_len > 1)) return "num_splits is negative, or of several tokens";
-    return is_read_from_l2(p) ? "the L2 cache holds the keys and values" : NULL;
+    return p->head_dim <= 256 && general_us(p) <= once_us(p) ? "the general decode is faster" : NULL;
 }
 
 const char *sa_refusal_many_rows_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
@@ -188,20 +196,19 @@ const char *sa_refusal_many_rows_v128(const sinkattn_problem *p, const sinkattn_
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_many_rows(p, info);
 }
 
-/* So large a cache, read once for 64 rows: more than 16 rows up to head_dim 128, up to 64 any where page_size is no multiple of tile_k; 17
- * to 32 up to 256; 9 to 16 past that. */
+/* The same of values as wide as keys: more than 16 rows up to head_dim 128, 17 to 32 up to 256, 9 to 16 past that; from small pages any
+ * number up to 256, and up to 16 past that. */
 const char *sa_refusal_swapped(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant_one_width(p, info);
     if (why) return why;
     const int64_t rows = sa_kv_head_rows(p);
-    const bool small_pages = p->page_size % info->tile_k, wide = info->max_head_dim > 256;
+    const bool small_pages = has_small_pages(p), wide = info->max_head_dim > 256;
     if (wide && p->head_dim <= 256) return "head_dim is at most 256";
-    if (small_pages && info->max_head_dim > 64) return "page_size is not a multiple of its tile_k";
-    if (wide && (rows < 9 || rows > 16)) return "a kv head has fewer than 9 rows or more than 16";
+    if (wide && ((rows < 9 && !small_pages) || rows > 16)) return "a kv head has fewer than 9 rows or more than 16";
     if (!wide && rows <= 16 && !small_pages) return "a kv head has 16 rows or fewer, in large pages";
-    if (info->max_head_dim == 256 && rows > 32) return "a kv head has more than 32 rows";
+    if (info->max_head_dim == 256 && rows > 32 && !small_pages) return "a kv head has more than 32 rows";
     if (p->num_splits) return "num_splits is given";
-    return is_read_from_l2(p) ? "the L2 cache holds the keys and values" : NULL;
+    return !wide && general_us(p) <= once_us(p) ? "the general decode is faster" : NULL;
 }
 
 /* A decode that must have the bits of the forward with the same arch and head_dim, whose tile of rows decides what it serves. */
@@ -225,10 +232,30 @@ const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkatt
     return sa_refusal_one_key_tile(p, info);
 }
 
-/* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits. */
+/* Why decodes serve rows of one q_len, those with the forward's bits where these are asked for. */
+static const char *why_not_forward(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->extras) return "it has neither host pages nor NVFP4";
+    if (p->num_splits && !p->invariant) return "num_splits is given";
+    const int64_t group = p->num_q_heads / p->num_kv_heads, tokens = sa_max(1, (p->head_dim > 128 ? 128 : 192) / group);
+    const double tiles = tiles_each(p, tokens * group);
+    if (tiles > INT32_MAX / SA_H200_SMS) return "its tiles of rows are too many";
+    /* No decode has the bits of such a forward. */
+    if (p->invariant && (info->arch < 90 || p->head_dim > 128 || sa_has_narrow_values(p))) return NULL;
+    if (info->arch < 90) return "it is for packed rows, or invariant";
+    if (sa_kv_head_rows(p) <= 16) return "a kv head has 16 rows or fewer";
+    const bool small = has_small_pages(p);
+    const double us = reading_us(p), keys = keys_seen(p), begin = small && p->head_dim <= 64 && keys < 0.16 ? 24 : 4,
+                 forward = 6 + fmax(1, tiles) * (begin + (2 * keys + 0.92 * us) * (small ? 2 : 1)),
+                 chain = 13 + tiles_each(p, 8) * (1.8 + 0.45 * us * (small ? 1.4 : 1)) + 0.6 * keys;
+    return forward < (p->invariant ? chain : fmin(general_us(p), once_us(p))) ? NULL : "decodes are faster";
+}
+
+/* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits; rows of one q_len, where it is
+ * faster. */
 #define SA_PACKED(rule) \
     const char *sa_refusal_packed_##rule(const sinkattn_problem *p, const sinkattn_variant_info *info) { \
-        return p->packed ? sa_refusal_##rule(p, info) : "it is for packed rows"; \
+        const char *why = sa_refusal_##rule(p, info); \
+        return why || p->packed ? why : why_not_forward(p, info); \
     }
 SA_PACKED(any)
 SA_PACKED(one_width)

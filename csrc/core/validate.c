@@ -327,6 +327,11 @@ static sinkattn_status check_host_strides(const sinkattn_decode_args *args) {
     return sa_ok();
 }
 
+static sinkattn_status check_extras(const sinkattn_decode_args *args) {
+    if (args->fwd.problem.extras || (!args->host.num_pages && !args->nvfp4.values)) return sa_ok();
+    return sa_status(SINKATTN_INVALID, "problem.extras is false; it must be true with host pages or nvfp4");
+}
+
 static sinkattn_status check_nvfp4(const sinkattn_decode_args *args) {
     const sinkattn_nvfp4 *nvfp4 = &args->nvfp4;
     const int64_t head_dim_v = sa_head_dim_v(&args->fwd.problem);
@@ -369,6 +374,7 @@ sinkattn_status sa_validate_decode(const sinkattn_decode_args *args) {
     SA_TRY(check_fwd_null(&args->fwd));
     SA_TRY(check_table_null(args));
     SA_TRY(check_host_null(args));
+    SA_TRY(check_extras(args));
     SA_TRY(check_op(p, SINKATTN_DECODE));
     SA_TRY(check_dtype(p));
     SA_TRY(check_shape(p));

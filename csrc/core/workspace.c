@@ -38,7 +38,7 @@ int64_t sa_fwd_kept_bytes(const sinkattn_problem *p, const sinkattn_plan *plan) 
 
 int64_t sa_cuda_fwd_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const int64_t kept = sa_fwd_kept_bytes(p, plan);
-    return (p->packed ? SA_COUNTER_BYTES : 0) + (kept ? kept + 15 : 0);
+    return (sa_counts_items(p) ? SA_COUNTER_BYTES : 0) + (kept ? kept + 15 : 0);
 }
 
 int64_t sa_decode_num_slots(const sinkattn_problem *p, const sinkattn_plan *plan) {
@@ -53,27 +53,6 @@ int64_t sa_decode_rows_a_slot(const sinkattn_problem *p, const sinkattn_plan *pl
 int64_t sa_cuda_decode_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const int64_t slots = sa_decode_num_slots(p, plan);
     return slots ? 16 + slots * sa_decode_rows_a_slot(p, plan) * row_bytes(sinkattn_variant(plan->variant)) : 0;
-}
-
-sa_invariant_layout sa_invariant_layout_of(const sinkattn_problem *p) {
-    const int64_t lengths = (2 * p->batch + 1) * 4, rows = p->batch * p->num_q_heads * p->q_len * 4,
-                  keys = p->page_size ? p->batch * p->k_len * p->num_kv_heads * p->head_dim * sa_dtype_bytes(p->dtype) : 0;
-    sa_invariant_layout to;
-    int64_t at = 0;
-    to.cu_seqlens_q = take(&at, lengths);
-    to.cu_seqlens_k = take(&at, lengths);
-    to.lse = take(&at, rows);
-    to.lse_raw = take(&at, rows);
-    to.k = take(&at, keys);
-    to.v = take(&at, keys);
-    to.forward = take(&at, SA_COUNTER_BYTES);
-    to.bytes = at + SA_WORKSPACE_ALIGNMENT - 1;
-    return to;
-}
-
-int64_t sa_cuda_invariant_workspace(const sinkattn_problem *p, const sinkattn_plan *plan) {
-    (void)plan;
-    return sa_invariant_layout_of(p).bytes;
 }
 
 /* A decode in a forward's order of sums has one part a row. */

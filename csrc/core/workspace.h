@@ -39,13 +39,6 @@ int64_t sa_chain_slots(int64_t streams, int64_t chunks);
 int64_t sa_decode_num_slots(const sinkattn_problem *problem, const sinkattn_plan *plan);
 int64_t sa_decode_rows_a_slot(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
-/* Decode by the prefill's kernel: its packed lengths, lse and lse_raw, the gathered pages, and the forward's own workspace. */
-typedef struct sa_invariant_layout {
-    int64_t cu_seqlens_q, cu_seqlens_k, lse, lse_raw, k, v, forward, bytes;
-} sa_invariant_layout;
-
-sa_invariant_layout sa_invariant_layout_of(const sinkattn_problem *problem);
-
 /* sm_80's backward: rows that have statistics. */
 int64_t sa_bwd_sm80_num_stats(const sinkattn_problem *problem);
 

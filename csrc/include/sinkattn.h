@@ -75,6 +75,7 @@ typedef struct sinkattn_problem {
     int64_t num_splits; /* decode: parts a sequence's keys are cut into; 0: the planner's choice; -N: N, merged by a kernel of their own;
                            packed: 0 or 1 */
     bool invariant;     /* decode: the bits of the prefill row, whatever the batch */
+    bool extras;        /* decode: it is given host pages, or nvfp4 */
     int32_t head_dim_v; /* columns of v, out and their gradients, at most head_dim and 512; 0: head_dim */
 } sinkattn_problem;
 

@@ -326,23 +326,12 @@ void take_strides(sinkattn_tensor &cache, const sinkattn_tensor &host, int64_t n
     if (num_pages == 1) cache.batch_stride = host.batch_stride;
 }
 
-// An invariant decode on CUDA is a packed forward: between the first slots of two sequences are whole slots, as many of K as of V.
-bool is_packable(const at::Tensor &k_cache, const at::Tensor &v_cache) {
-    const auto slots = [](const at::Tensor &cache) {
-        const int64_t row = cache.stride(1);
-        const bool whole = has_usable_rows(cache) && row > 0 && cache.stride(0) % row == 0 && cache.stride(0) / row >= cache.size(1);
-        return whole ? cache.stride(0) / row : 0;
-    };
-    return k_cache.size(0) <= 1 || (slots(k_cache) && slots(k_cache) == slots(v_cache));
-}
-
 void decode(const at::Tensor &q, const at::Tensor &k_cache, const at::Tensor &v_cache, const Maybe &s_aux, const Maybe &cache_seqlens,
         const Maybe &block_table, MaybeScale softmax_scale, int64_t window_size_left, int64_t num_sink_tokens, int64_t num_splits,
         bool invariant, at::Tensor &out, at::Tensor &lse, const Maybe &scratch, const DecodeExtras &extras, void *lse_raw = nullptr) {
-    const bool packs = invariant && !q.is_cpu(), moves = packs && !block_table && !is_packable(k_cache, v_cache);
-    Inputs in = common_inputs(SINKATTN_DECODE, packs ? q.contiguous() : q, moves ? k_cache.contiguous() : k_cache,
-            moves ? v_cache.contiguous() : v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
+    Inputs in = common_inputs(SINKATTN_DECODE, q, k_cache, v_cache, s_aux, softmax_scale, mask_of(window_size_left, 0, num_sink_tokens));
     sinkattn_decode_args args = decode_args(in, q, k_cache, cache_seqlens, block_table, num_splits, invariant);
+    in.args.problem.extras = extras.k_cache_host || extras.nvfp4.values;
     args.fwd = in.args;
     args.fwd.out = written_rows_of(out);
     args.fwd.lse = lse.mutable_data_ptr();

@@ -53,7 +53,8 @@ static sinkattn_problem base_problem(kind k) {
             .head_dim = 8,
             .q_len = 3,
             .k_len = 16,
-            .mask = {.has_right = true}};
+            .mask = {.has_right = true},
+            .extras = true};
     if (p.packed) p.q_len = 7;
     if (k == PACKED) p.k_len = 7;
     if (k == PAGED || k == PACKED_PAGED) {
@@ -180,6 +181,8 @@ static void test_nvfp4_arguments(void) {
         args.nvfp4 = rows[i].nvfp4;
         CHECK(strstr(sa_validate_decode(&args).message, rows[i].fragment) != NULL, "%s", sa_validate_decode(&args).message);
     }
+    args.fwd.problem.extras = false;
+    CHECK(strstr(sa_validate_decode(&args).message, "problem.extras is false"), "%s", sa_validate_decode(&args).message);
     sample_free(&s);
 }
 

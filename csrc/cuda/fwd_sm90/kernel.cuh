@@ -176,13 +176,13 @@ sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, con
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     p.counter = nullptr;
     p.tag = 0;
-    if (problem.packed && p.num_items < kMaxCount) { // sequences differ, and only the device knows by how much
+    if (sa_counts_items(&problem) && p.num_items < kMaxCount) {
         p.counter = launch_counter(context.workspace);
         p.tag = next_launch_tag();
     }
     p.chunk_tiles = static_cast<int>(sa_chunk_tiles(C::kTileK));
     p.kept = reinterpret_cast<float4 *>(
-            (reinterpret_cast<uintptr_t>(context.workspace) + (problem.packed ? SA_COUNTER_BYTES : 0) + 15) / 16 * 16);
+            (reinterpret_cast<uintptr_t>(context.workspace) + (sa_counts_items(&problem) ? SA_COUNTER_BYTES : 0) + 15) / 16 * 16);
     unsigned *error_word;
     Maps maps;
     SA_TRY(sa_cuda_error_word(&error_word));

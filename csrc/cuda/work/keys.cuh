@@ -34,8 +34,9 @@ struct CacheKeys {
     }
 
     __device__ __forceinline__ sa_sequence sequence(const sinkattn_fwd_args &args, int64_t b) const {
-        const sa_range rows = sa_packed_rows(args.cu_seqlens_q, b, args.problem.q_len);
         const int64_t used = lengths ? sa_clamp(lengths[b], 0, args.problem.k_len) : args.problem.k_len;
+        if (!args.problem.packed) return {b, 0, args.problem.q_len, b, used};
+        const sa_range rows = sa_packed_rows(args.cu_seqlens_q, b, args.problem.q_len);
         return {0, rows.begin, rows.end - rows.begin, b, used};
     }
 
@@ -119,7 +120,7 @@ __device__ __forceinline__ void check_lengths(const sinkattn_fwd_args &args, con
 
 __device__ __forceinline__ void check_lengths(const sinkattn_fwd_args &args, const CacheKeys &cache, unsigned *error_word) {
     const sinkattn_problem &problem = args.problem;
-    check_cu_seqlens(args.cu_seqlens_q, problem.batch, problem.q_len, error_word);
+    if (problem.packed) check_cu_seqlens(args.cu_seqlens_q, problem.batch, problem.q_len, error_word);
     bool bad = false;
     for (int64_t b = threadIdx.x; cache.lengths && b < problem.batch; b += blockDim.x)
         bad |= cache.lengths[b] < 0 || cache.lengths[b] > problem.k_len;

@@ -17,7 +17,6 @@ namespace sa {
 
 constexpr int kCountBits = 24;
 constexpr unsigned kMaxCount = 1u << kCountBits;
-constexpr int64_t kCounterBytes = SA_COUNTER_BYTES; // however the workspace is aligned
 
 static inline unsigned long long *launch_counter(void *workspace) {
     return reinterpret_cast<unsigned long long *>((reinterpret_cast<uintptr_t>(workspace) + 7) / 8 * 8);
