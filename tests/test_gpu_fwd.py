@@ -66,7 +66,7 @@ def test_head_counts(num_q_heads: int, num_kv_heads: int) -> None:
     assert_right_on_device(Case.parse(f"d64-causal-w101-g{ratio}-h{num_kv_heads}-q70-k130-bf16-seed1"))
 
 
-@pytest.mark.parametrize("ratio", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("ratio", [2, 4, 6, 7, 8, 16, 32, 64])
 @pytest.mark.parametrize(("left", "right"), [(127, 0), (0, 0), (40, 30), (0, 79)])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 def test_windows_of_one_key_tile(ratio: int, left: int, right: int, layout: str) -> None:

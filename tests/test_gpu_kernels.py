@@ -38,6 +38,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "window": Kind(range(8, 65, 8), 127, 8, "sm90_window", "sm90_window"),
+    "window-d64": Kind(range(8, 65, 8), 127, 6, "sm90_d64_window", "sm90_window"),
     "window-d96": Kind(range(72, 97, 8), 127, 8, "sm90_d128_window", "sm90_d96"),
     "window-d128": Kind(range(104, 129, 8), 127, 8, "sm90_d128_window", "sm90_d128_window"),
     "window-d192-v128": Kind(range(136, 193, 8), 127, 8, "sm90_d192_v128_window", "sm90_d192_v128_window", 128),
@@ -287,6 +288,18 @@ def test_d96_has_the_bits_of_d128(head_dim: int, size: int) -> None:
         wide_out, wide_lse = sinkattn.flash_attn_func(*wide, **options)
         assert torch.equal(out, wide_out[..., :head_dim])
         assert torch.equal(lse, wide_lse)
+
+
+@pytest.mark.parametrize("size", [1, 12])
+@pytest.mark.parametrize("heads", [10, 12, 14])
+def test_windows_of_wide_tiles_have_the_bits_of_any_mask(heads: int, size: int) -> None:
+    """Against the general forward over a cache."""
+    q, k, v, s_aux = gpt_oss_like(2, 500)
+    q = size * q[:, :, :heads]
+    options = {"s_aux": s_aux[:heads], "window_size": (100, 0), "return_lse": True}
+    want = sinkattn.flash_attn_with_kvcache(q, k, v, causal=True, invariant=True, **options)
+    for got, its in zip(sinkattn.flash_attn_func(q, k, v, **options), want, strict=True):
+        assert torch.equal(got, its)
 
 
 @pytest.mark.parametrize("size", [1, 12])

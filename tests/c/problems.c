@@ -76,9 +76,10 @@ const sinkattn_variant_info *forward_of_order(const sinkattn_variant_info *forwa
     const char *const general[][2] = {{"sa_fwd_cuda_sm90_d96", "sa_fwd_cuda_sm90_d128"},
             {"sa_decode_cuda_sm90_packed_d96", "sa_decode_cuda_sm90_packed_d128"},
             {"sa_fwd_cuda_sm90_d64_few_rows", "sa_fwd_cuda_sm90_d64"}, {"sa_fwd_cuda_sm90_d128_few_rows", "sa_fwd_cuda_sm90_d128"},
-            {"sa_fwd_cuda_sm90_d128_window", "sa_fwd_cuda_sm90_d128"}, {"sa_fwd_cuda_sm90_d192_v128_window", "sa_fwd_cuda_sm90_d192_v128"}};
+            {"sa_fwd_cuda_sm90_d64_window", "sa_fwd_cuda_sm90_d64"}, {"sa_fwd_cuda_sm90_d128_window", "sa_fwd_cuda_sm90_d128"},
+            {"sa_fwd_cuda_sm90_d192_v128_window", "sa_fwd_cuda_sm90_d192_v128"}};
     const sinkattn_variant_info *row;
-    for (int of = 0; of < 6; of++)
+    for (int of = 0; of < 7; of++)
         for (int32_t i = 0; strcmp(forward->name, general[of][0]) == 0 && (row = sinkattn_variant(i)); i++)
             if (strcmp(row->name, general[of][1]) == 0) return row;
     return forward;

@@ -145,8 +145,9 @@ static void test_the_wide_tiles_edge(void) {
         bool serves;
     } cases[] = {{8, 137, 128, 0, true}, {8, 138, 128, 0, false}, {6, 135, 72, 0, true}, {6, 136, 72, 0, false}, {1, 81, 128, 0, true},
             {1, 82, 128, 0, false}, {11, 100, 128, 0, false}, {64, 144, 128, 0, true}, {65, 20, 128, 0, false}, {8, 127, 64, 0, false},
-            {8, 127, 128, 64, true}, {8, 137, 192, 128, true}, {8, 138, 192, 128, false}, {8, 127, 136, 128, true}, {8, 127, 136, 0, false},
-            {8, 127, 192, 136, false}, {8, 127, 200, 128, false}, {16, 141, 192, 128, true}, {8, 127, 136, 8, true}};
+            {5, 133, 64, 0, true}, {5, 134, 64, 0, false}, {6, 127, 8, 0, true}, {8, 127, 128, 64, true}, {8, 137, 192, 128, true},
+            {8, 138, 192, 128, false}, {8, 127, 136, 128, true}, {8, 127, 136, 0, false}, {8, 127, 192, 136, false},
+            {8, 127, 200, 128, false}, {16, 141, 192, 128, true}, {8, 127, 136, 8, true}};
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, cases[i].left);
@@ -158,7 +159,9 @@ static void test_the_wide_tiles_edge(void) {
             sinkattn_plan plan;
             const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
             const char *name = status.code == SINKATTN_OK ? sinkattn_variant(plan.variant)->name : status.message;
-            const char *wide = cases[i].head_dim > 128 ? "sa_fwd_cuda_sm90_d192_v128_window" : "sa_fwd_cuda_sm90_d128_window";
+            const char *wide = cases[i].head_dim > 128  ? "sa_fwd_cuda_sm90_d192_v128_window"
+                               : cases[i].head_dim > 64 ? "sa_fwd_cuda_sm90_d128_window"
+                                                        : "sa_fwd_cuda_sm90_d64_window";
             CHECK((strcmp(name, wide) == 0) == (cases[i].serves && !sinks), "case %zu, %d sink tokens: %s", i, sinks, name);
         }
     }
@@ -214,7 +217,7 @@ static void test_values_narrower_than_keys(void) {
     CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "head_dim 64, head_dim_v 56 on"), "%s%s", status.message, plan.reason);
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     status = sinkattn_make_plan(&problem, &device, &plan);
-    CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "sa_fwd_cuda_sm90_d64 is the best") &&
+    CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "sa_fwd_cuda_sm90_d64_window is the best") &&
                     strstr(plan.reason, "not sa_fwd_cuda_sm90_window (64 x 144): values are narrower than keys"),
             "%s%s", status.message, plan.reason);
     problem.op = SINKATTN_DECODE;

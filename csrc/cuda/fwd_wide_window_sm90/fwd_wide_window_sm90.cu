@@ -341,6 +341,7 @@ static bool fits(const sinkattn_problem &problem, int64_t keys) {
         return launch_dtype<Shape<head_dim, head_dim_v, kTileK, kRegionK, ring, queries>>(args, plan, context); \
     }
 
+SA_FWD_WIDE_WINDOW_LAUNCHER(d64, 64, 64, 24, 6)
 SA_FWD_WIDE_WINDOW_LAUNCHER(d128, 128, 128, 14, 6)
 SA_FWD_WIDE_WINDOW_LAUNCHER(d192_v128, 192, 128, 12, 3)
 
