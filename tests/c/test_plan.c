@@ -94,11 +94,11 @@ static void test_the_cuda_row_is_taken(void) {
             {90, 16, 128, "sa_fwd_cuda_sm90_window"},
             {100, 16, 128, "sa_fwd_cuda_sm80_d64"},
             {90, 16, 137, "sa_fwd_cuda_sm90_window"},
-            {90, 16, 138, "sa_fwd_cuda_sm90_d64_window"},
-            {90, 16, 139, "sa_fwd_cuda_sm90_d64"},
+            {90, 16, 154, "sa_fwd_cuda_sm90_d64_window"},
+            {90, 16, 155, "sa_fwd_cuda_sm90_d64"},
             {90, 12, 128, "sa_fwd_cuda_sm90_d64_window"},
             {90, 2, 128, "sa_fwd_cuda_sm90_d64"},
-            {90, 6, 128, "sa_fwd_cuda_sm90_d64"},
+            {90, 6, 128, "sa_fwd_cuda_sm90_d64_window"},
             {90, 386, 128, "sa_fwd_cuda_sm80_d64"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

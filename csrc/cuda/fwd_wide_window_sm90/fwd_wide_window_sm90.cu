@@ -329,20 +329,20 @@ static bool fits(const sinkattn_problem &problem, int64_t keys) {
     return sa_window_keys(&problem.mask) + tokens - 1 + kStepKeys - 1 <= keys;
 }
 
-#define SA_FWD_WIDE_WINDOW_LAUNCHER(name, head_dim, head_dim_v, ring, queries) \
+// short_k: keys of a smaller tile, for shorter windows.
+#define SA_FWD_WIDE_WINDOW_LAUNCHER(name, head_dim, head_dim_v, short_k, ring, queries) \
     extern "C" sinkattn_status sa_fwd_cuda_sm90_##name##_window( \
             const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) { \
-        constexpr int kTileK = sa_fwd_cuda_sm90_##name##_window_tile_k, kRegionK = sa_fwd_cuda_sm90_##name##_tile_k, \
-                      kShortK = kRegionK + kStepKeys; \
+        constexpr int kTileK = sa_fwd_cuda_sm90_##name##_window_tile_k, kRegionK = sa_fwd_cuda_sm90_##name##_tile_k; \
         static_assert(sa_fwd_cuda_sm90_##name##_window_tile_q == kTileRows, "rows of a wgmma"); \
         const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments); \
-        if (fits(args.problem, kShortK)) \
-            return launch_dtype<Shape<head_dim, head_dim_v, kShortK, kRegionK, ring, queries>>(args, plan, context); \
+        if (fits(args.problem, short_k)) \
+            return launch_dtype<Shape<head_dim, head_dim_v, short_k, kRegionK, ring, queries>>(args, plan, context); \
         return launch_dtype<Shape<head_dim, head_dim_v, kTileK, kRegionK, ring, queries>>(args, plan, context); \
     }
 
-SA_FWD_WIDE_WINDOW_LAUNCHER(d64, 64, 64, 24, 6)
-SA_FWD_WIDE_WINDOW_LAUNCHER(d128, 128, 128, 14, 6)
-SA_FWD_WIDE_WINDOW_LAUNCHER(d192_v128, 192, 128, 12, 3)
+SA_FWD_WIDE_WINDOW_LAUNCHER(d64, 64, 64, 160, 24, 6)
+SA_FWD_WIDE_WINDOW_LAUNCHER(d128, 128, 128, 96, 14, 6)
+SA_FWD_WIDE_WINDOW_LAUNCHER(d192_v128, 192, 128, 96, 12, 3)
 
 } // namespace sa::fwd_wide_window_sm90
