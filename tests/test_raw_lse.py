@@ -66,6 +66,7 @@ def test_apply_sink_trains_sinks_far_below_the_scores() -> None:
 
 
 def test_raw_trains_sinks_far_below_the_scores() -> None:
+    torch.manual_seed(0)  # a sum of terms of both signs may be far smaller than they are
     q, k, v, dout = torch.randn(4, 1, 50, len(LOGITS), 64).unbind()
     s_aux = torch.tensor(LOGITS, requires_grad=True)
     out, _ = sinkattn.flash_attn_func(q, k, v, causal=True, s_aux=s_aux, return_lse="raw")
