@@ -174,6 +174,11 @@ static double once_us(const sinkattn_problem *p) {
     return 12 + tiles_each(p, 64) * (3 + rows / 8 + reading_us(p) * (1 + rows / 192));
 }
 
+/* Whether one of them serves more than 16 rows. */
+static bool is_read_once(const sinkattn_problem *p) {
+    return !sa_has_narrow_values(p) || (!has_small_pages(p) && (sa_kv_head_rows(p) > 32 || p->head_dim > 192));
+}
+
 /* More rows of a kv head than two tiles of the kernels for 8.0, or one past head_dim 192, where those are slower; keys that those cannot
  * take, whatever the rows. With num_splits a row's bits are those kernels': over one token's keys the parts are theirs. */
 const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
@@ -247,7 +252,8 @@ static const char *why_not_forward(const sinkattn_problem *p, const sinkattn_var
     const double us = reading_us(p), keys = keys_seen(p), begin = small && p->head_dim <= 64 && keys < 0.16 ? 24 : 4,
                  forward = 6 + fmax(1, tiles) * (begin + (2 * keys + 0.92 * us) * (small ? 2 : 1)),
                  chain = 13 + tiles_each(p, 8) * (1.8 + 0.45 * us * (small ? 1.4 : 1)) + 0.6 * keys;
-    return forward < (p->invariant ? chain : fmin(general_us(p), once_us(p))) ? NULL : "decodes are faster";
+    const double decode = is_read_once(p) ? fmin(general_us(p), once_us(p)) : general_us(p);
+    return forward < (p->invariant ? chain : decode) ? NULL : "decodes are faster";
 }
 
 /* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits; rows of one q_len, where it is

@@ -69,6 +69,21 @@ static void test_a_cache_without_pages(void) {
     CHECK(strcmp(chosen(&problem, 90), "sa_decode_cuda_sm90_packed_window") == 0, "%s", chosen(&problem, 90));
 }
 
+/* From small pages no kernel reads narrow values once: the forward need not beat one. */
+static void test_many_rows_of_narrow_values(void) {
+    sinkattn_problem problem = packed_problem(64, 256, -1);
+    problem.op = SINKATTN_DECODE;
+    problem.packed = false;
+    problem.batch = 32;
+    problem.num_kv_heads = 8;
+    problem.q_len = 8;
+    problem.page_size = 8;
+    problem.k_len = 32768;
+    problem.num_pages = 9;
+    problem.head_dim_v = 128;
+    CHECK(strcmp(chosen(&problem, 90), "sa_decode_cuda_sm90_packed_d256") == 0, "%s", chosen(&problem, 90));
+}
+
 static void test_the_largest_head_dim(void) {
     const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     sinkattn_problem problem = packed_problem(16, 264, -1);
@@ -157,5 +172,5 @@ static void test_the_workspace_of_chunks(void) {
     }
 }
 
-const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(the_largest_head_dim),
-        TEST(the_wide_windowed_backward_is_planned), TEST(the_workspace_of_chunks), {0}};
+const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(many_rows_of_narrow_values),
+        TEST(the_largest_head_dim), TEST(the_wide_windowed_backward_is_planned), TEST(the_workspace_of_chunks), {0}};

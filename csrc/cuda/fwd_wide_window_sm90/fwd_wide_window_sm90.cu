@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Forward for windows that fit 160 keys on sm_90, head_dim 72 to 128, or 136 to 192 with values of at most 128 columns, with the bits of
-// the general forward's rows.
+// Forward for windows that fit a tile of keys on sm_90, head_dim up to 128, or 136 to 192 with values of at most 128 columns, with the bits
+// of the general forward's rows.
 //
 //     key warp             K, V of a span, 16 keys at a time, through a ring ..
 //     query warp           Q tile | Q tile | Q tile ..
 //     checker warp         NaN and infinity in V; s_aux of the heads
 //     3 math warpgroups    QK | softmax | PV | out                          each its own tiles
 //
-// A tile is 64 rows, whole tokens x the heads of a GQA group, against 160 keys, 10 steps of 16, from the step of the first key that its
+// A tile is 64 rows, whole tokens x the heads of a GQA group, against 160 or 176 keys, steps of 16, from the step of the first key that its
 // first token sees; fewer keys where the window is shorter. All scores are in registers at once (softmax.cuh). A block has an equal share
 // of all tiles, side by side, which is a span or a few; neighbouring tiles share steps, so that a span loads each key once. The ring's
 // first steps of K are loaded a second time behind its last ones, so that each part of a tile's keys is one operand wherever it begins.
