@@ -14,7 +14,7 @@ transformers' sliding_window=128, which counts the row as well, is window_size=(
 bf16, fp16, fp32 or fp64, on CUDA bf16 or fp16: one dtype for q, k, v and caches, on one device. Any strides; rows of
 head_dim that are not contiguous and 16-byte aligned are copied. head_dim is a multiple of 8 up to 256, or up to 576
 where keys are read from a cache; v's and all on CUDA are at most 512. v's, and with it out's, may be a smaller multiple
-of 8 than that of q and k, but with invariant=True on CUDA.
+of 8 than that of q and k.
 
 Arguments that every function takes:
     softmax_scale    factor of q . k; None is head_dim ** -0.5.

@@ -118,7 +118,8 @@ def test_a_padded_batch_of_decodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "drafts", "most"), [((64, 8), 3, 4), ((64, 1), 3, 2), ((128, 1), 0, 1), ((256, 1), 0, None), (HEADS, 0, 1)]
+    ("heads", "drafts", "most"),
+    [((64, 8), 3, 4), ((64, 1), 3, 2), ((128, 1), 0, 1), ((256, 1), 0, None), (HEADS, 0, 1)],
 )
 def test_decodes_have_few_rows(heads: tuple[int, int], drafts: int, most: int | None) -> None:
     assert make_builder(drafts, heads).reorder_batch_threshold == most

@@ -102,7 +102,9 @@ static sinkattn_status miss(const sinkattn_problem *p, const sinkattn_device *de
                 "packed rows over a cache have head_dim %" PRId64 "; on CUDA it must be at most 256, or sequences of one q_len be "
                 "decoded with flash_attn_with_kvcache",
                 p->head_dim);
-    if (device->backend == SINKATTN_CUDA && p->invariant && p->extras)
+    sinkattn_problem plain = *p;
+    plain.extras = false;
+    if (p->extras && best_variant(&plain, device) >= 0)
         return sa_status(SINKATTN_UNSUPPORTED,
                 "invariant is true with host pages or nvfp4, and head_dim is %" PRId64
                 "; on CUDA that takes 9.0, head_dim of at most 128 and "

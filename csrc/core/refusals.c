@@ -28,7 +28,7 @@ const char *sa_refusal_one_width(const sinkattn_problem *p, const sinkattn_varia
 
 /* A TMA descriptor cannot describe an empty tensor. */
 static bool has_elements(const sinkattn_problem *p) {
-    const bool has_keys = p->op != SINKATTN_DECODE || p->extras || (p->page_size ? p->num_pages : p->batch);
+    const bool has_keys = p->op != SINKATTN_DECODE || (p->extras && !p->packed) || (p->page_size ? p->num_pages : p->batch);
     return p->q_len && p->k_len && has_keys && (p->packed || p->batch);
 }
 
@@ -149,7 +149,7 @@ const char *sa_refusal_not_invariant_v128(const sinkattn_problem *p, const sinka
 
 /* What decodes take on an H200, in us, were all sequences full: docs/planner.md. First, thousands of keys that a row sees. */
 static double keys_seen(const sinkattn_problem *p) {
-    const int64_t window = sa_min(sa_window_keys(&p->mask), SA_SHORT_LEN) + p->q_len + p->mask.num_sink_tokens;
+    const int64_t window = sa_min(sa_window_keys(&p->mask), SA_SHORT_LEN) + p->q_len + sa_min(p->mask.num_sink_tokens, SA_SHORT_LEN);
     return 1e-3 * (double)sa_min(p->k_len, window);
 }
 

@@ -103,7 +103,6 @@ sinkattn_status launch_d256(const sinkattn_decode_args &args, const sinkattn_pla
         if (sa_kv_head_rows(&problem) <= 16) return launch<Config<Element, 256, 16, 1, 1, 6, true>>(args, plan, context);
         return launch<Config<Element, 256, 64, 1, 1, 5, true>>(args, plan, context);
     }
-    if (sa_kv_head_rows(&problem) > 32) return launch<Config<Element, 256, 64, 1, 1, 5, false>>(args, plan, context);
     return launch<Config<Element, 256, 32, 1, 1, 6, false>>(args, plan, context);
 }
 

@@ -468,7 +468,7 @@ sinkattn_status launch_mask(const sinkattn_fwd_args &args, const Keys &keys, con
 
 } // namespace
 
-// The forward of tensors, and that of packed rows over a cache, a decode.
+// The forward of tensors, and that of rows over a cache, a decode.
 #define SA_LAUNCHERS(head_dim) \
     extern "C" sinkattn_status sa_fwd_cuda_sm80_d##head_dim(const void *args, const sinkattn_plan *, const sinkattn_context *context) { \
         constexpr int kTileQ = sa_fwd_cuda_sm80_d##head_dim##_tile_q, kTileK = sa_fwd_cuda_sm80_d##head_dim##_tile_k; \

@@ -134,7 +134,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
         }
         barrier_init_fence();
     }
-    // Rows of a tile of Q past its whole tokens are never loaded; scores of what was there would outgrow their pivot in each key tile.
+    // Rows of a tile of Q past its whole tokens are never loaded; scores of what was there could outgrow their pivot in each key tile.
+    // Where out leaves through the tile, such rows of it come next.
     zero_rows<C::kQueries * C::kHalves, C::kTileQ, C::kThreads>(smem.queries[0], p.tokens * p.group, C::kTileQ);
     async_fence();
     if (blockIdx.x == 0) check_lengths(args, keys, error_word);
@@ -232,7 +233,7 @@ sinkattn_status launch_cached(const sinkattn_decode_args &args, const sinkattn_p
         return launch_dtype<Tiles>(*static_cast<const sinkattn_fwd_args *>(arguments), TensorKeys{}, plan, context); \
     }
 
-// And that of packed rows over a cache, a decode, of sm90_packed_<name>.
+// And that of rows over a cache, a decode, of sm90_packed_<name>.
 #define SA_FWD_SM90_LAUNCHERS(name, head_dim, head_dim_v, stages, row_stages, queries) \
     SA_FWD_SM90_LAUNCHER(name, head_dim, head_dim_v, stages, row_stages, queries) \
     extern "C" sinkattn_status sa_decode_cuda_sm90_packed_##name( \

@@ -13,11 +13,12 @@
 // of all tiles, side by side, which is a span or a few; neighbouring tiles share steps, so that a span loads each key once. The ring's
 // first steps of K are loaded a second time behind its last ones, so that each part of a tile's keys is one operand wherever it begins.
 //
-// A tile's products are in two parts, of 5 steps and of the rest: the second part of S runs under the first's masks and maxima, the
-// first part of P V under the second's exponentials. At head_dim 128 a warpgroup has two tiles of Q, and out leaves through the one that
-// it has read, by bulk copies; for wider heads there is no room, and out leaves from registers.
+// A tile's products are in two parts, of 5 steps, 8 at head_dim 64, and of the rest: the second part of S runs under the first's masks and
+// maxima, the first part of P V under the second's exponentials. Up to head_dim 128 a warpgroup has two tiles of Q, and out leaves through
+// the one that it has read, by bulk copies; for wider heads there is no room, and out leaves from registers.
 //
-// Shared memory, 226 and 218 KiB: 14 or 12 steps of K and V, six or three tiles of Q. Registers: S 80, then P 20, S 40 and O 64, of 160.
+// Shared memory: at head_dim 128 and (192, 128) 226 and 218 KiB, 14 or 12 steps of K and V, six or three tiles of Q. Registers at 128: S
+// 80, then P 20, S 40 and O 64, of 160.
 
 #include "cuda/fwd_wide_window_sm90/loads.cuh"
 #include "cuda/fwd_wide_window_sm90/smem.cuh"

@@ -14,7 +14,7 @@ struct CacheRow {
     int32_t number;
 };
 
-// The cache under packed rows. Of a sequence in it, k_begin is its number: the cache has no first key.
+// The cache under rows. Of a sequence in it, k_begin is its number: the cache has no first key.
 struct CacheKeys {
     static constexpr bool kCached = true, kByThreads = false;
     const int32_t *lengths, *block_table; // NULL: the capacity each; contiguous
