@@ -63,8 +63,10 @@ typedef struct sa_variant {
     bool roomy; /* past head_dim 128, a block takes more shared memory than some devices have: SA_ROOMY_VARIANT */
 } sa_variant;
 
-/* refusals.c: what rows of variants.def ask for beside dtype and head_dim; NULL, or the one reason why a row does not serve. */
+/* workspace.c and the CPU's kernels: bytes. refusals.c: what rows of variants.def ask for beside dtype and head_dim; NULL, or the one
+ * reason why a row does not serve. */
 #define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves) \
+    int64_t sa_##workspace##_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan); \
     const char *sa_refusal_##serves(const sinkattn_problem *problem, const sinkattn_variant_info *info);
 #include "variants.def"
 

@@ -22,8 +22,6 @@
 #define SA_UNSPLIT_TILES 16  /* CUDA decode: so few key tiles, a window's, are one block's work */
 #define SA_BLOCKS_A_WORKER 2 /* CUDA decode, balanced: one merges while the other loads; twice as many where there are as many streams */
 
-int64_t sa_cuda_fwd_workspace(const sinkattn_problem *problem, const sinkattn_plan *plan);
-
 /* A decode by the forward's kernel, which never splits keys. */
 static bool is_forward(const sa_variant *row) { return row->info.op == SINKATTN_DECODE && row->workspace_bytes == sa_cuda_fwd_workspace; }
 

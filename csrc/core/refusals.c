@@ -174,6 +174,11 @@ static double once_us(const sinkattn_problem *p) {
     return 12 + tiles_each(p, 64) * (3 + rows / 8 + reading_us(p) * (1 + rows / 192));
 }
 
+/* The general decode where it is faster. Above head_dim 256 the others come first. */
+static const char *unless_general_is_slower(const sinkattn_problem *p) {
+    return p->head_dim <= 256 && general_us(p) <= once_us(p) ? "the general decode is faster" : NULL;
+}
+
 /* Whether one of them serves more than 16 rows. */
 static bool is_read_once(const sinkattn_problem *p) {
     return !sa_has_narrow_values(p) || (!has_small_pages(p) && (sa_kv_head_rows(p) > 32 || p->head_dim > 192));
@@ -184,13 +189,13 @@ static bool is_read_once(const sinkattn_problem *p) {
 const char *sa_refusal_many_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_not_invariant(p, info);
     if (why) return why;
-    if (p->page_size % info->tile_k) return "page_size is not a multiple of its tile_k";
+    if (has_small_pages(p)) return "page_size is not a multiple of its tile_k";
     if (p->head_dim > 512) return NULL;
     const int64_t rows = sa_kv_head_rows(p);
     if (rows <= 16) return "a kv head has 16 rows or fewer";
     if (rows <= 32 && p->head_dim <= 192) return "a kv head has 32 rows or fewer";
     if (p->num_splits < 0 || (p->num_splits && p->q_len > 1)) return "num_splits is negative, or of several tokens";
-    return p->head_dim <= 256 && general_us(p) <= once_us(p) ? "the general decode is faster" : NULL;
+    return unless_general_is_slower(p);
 }
 
 const char *sa_refusal_many_rows_one_width(const sinkattn_problem *p, const sinkattn_variant_info *info) {
@@ -213,7 +218,7 @@ const char *sa_refusal_swapped(const sinkattn_problem *p, const sinkattn_variant
     if (!wide && rows <= 16 && !small_pages) return "a kv head has 16 rows or fewer, in large pages";
     if (info->max_head_dim == 256 && rows > 32 && !small_pages) return "a kv head has more than 32 rows";
     if (p->num_splits) return "num_splits is given";
-    return !wide && general_us(p) <= once_us(p) ? "the general decode is faster" : NULL;
+    return unless_general_is_slower(p);
 }
 
 /* A decode that must have the bits of the forward with the same arch and head_dim, whose tile of rows decides what it serves. */
@@ -237,23 +242,34 @@ const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkatt
     return sa_refusal_one_key_tile(p, info);
 }
 
-/* Why decodes serve rows of one q_len, those with the forward's bits where these are asked for. */
+/* The decodes with the forward's bits. */
+static double chain_us(const sinkattn_problem *p) {
+    return 13 + tiles_each(p, 8) * (1.8 + 0.45 * reading_us(p) * (has_small_pages(p) ? 1.4 : 1)) + 0.6 * keys_seen(p);
+}
+
+/* The forward's tiles of whole tokens, and the forward. */
+static double forward_tiles_each(const sinkattn_problem *p) {
+    const int64_t group = p->num_q_heads / p->num_kv_heads;
+    return tiles_each(p, sa_max(1, (p->head_dim > 128 ? 128 : 192) / group) * group);
+}
+
+static double forward_us(const sinkattn_problem *p) {
+    const bool small = has_small_pages(p);
+    const double keys = keys_seen(p), begin = small && p->head_dim <= 64 && keys < 0.16 ? 24 : 4;
+    return 6 + fmax(1, forward_tiles_each(p)) * (begin + (2 * keys + 0.92 * reading_us(p)) * (small ? 2 : 1));
+}
+
+/* The forward serves rows of one q_len, and this is NULL, where no decode has its bits or where it is expected to take less time. */
 static const char *why_not_forward(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (p->extras) return "it has neither host pages nor NVFP4";
     if (p->num_splits && !p->invariant) return "num_splits is given";
-    const int64_t group = p->num_q_heads / p->num_kv_heads, tokens = sa_max(1, (p->head_dim > 128 ? 128 : 192) / group);
-    const double tiles = tiles_each(p, tokens * group);
-    if (tiles > INT32_MAX / SA_H200_SMS) return "its tiles of rows are too many";
+    if (forward_tiles_each(p) > INT32_MAX / SA_H200_SMS) return "its tiles of rows are too many";
     /* No decode has the bits of such a forward. */
     if (p->invariant && (info->arch < 90 || p->head_dim > 128 || sa_has_narrow_values(p))) return NULL;
     if (info->arch < 90) return "it is for packed rows, or invariant";
     if (sa_kv_head_rows(p) <= 16) return "a kv head has 16 rows or fewer";
-    const bool small = has_small_pages(p);
-    const double us = reading_us(p), keys = keys_seen(p), begin = small && p->head_dim <= 64 && keys < 0.16 ? 24 : 4,
-                 forward = 6 + fmax(1, tiles) * (begin + (2 * keys + 0.92 * us) * (small ? 2 : 1)),
-                 chain = 13 + tiles_each(p, 8) * (1.8 + 0.45 * us * (small ? 1.4 : 1)) + 0.6 * keys;
-    const double decode = is_read_once(p) ? fmin(general_us(p), once_us(p)) : general_us(p);
-    return forward < (p->invariant ? chain : decode) ? NULL : "decodes are faster";
+    const double decode = p->invariant ? chain_us(p) : is_read_once(p) ? fmin(general_us(p), once_us(p)) : general_us(p);
+    return forward_us(p) < decode ? NULL : "decodes are faster";
 }
 
 /* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits; rows of one q_len, where it is

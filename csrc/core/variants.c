@@ -2,8 +2,7 @@
 #include "core.h"
 
 #define SA_VARIANT(op, backend, arch, needs, dtypes, max_head_dim, tile_q, tile_k, workspace, serves) \
-    sinkattn_status sa_##op##_##backend##_##arch(const void *, const sinkattn_plan *, const sinkattn_context *); \
-    int64_t sa_##workspace##_workspace(const sinkattn_problem *, const sinkattn_plan *);
+    sinkattn_status sa_##op##_##backend##_##arch(const void *, const sinkattn_plan *, const sinkattn_context *);
 #include "variants.def"
 
 /* The words of variants.def as values. A kernel that is not compiled has a row without code. */
