@@ -27,11 +27,16 @@
  *     rule      for                                      blocks times rounds    least tiles of a round
  *     LEAST     fewer than SA_FEW_BLOCKS                 SA_ROUND_BLOCKS        SA_LEAST_ROUND
  *     LONG      fewer than SA_FEW_BLOCKS                 SA_LONG_BLOCKS         SA_LONG_ROUND
+ *     FILL      fewer than SA_FEW_BLOCKS                 SA_FILL_BLOCKS         SA_FILL_ROUND
  *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_SHORT_BLOCKS        SA_SHORT_ROUND
  *     THIN      else, at most SA_THIN_BLOCKS and under   SA_THIN_ROUNDS         SA_SHORT_ROUND
  *               two times SA_LEAST_ROUND tiles
  *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from four  SA_HALF_ROUND
  *                                                        times SA_HALF_ROUND
+ *
+ * Under a window, in a sequence longer than two spans without sink tokens, of at most SA_WINDOW_BLOCKS blocks, seen by SA_WINDOW_SPAN
+ * tiles or more each: as many rounds as make SA_WINDOW_ITEMS items, of at least SA_WINDOW_ROUND tiles. SA_WINDOW_FULL such blocks fill the
+ * machine as they are.
  *
  * And where slots are what lacks. Those of 64 MiB are taken by 16 key blocks for each token of a tile, where rows are as many as keys.
  *
@@ -46,12 +51,19 @@ enum {
     SA_LEAST_ROUND = 32,
     SA_LONG_BLOCKS = 1024,
     SA_LONG_ROUND = 64,
+    SA_FILL_BLOCKS = 200,
+    SA_FILL_ROUND = 16,
     SA_SCARCE_BLOCKS = 32,
     SA_SHORT_BLOCKS = 128,
     SA_SHORT_ROUND = 8,
     SA_THIN_BLOCKS = 96,
     SA_THIN_ROUNDS = 192,
     SA_HALF_ROUND = 160,
+    SA_WINDOW_BLOCKS = 64,
+    SA_WINDOW_SPAN = 16,
+    SA_WINDOW_ITEMS = 132,
+    SA_WINDOW_ROUND = 16,
+    SA_WINDOW_FULL = 100,
     SA_CROWD_TOKENS = 6,
     SA_CROWD_TILES = 384,
     SA_CROWD_ROUNDS = 12,
@@ -78,7 +90,7 @@ typedef struct sa_chains {
     int32_t blocks;              /* key blocks of a head */
     int32_t blind, tiles;        /* row tiles before the first row that sees a key; all row tiles of a head */
     int32_t rounds, round_tiles; /* the last round may be shorter */
-    bool is_local;               /* room's, and longer than two spans: a chain's slots follow its rows */
+    bool is_local;               /* room's, longer than two spans, and of many blocks: a chain's slots follow its rows */
     bool is_long;                /* rounds because slots are few: heads one after another */
     bool split;                  /* a chain is a round, not all of them */
     int32_t heads;               /* of all copies */
@@ -98,11 +110,19 @@ SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
     if (blocks > SA_FEW_BLOCKS) return tiles < 2 * SA_HALF_ROUND ? 1 : tiles < 4 * SA_HALF_ROUND ? 2 : 3;
     const bool is_thin = blocks <= SA_THIN_BLOCKS && tiles < 2 * SA_LEAST_ROUND;
     const int32_t most = (SA_ROUND_BLOCKS + blocks - 1) / blocks, most_long = (SA_LONG_BLOCKS + blocks - 1) / blocks,
+                  most_fill = (SA_FILL_BLOCKS + blocks - 1) / blocks,
                   most_short = blocks <= SA_SCARCE_BLOCKS ? SA_SHORT_BLOCKS / blocks
                                : is_thin                  ? SA_THIN_ROUNDS / blocks
                                                           : 1;
-    const sa_position_t rounds = sa_last(sa_first(most, tiles / SA_LEAST_ROUND), sa_first(most_long, tiles / SA_LONG_ROUND));
-    return (int32_t)sa_last(rounds, sa_first(most_short, tiles / SA_SHORT_ROUND));
+    const sa_position_t rounds = sa_last(sa_first(most, tiles / SA_LEAST_ROUND), sa_first(most_long, tiles / SA_LONG_ROUND)),
+                        of_few = sa_last(sa_first(most_fill, tiles / SA_FILL_ROUND), sa_first(most_short, tiles / SA_SHORT_ROUND));
+    return (int32_t)sa_last(rounds, of_few);
+}
+
+/* The same under a window whose blocks, of all heads, are seen by `span` tiles each. */
+SA_HD int32_t sa_window_rounds_of(int32_t blocks, int32_t tiles, int32_t span) {
+    const int32_t each = (int32_t)sa_last((span * blocks + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS, SA_WINDOW_ROUND);
+    return (int32_t)sa_first((tiles + each - 1) / each, SA_LONG_BLOCKS / blocks);
 }
 
 /* The largest divisor of count up to most, which is at least 1. */
@@ -120,14 +140,19 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.blind = first < band->q_len ? sa_tile_of(first, tokens) : c.tiles;
     const int32_t seeing = c.tiles - c.blind;
     const int32_t all_blocks = (int32_t)sa_min((int64_t)c.blocks * room->num_heads, SA_MANY_BLOCKS);
-    c.is_local = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles);
-    const bool is_crowded = !c.is_local && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
+    const bool is_window = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles),
+               is_cut = is_window && !band->num_sink && all_blocks <= SA_WINDOW_BLOCKS && room->span >= SA_WINDOW_SPAN &&
+                        seeing <= room->most_tiles;
+    c.is_local = is_window && !is_cut;
+    const bool is_crowded = !is_window && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
                fits = room->is_local || c.tiles <= room->most_tiles;
     c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
     c.lead = 0;
     c.rounds = 1;
     if (c.sinks)
         c.rounds = sa_tile_from(seeing, SA_SINK_ROUND);
+    else if (is_cut)
+        c.rounds = sa_window_rounds_of(all_blocks, seeing, room->span);
     else if (!c.is_local)
         c.rounds = sa_rounds_of(all_blocks, seeing);
     if (is_crowded) c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(SA_CROWD_ROUNDS, tokens));
@@ -138,7 +163,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.rounds = (int32_t)sa_last(c.rounds, 1);
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
-    const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && c.round_tiles < SA_SPLIT_ROUND);
+    const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && c.round_tiles < SA_SPLIT_ROUND) ||
+                        (is_cut && room->blocks >= SA_WINDOW_FULL);
     c.is_long = !fits || (is_crowded && merges);
     c.split = !c.sinks && c.rounds > 1 && (c.is_long || !merges);
     c.heads = room->num_heads * room->copies;
@@ -246,6 +272,15 @@ SA_HD sa_chain_place sa_place_in_set(
     return place;
 }
 
+/* The rounds, of so many tiles, of rows that see a key; for none an empty range. */
+SA_HD sa_range sa_rounds_seeing(const sa_chains *c, sa_range rows, sa_position_t tokens, int32_t round_tiles) {
+    sa_range rounds = {0, 0};
+    if (rows.begin >= rows.end) return rounds;
+    rounds.begin = (sa_tile_of(rows.begin, tokens) - c->blind) / round_tiles;
+    rounds.end = (sa_tile_from(rows.end, tokens) - 1 - c->blind) / round_tiles + 1;
+    return rounds;
+}
+
 /* Item n in the order in which they are taken. */
 SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n) {
     sa_chain_item item;
@@ -260,12 +295,11 @@ SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa
     item.use = item.idle_use = item.idle = 0;
     item.step = c->is_local ? -place.together : place.together;
     if (rows.begin < rows.end) {
-        const int32_t first = sa_tile_of(rows.begin, tokens), past = sa_tile_from(rows.end, tokens),
-                      first_round = (first - c->blind) / item.round_tiles, last_round = (past - 1 - c->blind) / item.round_tiles;
-        item.num_parts = last_round - first_round + 1;
-        item.tiles.begin = (int32_t)sa_last(first, begin);
-        item.tiles.end = (int32_t)sa_first(past, end);
-        if (is_round) item.part = is_sink ? item.round - first_round : last_round - item.round;
+        const sa_range rounds = sa_rounds_seeing(c, rows, tokens, item.round_tiles);
+        item.num_parts = (int32_t)(rounds.end - rounds.begin);
+        item.tiles.begin = (int32_t)sa_last(sa_tile_of(rows.begin, tokens), begin);
+        item.tiles.end = (int32_t)sa_first(sa_tile_from(rows.end, tokens), end);
+        if (is_round) item.part = (int32_t)(is_sink ? item.round - rounds.begin : rounds.end - 1 - item.round);
     }
     if (item.tiles.begin < item.tiles.end)
         item.use = first_use + (c->is_local ? item.tiles.end - 1 - c->blind : end - item.tiles.end) * place.together;

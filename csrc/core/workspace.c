@@ -85,7 +85,10 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048 /* so many key blocks of all kv heads, .. */
 #define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
-#define SA_SLICE_GAIN 8     /* slices must fill over 1/8 of a tile's rows more */
+/* Of so many rounds at least, and key blocks of all kv heads at most, each item leaves its dK and dV, in SA_SLOTS_BYTES. */
+#define SA_APART_ROUNDS 7
+#define SA_APART_BLOCKS 128
+#define SA_SLICE_GAIN 8 /* slices must fill over 1/8 of a tile's rows more */
 
 static int64_t tile_bytes_of(const sinkattn_variant_info *info) { return info->tile_q * info->max_head_dim * 4; }
 
@@ -152,7 +155,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
-               may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
+               may_merge =
+                       may_have_rounds && (p->packed ? room->blocks >= (room->is_local ? SA_WINDOW_FULL : SA_FEW_BLOCKS) : !dense.split);
     const bool may_crowd = p->packed && tokens <= SA_CROWD_TOKENS;
     if (p->packed) {
         /* Key blocks, times rounds where slots are few; and rounds of sequences of at least so many tiles, by the rules for few blocks. */
@@ -166,7 +170,11 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
-    to.carries = may_split ? blocks * heads : 0;
+    const int64_t sums_bytes = 2 * info->tile_k * info->max_head_dim * 4;
+    to.dense = dense;
+    to.apart = !p->packed && dense.split && !dense.is_long && dense.rounds >= SA_APART_ROUNDS && blocks * heads <= SA_APART_BLOCKS &&
+               to.items * heads * sums_bytes <= SA_SLOTS_BYTES;
+    to.carries = to.apart ? to.items * heads : may_split ? blocks * heads : 0;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     /* Long sequences' heads come one after another: a place a key block, in a dense batch for all sequences. */
     if (!p->packed)
@@ -185,7 +193,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.carry_turns_at = take(&at, to.carries * 8);
     to.stats_at = take(&at, to.tiles * (p->s_aux_dtype ? 3 : 2) * info->tile_q * 4);
     to.slots_at = take(&at, room->num_slots * tile_bytes);
-    to.carries_at = take(&at, (to.carries + to.own_carries) * 2 * info->tile_k * info->max_head_dim * 4);
+    to.carries_at = take(&at, (to.carries + to.own_carries) * sums_bytes);
     to.row_terms_at = take(&at, p->s_aux_dtype ? group * to.tiles * 4 : 0);
     to.key_terms_at = take(&at, p->s_aux_dtype ? p->num_q_heads * to.items * 2 * 4 : 0); /* a math warpgroup's each */
     to.bytes = at + SA_WORKSPACE_ALIGNMENT - 1;

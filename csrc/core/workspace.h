@@ -54,6 +54,8 @@ typedef struct sa_bwd_sm90_layout {
     int64_t heads, entries, tiles, items, carries, own_carries;
     int64_t entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at, key_terms_at, bytes;
     sa_chain_room room;
+    sa_chains dense; /* of a sequence of q_len rows and k_len keys: of each, where rows are not packed */
+    bool apart;      /* a carry is an item's own dK and dV, which the last kernel adds; else items hand carries on */
 } sa_bwd_sm90_layout;
 
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);

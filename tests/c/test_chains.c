@@ -200,7 +200,7 @@ static void test_few_blocks_have_rounds(void) {
     CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
     const struct {
         int32_t length, rounds;
-    } short_ones[] = {{128, 1}, {256, 2}, {512, 4}, {640, 4}, {900, 3}, {1000, 3}, {1024, 2}, {2000, 3}};
+    } short_ones[] = {{128, 1}, {256, 2}, {512, 4}, {640, 4}, {900, 3}, {1000, 3}, {1024, 4}, {2000, 3}};
     for (size_t i = 0; i < sizeof short_ones / sizeof *short_ones; i++) {
         band = sa_band_of(&causal, short_ones[i].length, short_ones[i].length);
         const int32_t rounds = sa_chains_of(&band, 16, kKeys, &room).rounds;
@@ -230,6 +230,48 @@ static void test_few_blocks_have_rounds(void) {
     chains = sa_chains_of(&band, 9, kKeys, &room);
     CHECK(chains.rounds == 8 && chains.together == 4, "32768 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
             (int)chains.together);
+}
+
+/* Under a window of 512, 4096 tokens of one kv head of 8 have a few rounds a block; of 8 kv heads, or of 3 tokens a tile, none. */
+static void test_few_blocks_of_a_window_have_rounds(void) {
+    const sinkattn_mask window = {.has_left = true, .has_right = true, .left = 511};
+    sa_chain_room room = {.num_heads = 1, .copies = 1, .most_tiles = 1152, .num_slots = 1152, .is_local = true, .span = 41};
+    const sa_band band = sa_band_of(&window, 4096, 4096);
+    sa_chains chains = sa_chains_of(&band, 16, kKeys, &room);
+    CHECK(chains.rounds == 16 && chains.split && !chains.is_local, "%d rounds", (int)chains.rounds);
+    room.blocks = SA_WINDOW_FULL;
+    chains = sa_chains_of(&band, 16, kKeys, &room);
+    CHECK(chains.rounds == 16 && !chains.split, "the same in a large batch: %d rounds", (int)chains.rounds);
+    room.num_heads = 8;
+    chains = sa_chains_of(&band, 16, kKeys, &room);
+    CHECK(chains.rounds == 1 && chains.is_local, "64:8: %d rounds", (int)chains.rounds);
+    room.num_heads = 1, room.span = 6;
+    chains = sa_chains_of(&band, 128, kKeys, &room);
+    CHECK(chains.rounds == 1, "1:1: %d rounds", (int)chains.rounds);
+}
+
+/* Where the last kernel looks for what items left apart. */
+static void test_items_are_found_by_block_and_round(void) {
+    for (int i = 0; i < 400; i++) {
+        const sequence s = pick_sequence();
+        if (!s.chains.split) continue;
+        int32_t *missing = calloc((size_t)s.chains.heads * (size_t)s.chains.blocks, sizeof *missing);
+        for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
+            const sa_chain_item item = item_of(&s, n);
+            if (!item.exists || !item.num_parts) continue;
+            const sa_range keys = {item.block * kKeys, sa_first((item.block + 1) * kKeys, s.band.k_len)};
+            const sa_range rounds = sa_rounds_seeing(&s.chains, sa_keys_rows(&s.band, keys), s.tokens, s.chains.round_tiles);
+            const bool is_seen = rounds.begin < rounds.end;
+            CHECK_ITEM(item.nth == item.round * s.chains.blocks + item.block, &s, n);
+            CHECK_ITEM(is_seen ? item.round >= rounds.begin && item.round < rounds.end : item.round == s.chains.rounds - 1, &s, n);
+            CHECK_ITEM(item.num_parts == (is_seen ? rounds.end - rounds.begin : 1), &s, n);
+            int32_t *of_block = &missing[item.head * s.chains.blocks + item.block];
+            if (!*of_block) *of_block = item.num_parts;
+            if (!--*of_block) *of_block = -1;
+        }
+        for (int32_t x = 0; x < s.chains.heads * s.chains.blocks; x++) CHECK_ITEM(missing[x] == -1, &s, x);
+        free(missing);
+    }
 }
 
 /* 125 row tiles are 3 rounds of 42: chains of all 8 heads and rounds are side by side all the same. */
@@ -369,5 +411,6 @@ static void test_many_query_heads_are_cut_into_slices(void) {
 
 const test chain_tests[] = {TEST(chains_meet_all_tiles_in_order), TEST(rounds_of_a_block_are_added_in_order),
         TEST(rounds_do_not_depend_on_the_batch), TEST(items_of_a_head_have_numbers), TEST(blocks_with_sink_tokens_have_rounds),
-        TEST(few_blocks_have_rounds), TEST(rounds_have_room), TEST(packed_batches_have_room), TEST(multiprocessors_are_busy),
-        TEST(many_query_heads_are_cut_into_slices), {0}};
+        TEST(few_blocks_have_rounds), TEST(few_blocks_of_a_window_have_rounds), TEST(items_are_found_by_block_and_round),
+        TEST(rounds_have_room), TEST(packed_batches_have_room), TEST(multiprocessors_are_busy), TEST(many_query_heads_are_cut_into_slices),
+        {0}};

@@ -8,7 +8,7 @@
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
 //         2 warpgroups  S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dK += dS Q,  dQ = dS^T K       64 keys each
 //         adders        dQ of tiles, or of halves of them, added in fp32 to the sum of the key blocks before
-//     sink    ds_aux of a head: the sum of its row tiles' and key blocks' terms
+//     finish  ds_aux of a head, the sum of its row tiles' and key blocks' terms; dK and dV of blocks that items left apart
 //
 // A row tile is tokens x the heads of a GQA group. Its dQ is the sum over key blocks, in ascending order, in an accumulator slot of fp32:
 // each block waits for its turn there; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
@@ -22,6 +22,7 @@
 // Shared memory and registers: docs/kernels/bwd_sm90.md, Budget.
 
 #include "cuda/bwd_sm90/copies.cuh"
+#include "cuda/bwd_sm90/finish.cuh"
 #include "cuda/bwd_sm90/launch.cuh"
 #include "cuda/bwd_sm90/tile.cuh"
 #include "cuda/bwd_sm90/work.cuh"
@@ -192,7 +193,7 @@ template <class C, TermsOf kTerms> struct Math {
     // A tile's sum is complete only after the previous key block has added its part, so the item's last tile finishes behind dK and dV,
     // unless these wait for other items.
     __device__ __forceinline__ bool finishes_behind_keys(const Item &item) const {
-        return item.tiles.begin < item.finish_end && item.num_parts == 1 && p.slices == 1;
+        return item.tiles.begin < item.finish_end && (p.apart || (item.num_parts == 1 && p.slices == 1));
     }
 
     // A round's last dQ: handed over, or complete, for later.
@@ -349,8 +350,13 @@ template <class C, TermsOf kTerms> struct Math {
                 smem.kv_empty[0].arrive();
             }
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
-            if (item.num_parts > 1) add_round<C>(p, buffers, item, part, dk, dv);
-            if (part == item.num_parts - 1 && add_slice<C>(p, buffers, item, dk, dv))
+            const bool is_apart = is_left_apart(p, item);
+            if (is_apart) {
+                add_poison(dk, poison);
+                add_poison(dv, poison);
+            }
+            if (item.num_parts > 1 || is_apart) add_round<C>(p, buffers, item, part, dk, dv);
+            if (!is_apart && part == item.num_parts - 1 && add_slice<C>(p, buffers, item, dk, dv))
                 write_keys<C>(dk, dv, poison, args, p, item, math_warpgroup);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item, math_warpgroup);
             if (item.has_tiles() && finishes_behind_keys(item)) hand_over<kComplete>(dq, item, item.tiles.begin, true, 0, [] {});

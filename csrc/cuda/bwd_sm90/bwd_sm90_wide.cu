@@ -12,6 +12,7 @@
 // Shared memory and registers: docs/kernels/bwd_sm90.md, Budget.
 
 #include "cuda/bwd_sm90/copies.cuh"
+#include "cuda/bwd_sm90/finish.cuh"
 #include "cuda/bwd_sm90/launch.cuh"
 #include "cuda/bwd_sm90/tile.cuh"
 #include "cuda/bwd_sm90/wide.cuh"
@@ -214,8 +215,11 @@ template <class C, TermsOf kTerms> struct WideMath {
             __syncwarp();
             smem.kv_empty[0].arrive();
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
-            if (item.num_parts > 1) sums.carry(p, buffers, item, part);
-            if (part == item.num_parts - 1 && sums.add_slice(p, buffers, item)) sums.write(poison, args, p, item, math_warpgroup);
+            const bool is_apart = is_left_apart(p, item);
+            if (is_apart) sums.add_poison(poison);
+            if (item.num_parts > 1 || is_apart) sums.carry(p, buffers, item, part);
+            if (!is_apart && part == item.num_parts - 1 && sums.add_slice(p, buffers, item))
+                sums.write(poison, args, p, item, math_warpgroup);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item, math_warpgroup);
             __syncwarp();
             smem.item_empty.release(items);

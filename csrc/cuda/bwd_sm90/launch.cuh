@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/bwd_sm90/copies.cuh"
+#include "cuda/bwd_sm90/finish.cuh"
 #include "cuda/bwd_sm90/work.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.cuh"
@@ -24,6 +25,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.num_entries = sizes.entries;
     p.num_carries = sizes.carries;
     p.room = sizes.room;
+    p.apart = sizes.apart;
     p.group = static_cast<int>(sa_bwd_sm90_slice_heads(&problem, C::kRows));
     p.slices = static_cast<int>(sa_bwd_sm90_slices(&problem, C::kRows));
     p.num_q_heads = static_cast<int>(problem.num_q_heads);
@@ -62,8 +64,11 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     int of = args.ds_aux ? 1 : 0;
     while (of > 0 && of < kOfAny && 8 * of % p.group != 0) of++;
     SA_TRY(launch_keys[of](name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
-    if (!args.ds_aux) return sa_ok();
-    return launch_blocks<sink_kernel>(name, static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, stream, args, p, buffers);
+    const int64_t blocks = sizes.apart ? problem.batch * problem.num_kv_heads * sa_ceil_div(problem.k_len, C::kKeys) : 0,
+                  finishing =
+                          (args.ds_aux ? problem.num_q_heads : 0) + sa_ceil_div(blocks * kCarryFloat4s<C>, kSinkThreads / C::kMathThreads);
+    if (!finishing) return sa_ok();
+    return launch_blocks<finish_kernel<C>>(name, static_cast<unsigned>(finishing), kSinkThreads, 0, stream, args, p, buffers, sizes.dense);
 }
 
 } // namespace sa::bwd_sm90

@@ -344,12 +344,23 @@ __device__ __forceinline__ void add_carry(
     if (threadIdx.x == 128) store_release(turns, turn + 1);
 }
 
-// Adds dK and dV of the earlier rounds to those of round `part`.
+// Adds dK and dV of the earlier rounds to those of round `part`; with p.apart leaves these to the last kernel.
 template <class C, class... Sums>
 __device__ __forceinline__ void add_round(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part, Sums &...sums) {
-    const bool is_shared = item.carry >= 0;
-    const int64_t carry = is_shared ? item.carry : p.num_carries + blockIdx.x;
-    add_carry<C>(buffers, carry, is_shared, item.carry_turn, part == 0, part == item.num_parts - 1, sums...);
+    const int64_t carry = item.carry >= 0 ? item.carry : p.num_carries + blockIdx.x;
+    const bool is_last = part == item.num_parts - 1;
+    add_carry<C>(buffers, carry, item.carry >= 0 && !p.apart, item.carry_turn, part == 0 || p.apart, is_last && !p.apart, sums...);
+}
+
+// Whether the last kernel writes dK and dV of the item's block.
+__device__ __forceinline__ bool is_left_apart(const BwdProblem &p, const Item &item) {
+    return p.apart && (item.num_parts > 1 || p.slices > 1);
+}
+
+// Puts NaN into dK and dV of a key whose poison it is.
+template <int kSize> __device__ __forceinline__ void add_poison(float (&d)[kSize], const float (&poison)[2]) {
+#pragma unroll
+    for (int i = 0; i < kSize; i++) d[i] += poison[i / 2 % 2];
 }
 
 // Adds dK and dV of the kv head's earlier slices; true for the last one.

@@ -127,6 +127,11 @@ template <class C> struct KeyGradients {
 #pragma unroll
         for (float &x : middle) x = 0.0f;
     }
+    __device__ __forceinline__ void add_poison(const float (&poison)[2]) {
+        bwd_sm90::add_poison(dk, poison);
+        bwd_sm90::add_poison(dv, poison);
+        if constexpr (kHasMiddle) bwd_sm90::add_poison(middle, poison);
+    }
     __device__ __forceinline__ void carry(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part) {
         if constexpr (kHasMiddle)
             add_round<C>(p, buffers, item, part, dk, dv, middle);

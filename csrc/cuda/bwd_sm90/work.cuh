@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels before and after the general backward's main kernel on sm_90. Before: where the row tiles and key blocks of each sequence
-// begin, the items, lse and g - delta of every row. After: ds_aux from the terms of row tiles and key blocks.
+// The kernels before the general backward's main kernel on sm_90: where the row tiles and key blocks of each sequence begin, the items, lse
+// and g - delta of every row.
 //
 // A kernel's Config has kHeadDim, kHeadDimV, kRows and kKeys of a tile, kTileFloats of its dQ, and kParts, in which that is added.
 #pragma once
@@ -10,7 +10,6 @@
 #include "core/workspace.h"
 #include "cuda/ptx/sm80.cuh"
 #include "cuda/work/items.cuh"
-#include "cuda/work/sink_terms.cuh"
 #include "cuda/work/tile_walk.cuh"
 
 namespace sa::bwd_sm90 {
@@ -37,7 +36,7 @@ struct alignas(16) Item {
     int idle_use, idle;         // uses that no tile has, which the item passes on
     int blind, round_tiles;     // rounds begin at blind
     int part, num_parts;        // the first round that the item adds, and all of the block
-    int carry;                  // index of the block's carried dK and dV, -1 where the item has all rounds
+    int carry;                  // index of the block's, or with p.apart its own, carried dK and dV, -1 where the item has all rounds
     unsigned carry_turn;        // whose turn it is there when the item's first round is added
     int slice_carry;            // where dK and dV of the block are handed from slice to slice
     int nth;                    // index of the item's terms in its head
@@ -57,8 +56,9 @@ __device__ __forceinline__ void set_round(Item &item, int end) {
 static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD_SM90_ITEM_BYTES, "as the planner counts them");
 
 struct BwdProblem {
-    int64_t num_entries, num_carries; // carries that items share; one a block follows them
+    int64_t num_entries, num_carries; // carries that items share, or with `apart` each has; one a block follows them
     sa_chain_room room;
+    bool apart;
     int group, tokens, slices, num_q_heads; // heads and tokens of a tile of rows; slices of a kv head
     float scale, scale_log2;
     int64_t num_tiles, num_items; // upper bounds for one slice
@@ -251,7 +251,9 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     item.num_parts = own.num_parts;
     item.carry = -1;
     item.carry_turn = 0;
-    if (own.block < sa_num_carries(&chains)) {
+    if (p.apart) {
+        item.carry = own.head * (all / chains.heads) + own.nth;
+    } else if (own.block < sa_num_carries(&chains)) {
         item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * sa_num_carries(&chains)) + own.block;
         item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
     }
@@ -383,24 +385,6 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     }
     __syncthreads();
     if (row < p.heads_of(slice)) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = sum_head(terms, p, row);
-}
-
-// A block sums the terms of one head's ds_aux, in an order that depends on sizes alone.
-static __global__ __launch_bounds__(kSinkThreads) void sink_kernel(
-        const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
-    __shared__ double sums[kSinkThreads / 32];
-    const int64_t head = blockIdx.x;
-    const Entry &end = buffers.entries[p.num_entries];
-    double sum = 0.0;
-    for (int64_t i = threadIdx.x; i < end.first_tile; i += kSinkThreads) sum += buffers.row_terms[head * p.num_tiles + i];
-    for (int64_t i = threadIdx.x; i < end.first_item / p.room.num_heads * 2; i += kSinkThreads)
-        sum += buffers.key_terms[head * p.num_items * 2 + i];
-    for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int warp = 1; warp < kSinkThreads / 32; warp++) sum += sums[warp];
-    sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
 }
 
 } // namespace sa::bwd_sm90
