@@ -34,9 +34,9 @@
  *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from four  SA_HALF_ROUND
  *                                                        times SA_HALF_ROUND
  *
- * Under a window, in a sequence longer than two spans without sink tokens, of at most SA_WINDOW_BLOCKS blocks, seen by SA_WINDOW_SPAN
- * tiles or more each: as many rounds as make SA_WINDOW_ITEMS items, of at least SA_WINDOW_ROUND tiles. SA_WINDOW_FULL such blocks fill the
- * machine as they are.
+ * Under a window, in a sequence longer than two spans without sink tokens, of at most SA_WINDOW_BLOCKS blocks: rounds that make at most
+ * SA_WINDOW_ITEMS items of at least SA_WINDOW_ROUND tiles, if an item then has at most 7/10 of a block's tiles. In a launch of
+ * more blocks, seen by at most SA_WINDOW_SPAN tiles each, an item has all rounds of its block.
  *
  * And where slots are what lacks. Those of 64 MiB are taken by 16 key blocks for each token of a tile, where rows are as many as keys.
  *
@@ -60,10 +60,10 @@ enum {
     SA_THIN_ROUNDS = 192,
     SA_HALF_ROUND = 160,
     SA_WINDOW_BLOCKS = 64,
-    SA_WINDOW_SPAN = 16,
     SA_WINDOW_ITEMS = 132,
     SA_WINDOW_ROUND = 16,
-    SA_WINDOW_FULL = 100,
+    SA_WINDOW_SPAN = 64,
+    SA_APART_ROUNDS = 5,
     SA_CROWD_TOKENS = 6,
     SA_CROWD_TILES = 384,
     SA_CROWD_ROUNDS = 12,
@@ -119,10 +119,10 @@ SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
     return (int32_t)sa_last(rounds, of_few);
 }
 
-/* The same under a window whose blocks, of all heads, are seen by `span` tiles each. */
-SA_HD int32_t sa_window_rounds_of(int32_t blocks, int32_t tiles, int32_t span) {
-    const int32_t each = (int32_t)sa_last((span * blocks + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS, SA_WINDOW_ROUND);
-    return (int32_t)sa_first((tiles + each - 1) / each, SA_LONG_BLOCKS / blocks);
+/* Tiles of a round under a window whose blocks, of all heads and fewer than SA_WINDOW_ITEMS, are seen by `span` tiles each. */
+SA_HD int32_t sa_window_round(int32_t blocks, int32_t span) {
+    const int32_t others = SA_WINDOW_ITEMS - blocks;
+    return (int32_t)sa_last((span * blocks + others - 1) / others, SA_WINDOW_ROUND);
 }
 
 /* The largest divisor of count up to most, which is at least 1. */
@@ -141,8 +141,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     const int32_t seeing = c.tiles - c.blind;
     const int32_t all_blocks = (int32_t)sa_min((int64_t)c.blocks * room->num_heads, SA_MANY_BLOCKS);
     const bool is_window = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles),
-               is_cut = is_window && !band->num_sink && all_blocks <= SA_WINDOW_BLOCKS && room->span >= SA_WINDOW_SPAN &&
-                        seeing <= room->most_tiles;
+               is_cut = is_window && !band->num_sink && all_blocks <= SA_WINDOW_BLOCKS && seeing <= room->most_tiles &&
+                        10 * sa_window_round(all_blocks, room->span) <= 7 * room->span;
     c.is_local = is_window && !is_cut;
     const bool is_crowded = !is_window && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
                fits = room->is_local || c.tiles <= room->most_tiles;
@@ -152,7 +152,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     if (c.sinks)
         c.rounds = sa_tile_from(seeing, SA_SINK_ROUND);
     else if (is_cut)
-        c.rounds = sa_window_rounds_of(all_blocks, seeing, room->span);
+        c.rounds = (int32_t)sa_first(sa_tile_from(seeing, sa_window_round(all_blocks, room->span)), SA_LONG_BLOCKS / all_blocks);
     else if (!c.is_local)
         c.rounds = sa_rounds_of(all_blocks, seeing);
     if (is_crowded) c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(SA_CROWD_ROUNDS, tokens));
@@ -164,7 +164,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
     const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && c.round_tiles < SA_SPLIT_ROUND) ||
-                        (is_cut && room->blocks >= SA_WINDOW_FULL);
+                        (is_cut && room->blocks > SA_WINDOW_BLOCKS && room->span <= SA_WINDOW_SPAN);
     c.is_long = !fits || (is_crowded && merges);
     c.split = !c.sinks && c.rounds > 1 && (c.is_long || !merges);
     c.heads = room->num_heads * room->copies;
@@ -232,6 +232,29 @@ SA_HD sa_range sa_tiles_of_round(const sa_chains *c, int32_t round, bool is_roun
     return tiles;
 }
 
+/* Whether items leave dK and dV apart, if the launch has room: they would wait for others. With fewer rounds they rarely do. */
+SA_HD bool sa_is_apart(const sa_chains *c) { return c->split && !c->is_long && c->rounds >= SA_APART_ROUNDS; }
+
+/* Key blocks that rows of a round see; of the last round also those that no row sees. */
+SA_HD sa_range sa_blocks_of_round(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t round) {
+    const sa_range tiles = sa_tiles_of_round(c, round, true);
+    sa_range blocks = {0, c->blocks};
+    if (round == c->rounds - 1) return blocks;
+    if (!band->num_sink) blocks.begin = sa_tile_of(sa_row_band(band, tiles.begin * tokens).begin, keys);
+    blocks.end = sa_tile_from(sa_row_band(band, tiles.end * tokens - 1).end, keys);
+    return blocks;
+}
+
+/* Items of rounds before this one, of one head, that some row of their round sees; of c->rounds all such items. */
+SA_HD int32_t sa_parts_before(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t round) {
+    int32_t parts = 0;
+    for (int32_t r = 0; r < round; r++) {
+        const sa_range blocks = sa_blocks_of_round(c, band, tokens, keys, r);
+        parts += (int32_t)(blocks.end - blocks.begin);
+    }
+    return parts;
+}
+
 /* Places item n where a window has sink tokens. */
 SA_HD sa_chain_place sa_place_beside_sinks(
         const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n, sa_chain_item *item) {
@@ -264,8 +287,7 @@ SA_HD sa_chain_place sa_place_in_set(
     const int32_t chain = first + place.nth;
     item->head = c->split ? chain / c->rounds : chain;
     item->round = c->split ? c->rounds - 1 - (chain - item->head * c->rounds) : 0;
-    const int32_t end = (int32_t)sa_tiles_of_round(c, item->round, c->split).end;
-    const int32_t blocks = end < c->tiles ? sa_tile_from(sa_row_band(band, end * tokens - 1).end, keys) : c->blocks;
+    const int32_t blocks = c->split ? (int32_t)sa_blocks_of_round(c, band, tokens, keys, item->round).end : c->blocks;
     item->exists = wave >= c->blocks - blocks;
     item->block = item->exists ? wave - (c->blocks - blocks) : blocks + wave;
     item->nth = item->round * c->blocks + item->block;

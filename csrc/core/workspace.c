@@ -85,9 +85,7 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048 /* so many key blocks of all kv heads, .. */
 #define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
-/* Of so many rounds at least, and key blocks of all kv heads at most, each item leaves its dK and dV, in SA_SLOTS_BYTES. */
-#define SA_APART_ROUNDS 7
-#define SA_APART_BLOCKS 128
+#define SA_APART_BYTES (INT64_C(128) << 20)
 #define SA_SLICE_GAIN 8 /* slices must fill over 1/8 of a tile's rows more */
 
 static int64_t tile_bytes_of(const sinkattn_variant_info *info) { return info->tile_q * info->max_head_dim * 4; }
@@ -145,6 +143,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.entries = p->batch + p->packed;
     to.tiles = (p->packed ? sa_packed_tiles(p->q_len, tokens, p->batch + 1) : p->batch * longest) * heads;
     const int64_t blocks = p->packed ? sa_packed_tiles(p->k_len, info->tile_k, to.entries) : p->batch * sa_ceil_div(p->k_len, info->tile_k);
+    to.blocks = blocks;
     to.room = room_of(p, plan, tokens, heads, to.tiles, blocks);
     sa_chain_room *room = &to.room;
     const bool has_long = !room->is_local && longest > room->most_tiles;
@@ -156,7 +155,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
                may_merge =
-                       may_have_rounds && (p->packed ? room->blocks >= (room->is_local ? SA_WINDOW_FULL : SA_FEW_BLOCKS) : !dense.split);
+                       may_have_rounds && (p->packed ? room->blocks >= (room->is_local ? SA_WINDOW_BLOCKS : SA_FEW_BLOCKS) : !dense.split);
     const bool may_crowd = p->packed && tokens <= SA_CROWD_TOKENS;
     if (p->packed) {
         /* Key blocks, times rounds where slots are few; and rounds of sequences of at least so many tiles, by the rules for few blocks. */
@@ -170,11 +169,15 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
-    const int64_t sums_bytes = 2 * info->tile_k * info->max_head_dim * 4;
-    to.dense = dense;
-    to.apart = !p->packed && dense.split && !dense.is_long && dense.rounds >= SA_APART_ROUNDS && blocks * heads <= SA_APART_BLOCKS &&
-               to.items * heads * sums_bytes <= SA_SLOTS_BYTES;
-    to.carries = to.apart ? to.items * heads : may_split ? blocks * heads : 0;
+    const int64_t sums_bytes = 2 * info->tile_k * info->max_head_dim * 4, most_parts = SA_APART_BYTES / sums_bytes;
+    to.parts = 0;
+    if (may_split && room->blocks <= SA_FEW_BLOCKS && p->packed)
+        to.parts = sa_min(most_parts, (to.items + blocks) * heads);
+    else if (may_split && room->blocks <= SA_FEW_BLOCKS && sa_is_apart(&dense))
+        to.parts = sa_max(p->batch, 1) * heads *
+                   sa_parts_before(&dense, &band, (sa_position_t)tokens, (sa_position_t)info->tile_k, dense.rounds);
+    if (to.parts > most_parts) to.parts = 0;
+    to.carries = may_split && (p->packed || !to.parts) ? blocks * heads : 0;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     /* Long sequences' heads come one after another: a place a key block, in a dense batch for all sequences. */
     if (!p->packed)
@@ -185,6 +188,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
         to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / room->most_tiles + 1);
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
+    to.dense = sa_chains_of(&band, (sa_position_t)tokens, (sa_position_t)info->tile_k, room);
     to.own_carries = may_merge ? plan->workers : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
@@ -193,7 +197,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.carry_turns_at = take(&at, to.carries * 8);
     to.stats_at = take(&at, to.tiles * (p->s_aux_dtype ? 3 : 2) * info->tile_q * 4);
     to.slots_at = take(&at, room->num_slots * tile_bytes);
-    to.carries_at = take(&at, (to.carries + to.own_carries) * sums_bytes);
+    to.carries_at = take(&at, (to.carries + to.own_carries + to.parts) * sums_bytes);
     to.row_terms_at = take(&at, p->s_aux_dtype ? group * to.tiles * 4 : 0);
     to.key_terms_at = take(&at, p->s_aux_dtype ? p->num_q_heads * to.items * 2 * 4 : 0); /* a math warpgroup's each */
     to.bytes = at + SA_WORKSPACE_ALIGNMENT - 1;

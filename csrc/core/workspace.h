@@ -17,7 +17,7 @@ enum {
     SA_WORKSPACE_ALIGNMENT = 128,
     SA_COUNTER_BYTES = 16,       /* a launch counter, however the workspace is aligned */
     SA_BWD_SM80_STATS_BYTES = 8, /* of a row: lse and g - delta */
-    SA_BWD_SM90_ENTRY_BYTES = 80,
+    SA_BWD_SM90_ENTRY_BYTES = 88,
     SA_BWD_SM90_ITEM_BYTES = 128,
     SA_BWD_WINDOW_PARTS = 12,           /* of ds_aux, a block and head, */
     SA_BWD_WINDOW_SINK_PARTS = 16,      /* with positional sink tokens; */
@@ -51,11 +51,11 @@ int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *problem, int64_t tile_q)
 
 /* heads: slices of all kv heads. entries, tiles, items, carries, own_carries: how many there are, items those of a slice. */
 typedef struct sa_bwd_sm90_layout {
-    int64_t heads, entries, tiles, items, carries, own_carries;
+    int64_t heads, entries, tiles, blocks, items, carries, own_carries,
+            parts; /* blocks: key blocks of a head; parts: carries of items that leave dK and dV apart, behind the others */
     int64_t entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at, key_terms_at, bytes;
     sa_chain_room room;
-    sa_chains dense; /* of a sequence of q_len rows and k_len keys: of each, where rows are not packed */
-    bool apart;      /* a carry is an item's own dK and dV, which the last kernel adds; else items hand carries on */
+    sa_chains dense; /* of each sequence, where rows are not packed */
 } sa_bwd_sm90_layout;
 
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);

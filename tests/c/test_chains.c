@@ -239,7 +239,7 @@ static void test_few_blocks_of_a_window_have_rounds(void) {
     const sa_band band = sa_band_of(&window, 4096, 4096);
     sa_chains chains = sa_chains_of(&band, 16, kKeys, &room);
     CHECK(chains.rounds == 16 && chains.split && !chains.is_local, "%d rounds", (int)chains.rounds);
-    room.blocks = SA_WINDOW_FULL;
+    room.blocks = SA_WINDOW_BLOCKS + 1;
     chains = sa_chains_of(&band, 16, kKeys, &room);
     CHECK(chains.rounds == 16 && !chains.split, "the same in a large batch: %d rounds", (int)chains.rounds);
     room.num_heads = 8;
@@ -250,26 +250,34 @@ static void test_few_blocks_of_a_window_have_rounds(void) {
     CHECK(chains.rounds == 1, "1:1: %d rounds", (int)chains.rounds);
 }
 
-/* Where the last kernel looks for what items left apart. */
+/* Where the last kernel looks for what items leave apart: each has a place of its own, and the rounds that see a block are all there. */
 static void test_items_are_found_by_block_and_round(void) {
     for (int i = 0; i < 400; i++) {
         const sequence s = pick_sequence();
-        if (!s.chains.split) continue;
-        int32_t *missing = calloc((size_t)s.chains.heads * (size_t)s.chains.blocks, sizeof *missing);
-        for (int32_t n = 0; n < sa_num_chain_items(&s.chains); n++) {
+        const sa_chains *c = &s.chains;
+        if (!c->split) continue;
+        const int32_t places = sa_parts_before(c, &s.band, s.tokens, kKeys, c->rounds);
+        char *taken = calloc((size_t)places * (size_t)c->heads + 1, 1);
+        int32_t *missing = calloc((size_t)c->heads * (size_t)c->blocks, sizeof *missing);
+        for (int32_t n = 0; n < sa_num_chain_items(c); n++) {
             const sa_chain_item item = item_of(&s, n);
             if (!item.exists || !item.num_parts) continue;
             const sa_range keys = {item.block * kKeys, sa_first((item.block + 1) * kKeys, s.band.k_len)};
-            const sa_range rounds = sa_rounds_seeing(&s.chains, sa_keys_rows(&s.band, keys), s.tokens, s.chains.round_tiles);
+            const sa_range rounds = sa_rounds_seeing(c, sa_keys_rows(&s.band, keys), s.tokens, c->round_tiles);
             const bool is_seen = rounds.begin < rounds.end;
-            CHECK_ITEM(item.nth == item.round * s.chains.blocks + item.block, &s, n);
-            CHECK_ITEM(is_seen ? item.round >= rounds.begin && item.round < rounds.end : item.round == s.chains.rounds - 1, &s, n);
+            CHECK_ITEM(is_seen ? item.round >= rounds.begin && item.round < rounds.end : item.round == c->rounds - 1, &s, n);
             CHECK_ITEM(item.num_parts == (is_seen ? rounds.end - rounds.begin : 1), &s, n);
-            int32_t *of_block = &missing[item.head * s.chains.blocks + item.block];
+            const sa_range blocks = sa_blocks_of_round(c, &s.band, s.tokens, kKeys, item.round);
+            const int32_t before = sa_parts_before(c, &s.band, s.tokens, kKeys, item.round),
+                          place = (int32_t)(before + item.block - blocks.begin) * c->heads + item.head;
+            if (CHECK_ITEM(item.block >= blocks.begin && item.block < blocks.end && place < places * c->heads, &s, n))
+                CHECK_ITEM(!taken[place]++, &s, n);
+            int32_t *of_block = &missing[item.head * c->blocks + item.block];
             if (!*of_block) *of_block = item.num_parts;
             if (!--*of_block) *of_block = -1;
         }
-        for (int32_t x = 0; x < s.chains.heads * s.chains.blocks; x++) CHECK_ITEM(missing[x] == -1, &s, x);
+        for (int32_t x = 0; x < c->heads * c->blocks; x++) CHECK_ITEM(missing[x] == -1, &s, x);
+        free(taken);
         free(missing);
     }
 }

@@ -50,36 +50,54 @@ template <class C> __device__ __forceinline__ Columns columns_of(int x, int math
 
 __device__ __forceinline__ float4 operator+(const float4 &a, const float4 &b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
+// Parts from those of a block in the round before to those in this one.
+template <class C>
+__device__ __forceinline__ int parts_between(const sa_chains &chains, const sa_band &band, const BwdProblem &p, int round) {
+    const sa_range before = sa_blocks_of_round(&chains, &band, p.tokens, C::kKeys, round - 1),
+                   blocks = sa_blocks_of_round(&chains, &band, p.tokens, C::kKeys, round);
+    return static_cast<int>(before.end - blocks.begin);
+}
+
 // Adds the n-th piece, of the float4s with one index, of a key block's dK and dV as its items would: over rounds, later rows first, then
 // over slices. An item that has all of a block has written it.
 template <class C>
 __device__ __forceinline__ void add_apart(
-        const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, const sa_chains &chains, int n) {
+        const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, const sa_chains &dense, int n) {
     constexpr int kPieces = kCarryFloat4s<C>, kCarry = 2 * C::kKeys * C::kHeadDim / 4, kAtOnce = 4;
     const auto kv_heads = static_cast<int>(args.fwd.problem.num_kv_heads);
-    const int nth = n / kPieces, piece = n - nth * kPieces, nth_head = nth / chains.blocks, block = nth - nth_head * chains.blocks,
-              copy = nth_head / kv_heads, head = nth_head - copy * kv_heads, key = block * C::kKeys, thread = threadIdx.x % C::kMathThreads;
-    if (copy >= p.room.copies) return;
-    const sa_sequence sequence = sa_sequence_at(&args.fwd, copy);
-    const sa_band band = band_of(args, sequence, false);
+    const int nth = n / kPieces, piece = n - nth * kPieces, nth_block = nth / kv_heads, kv_head = nth - nth_block * kv_heads;
+    const bool is_packed = args.fwd.problem.packed;
+    const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, &Entry::first_block, nth_block) : nth_block / dense.blocks;
+    if (e >= (is_packed ? p.num_entries : p.room.copies)) return;
+    const Entry entry = entry_of(args, p, buffers, e);
+    if (entry.first_part < 0) return;
+    const sa_band band = band_of(args, entry.sequence, false);
+    const sa_chains chains = is_packed ? sa_chains_of(&band, p.tokens, C::kKeys, &p.room) : dense;
+    const int copy = is_packed ? 0 : static_cast<int>(e), block = nth_block - (is_packed ? entry.first_block : copy * chains.blocks),
+              key = block * C::kKeys, thread = threadIdx.x % C::kMathThreads;
     const sa_range rows = sa_keys_rows(&band, {key, sa_first(key + C::kKeys, band.k_len)});
     sa_range rounds = sa_rounds_seeing(&chains, rows, p.tokens, chains.round_tiles);
     if (rounds.begin == rounds.end) rounds = {chains.rounds - 1, chains.rounds}; // its item has zeros
     if (rounds.end - rounds.begin == 1 && p.slices == 1) return;
+    const auto *parts = reinterpret_cast<const float4 *>(buffers.carries) + (p.first_part + entry.first_part) * kCarry +
+                        piece * C::kMathThreads + thread;
+    const int last_part = part_index<C>(chains, band, p, 0, static_cast<int>(rounds.end) - 1, block);
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int slice = 0; slice < p.slices; slice++) {
-        const auto *items = reinterpret_cast<const float4 *>(buffers.carries) + piece * C::kMathThreads + thread;
-        const int first_item = (copy * p.room.num_heads + head * p.slices + slice) * chains.rounds * chains.blocks + block;
+        int nth_part = last_part + copy * p.room.num_heads + kv_head * p.slices + slice;
         float4 of_slice = {0.0f, 0.0f, 0.0f, 0.0f};
-        for (int end = rounds.end; end > rounds.begin; end -= kAtOnce) {
+        for (int end = static_cast<int>(rounds.end); end > rounds.begin; end -= kAtOnce) {
             float4 part[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; i++)
-                if (const int round = end - 1 - i; round >= rounds.begin)
-                    part[i] = __ldcg(items + static_cast<int64_t>(first_item + round * chains.blocks) * kCarry);
+            for (int i = 0; i < kAtOnce; i++) {
+                const int round = end - 1 - i;
+                if (round < rounds.begin) break;
+                part[i] = __ldcg(parts + static_cast<int64_t>(nth_part) * kCarry);
+                if (round > rounds.begin) nth_part -= parts_between<C>(chains, band, p, round) * chains.heads;
+            }
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
-                if (end - 1 - i < rounds.begin) continue;
+                if (end - 1 - i < rounds.begin) break;
                 if (i == 0 && end == rounds.end)
                     of_slice = part[i];
                 else
@@ -97,7 +115,7 @@ __device__ __forceinline__ void add_apart(
     for (int r = 0; r < 2; r++) {
         const int own = key + columns.key + warpgroup_row(r);
         if (own >= band.k_len || column >= width) continue;
-        auto *at = static_cast<uint16_t *>(to.data) + sa_offset(&to, sequence.batch, sequence.k_begin + own, head) + column;
+        auto *at = static_cast<uint16_t *>(to.data) + sa_offset(&to, entry.sequence.batch, entry.sequence.k_begin + own, kv_head) + column;
         *reinterpret_cast<uint32_t *>(at) =
                 pack_halves<typename C::Element>(fmaf(d[2 * r], factor, 0.0f), fmaf(d[2 * r + 1], factor, 0.0f));
     }
@@ -106,11 +124,11 @@ __device__ __forceinline__ void add_apart(
 // A block a head where ds_aux is wanted, then kSinkThreads / kMathThreads pieces a block.
 template <class C>
 __global__ __launch_bounds__(kSinkThreads) void finish_kernel(
-        const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers, sa_chains chains) {
+        const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers, sa_chains dense) {
     constexpr int kEach = kSinkThreads / C::kMathThreads;
     const int n = static_cast<int>(blockIdx.x) - (buffers.row_terms ? p.num_q_heads : 0);
     if (n < 0) return add_head_terms(args, p, buffers, blockIdx.x);
-    add_apart<C>(args, p, buffers, chains, n * kEach + static_cast<int>(threadIdx.x) / C::kMathThreads);
+    add_apart<C>(args, p, buffers, dense, n * kEach + static_cast<int>(threadIdx.x) / C::kMathThreads);
 }
 
 } // namespace sa::bwd_sm90

@@ -344,17 +344,17 @@ __device__ __forceinline__ void add_carry(
     if (threadIdx.x == 128) store_release(turns, turn + 1);
 }
 
-// Adds dK and dV of the earlier rounds to those of round `part`; with p.apart leaves these to the last kernel.
+// Adds dK and dV of the earlier rounds to those of round `part`, unless the item leaves its own apart.
 template <class C, class... Sums>
 __device__ __forceinline__ void add_round(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part, Sums &...sums) {
-    const int64_t carry = item.carry >= 0 ? item.carry : p.num_carries + blockIdx.x;
-    const bool is_last = part == item.num_parts - 1;
-    add_carry<C>(buffers, carry, item.carry >= 0 && !p.apart, item.carry_turn, part == 0 || p.apart, is_last && !p.apart, sums...);
+    const bool is_apart = item.is_apart(), is_last = part == item.num_parts - 1;
+    const int64_t carry = is_apart ? p.first_part - 2 - item.carry : item.carry < 0 ? p.num_carries + blockIdx.x : item.carry;
+    add_carry<C>(buffers, carry, item.carry >= 0, item.carry_turn, part == 0 || is_apart, is_last && !is_apart, sums...);
 }
 
 // Whether the last kernel writes dK and dV of the item's block.
 __device__ __forceinline__ bool is_left_apart(const BwdProblem &p, const Item &item) {
-    return p.apart && (item.num_parts > 1 || p.slices > 1);
+    return item.is_apart() && (item.num_parts > 1 || p.slices > 1);
 }
 
 // Puts NaN into dK and dV of a key whose poison it is.
