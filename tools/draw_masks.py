@@ -28,21 +28,15 @@ PANELS: list[tuple[str, str, tuple[int, int], list[tuple[int, int]], int]] = [
 def cells(
     window: tuple[int, int], sequences: list[tuple[int, int]], num_sink_tokens: int
 ) -> dict[str, list[tuple[int, int]]]:
-    """(row, column) of each kind of cell; column -1 is s_aux."""
-    found: dict[str, list[tuple[int, int]]] = {kind: [] for kind in COLOURS}
-    rows, keys = (sum(lengths) for lengths in zip(*sequences, strict=True))
-    kinds = [["unseen"] * keys for _ in range(rows)]
+    """(row, column) of each kind of cell that a row sees."""
+    found: dict[str, list[tuple[int, int]]] = {"key": [], "sink token": []}
     row = key = 0
     for q_len, k_len in sequences:
         lengths = torch.tensor([q_len]), torch.tensor([k_len])
         seen = visible(*lengths, q_len, k_len, *window, num_sink_tokens)[0]
         for i, j in seen.nonzero().tolist():
-            kinds[row + i][key + j] = "sink token" if j < num_sink_tokens else "key"
+            found["sink token" if j < num_sink_tokens else "key"].append((row + i, key + j))
         row, key = row + q_len, key + k_len
-    for i, line in enumerate(kinds):
-        found["s_aux"].append((i, -1))
-        for j, kind in enumerate(line):
-            found[kind].append((i, j))
     return found
 
 
@@ -52,8 +46,7 @@ def path(places: list[tuple[int, int]]) -> str:
     for i, j in places:
         if (i, j - 1) not in places:
             length = next(n for n in itertools.count(1) if (i, j + n) not in places)
-            x = (j + 2) * CELL - (CELL // 2 if j < 0 else 0)
-            drawn += f"M{x} {i * CELL + SIDE // 2}h{(length - 1) * CELL + SIDE}"
+            drawn += f"M{(j + 2) * CELL} {i * CELL + SIDE // 2}h{(length - 1) * CELL + SIDE}"
     return drawn
 
 
@@ -62,6 +55,8 @@ def draw() -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 16}" font-family="sans-serif" '
         f'stroke-width="{SIDE}" stroke-dasharray="{SIDE} {CELL - SIDE}">',
+        f'<pattern id="unseen" width="{CELL}" height="{CELL}" patternUnits="userSpaceOnUse">'
+        f'<rect width="{SIDE}" height="{SIDE}" fill="{COLOURS["unseen"]}"/></pattern>',
         '<rect width="100%" height="100%" fill="#fff"/>',
     ]
     for n, (title, arguments, window, sequences, num_sink_tokens) in enumerate(PANELS):
@@ -69,6 +64,10 @@ def draw() -> str:
         lines.append(
             f'<text y="-24" font-size="12">{title}</text><text y="-9" font-size="10" fill="#555">{arguments}</text>'
         )
+        rows, keys = (sum(lengths) for lengths in zip(*sequences, strict=True))
+        area = f'width="{keys * CELL}" height="{rows * CELL}"'
+        lines.append(f'<path stroke="{COLOURS["s_aux"]}" d="M{CELL} 0v{rows * CELL}"/>')
+        lines.append(f'<rect x="{2 * CELL}" {area} fill="url(#unseen)"/>')
         for kind, places in cells(window, sequences, num_sink_tokens).items():
             if places:
                 lines.append(f'<path stroke="{COLOURS[kind]}" d="{path(places)}"/>')

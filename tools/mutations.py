@@ -90,7 +90,7 @@ MUTATIONS = [_planted(*row) for row in (
     ("causal ignored", OPS, 'return left, 0 if _flag(causal, "causal") else right', "return left, right",
      "edges row_without_keys_gives_zero_and_the_sink"),
     ("sink of the LSE counted twice", OPS, "out, *_, lse = call(fwd,", "out, lse, *_ = call(fwd,",
-     "fwd return_lse_raw_is_without_the_sink"),
+     "raw_lse out_and_raw_lse_have_one_bit_pattern"),
     ("another rank's sinks", VERL, "s_aux.chunk(size)[ulysses.get_ulysses_sequence_parallel_rank()]",
      "s_aux.chunk(size)[size - 1 - ulysses.get_ulysses_sequence_parallel_rank()]",
      "verl_patch a_rank_takes_its_slice_of_the_sinks"),
