@@ -67,7 +67,7 @@ int main(int argc, char **argv) {
     int num_passed = 0, num_failed = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     printf("seed %" PRIu64 "\n", seed);
-    for (size_t f = 0; f < sizeof files / sizeof *files; f++)
+    for (size_t f = 0; f < COUNT(files); f++)
         for (const test *t = files[f]; t->name; t++) {
             if (!strstr(t->name, part)) continue;
             num_failed_checks = 0;

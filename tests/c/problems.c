@@ -6,6 +6,29 @@
 
 sinkattn_device oracle_device(void) { return (sinkattn_device){.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_ORACLE, .workers = 1}; }
 
+sinkattn_device gpu(int32_t arch) { return (sinkattn_device){.backend = SINKATTN_CUDA, .arch = arch, .workers = 132}; }
+
+sinkattn_plan check_planned(const sinkattn_problem *problem, sinkattn_device device, const char *name) {
+    sinkattn_plan plan = {0};
+    char best[96];
+    snprintf(best, sizeof best, "sa_%s_%s_%s is the best", sa_op_name(problem->op), device.backend == SINKATTN_CPU ? "cpu" : "cuda", name);
+    const sinkattn_status status = sinkattn_make_plan(problem, &device, &plan);
+    if (!CHECK(status.code == SINKATTN_OK, "%s: %s: %s", best, status.message, problem_text(problem))) return plan;
+    const char *taken = sinkattn_variant(plan.variant)->name;
+    const bool is_best = strncmp(taken, best, strlen(taken)) == 0 && best[strlen(taken)] == ' ';
+    CHECK(is_best && strstr(plan.reason, best), "%s on %d, %s is taken: %s: %s", best, (int)device.arch, taken, plan.reason,
+            problem_text(problem));
+    return plan;
+}
+
+void at_each_level(void (*body)(const sinkattn_device *device, sinkattn_dtype dtype)) {
+    sinkattn_device device;
+    const sinkattn_status status = sinkattn_query_cpu(2, &device);
+    if (!CHECK(status.code == SINKATTN_OK, "%s", status.message)) return;
+    for (; device.arch >= 0; device.arch--)
+        for (sinkattn_dtype dtype = SINKATTN_BF16; dtype <= SINKATTN_FP32; dtype++) body(&device, dtype);
+}
+
 const char *problem_text(const sinkattn_problem *p) {
     static char text[512];
     char left[24] = "-1", right[24] = "-1";

@@ -57,6 +57,12 @@ void sample_check(const sample *s, const sample *reference, const char *what);
 
 sinkattn_dtype sample_lse_dtype(const sinkattn_problem *problem);
 sinkattn_device oracle_device(void);
+/* A GPU of this compute capability with an H200's 132 multiprocessors; it need not be there. */
+sinkattn_device gpu(int32_t arch);
+/* Checks that the row sa_<op>_<backend>_<name> is planned, for the reason that it is the best, and returns the plan. */
+sinkattn_plan check_planned(const sinkattn_problem *problem, sinkattn_device device, const char *name);
+/* Calls body for each level and dtype that has tiled kernels, and for the oracle. */
+void at_each_level(void (*body)(const sinkattn_device *device, sinkattn_dtype dtype));
 /* A problem within what the row serves; backward problems are smaller. */
 sinkattn_problem random_problem(const sinkattn_variant_info *info, sinkattn_dtype dtype);
 /* One line that says what a problem is. */

@@ -27,6 +27,8 @@ bool check_at(const char *file, int line, bool ok, const char *format, ...) __at
 /* Says that something was left out, and why. */
 void skip(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
 /* Uniform in [low, high]. */
 int64_t pick(int64_t low, int64_t high);
 bool one_in(int64_t n);

@@ -62,7 +62,7 @@ static void test_append_behind(void) {
             {{0, INT32_MIN}, {3, 1, 5, 0}, "cache_seqlens[1] is -2147483648"},
             {{0, 3}, {3, -1, 5, 6}, "block_table[1][1] is 6; it must be a page from 0 to 5"},
             {{4, 3}, {3, -1, 5, 0}, "block_table[0][1] is -1"}};
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    for (size_t i = 0; i < COUNT(table); i++) {
         sinkattn_status status;
         const int written = count_appended(table[i].used, table[i].block_table, &status);
         if (!table[i].fragment)
@@ -148,7 +148,7 @@ static void test_append_to_slots(void) {
     } table[] = {{{0, 11, 5, 4}, 4, NULL}, {{-1, 3, INT64_MIN, 8}, 2, NULL}, {{-1, -1, -1, -1}, 0, NULL},
             {{0, 1, 2, 12}, 0, "slot_mapping[3] is 12; it must be a slot of the cache, which has 12, or negative to skip the row"},
             {{0, INT64_MAX, 2, 3}, 0, "slot_mapping[1] is 9223372036854775807"}};
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    for (size_t i = 0; i < COUNT(table); i++) {
         slot_call *c = slot_call_of(table[i].slots);
         const sinkattn_status status = append_slots(c);
         if (table[i].fragment)
@@ -218,7 +218,7 @@ static void test_malformed_slots(void) {
             {values_on_keys, "k_cache and v_cache overlap"}, {pages_of_the_host, "cache.host.num_pages is 1"},
             {many_rows, "q has 2147483648 packed rows"}};
     const int64_t slots[SLOT_ROWS] = {0, 1, 2, 3};
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    for (size_t i = 0; i < COUNT(table); i++) {
         slot_call *c = slot_call_of(slots);
         table[i].change(c, &c->args, &c->args.cache.fwd.problem);
         const sinkattn_status status = append_slots(c);

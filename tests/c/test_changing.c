@@ -23,7 +23,7 @@ static void run_changed(void *self, int32_t workers, void (*task)(void *arg, int
 }
 
 static const int32_t contents[][2] = {{INT32_MAX, 0}, {INT32_MIN, 0}, {-1, 0}, {0, 0}, {1, 1}, {50, -3}, {7, 1000}, {-100000, 40000}};
-enum { NUM_CONTENTS = sizeof contents / sizeof *contents };
+enum { NUM_CONTENTS = COUNT(contents) };
 
 static sinkattn_problem problem_of(sinkattn_op op, sinkattn_dtype dtype, bool packed) {
     sinkattn_problem p = {.op = op,
@@ -113,16 +113,6 @@ static void check_packed_decode(const sinkattn_device *device, sinkattn_dtype dt
     sample_free(&s);
 }
 
-static void at_each_level(void (*body)(const sinkattn_device *device, sinkattn_dtype dtype)) {
-    sinkattn_device device;
-    const sinkattn_status status = sinkattn_query_cpu(2, &device);
-    if (!CHECK(status.code == SINKATTN_OK, "%s", status.message)) return;
-    for (; device.arch >= 0; device.arch--) {
-        body(&device, SINKATTN_BF16);
-        body(&device, SINKATTN_FP32);
-    }
-}
-
 static void test_changing_cu_seqlens(void) { at_each_level(check_packed); }
 static void test_changing_cache(void) { at_each_level(check_decode); }
 static void test_changing_cache_of_packed_rows(void) { at_each_level(check_packed_decode); }
@@ -168,7 +158,7 @@ static void test_changing_append(void) {
 static void test_changing_slots(void) {
     enum { SLOTS = 8, DIM = 8, BEFORE = 64, CACHE = SLOTS * DIM };
     const int64_t written[] = {-1, SLOTS, 5, INT64_MIN, INT64_MAX};
-    for (size_t i = 0; i < sizeof written / sizeof *written; i++) {
+    for (size_t i = 0; i < COUNT(written); i++) {
         _Alignas(16) float memory[2][BEFORE + CACHE + BEFORE], rows[2 * DIM];
         memset(memory, 0, sizeof memory);
         for (int x = 0; x < DIM; x++) memcpy(rows + 2 * x, &written[i], sizeof written[i]);

@@ -247,7 +247,7 @@ static void test_split_covers_every_tile_once(void) {
 
 static void test_division_by_a_known_size(void) {
     const uint32_t edges[] = {0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 1000, 65535, 65536, 65537, 1u << 30, INT32_MAX - 1, INT32_MAX};
-    const size_t count = sizeof edges / sizeof *edges;
+    const size_t count = COUNT(edges);
     for (size_t s = 1; s < count; s++)
         for (uint32_t size = edges[s]; size < edges[s] + 300 && size <= INT32_MAX; size += 7) {
             const sa_divisor by = sa_divisor_of(size);
@@ -262,7 +262,7 @@ static void test_division_by_a_known_size(void) {
  * no more than that of any streams, and as many of each kv head. */
 static void test_cutting_streams(void) {
     const uint32_t step = 8, workers = 132, all_streams[] = {1, 3, 8, 64, 132, 133, 256, 264, 265, 512, 513, 2048};
-    for (size_t i = 0; i < sizeof all_streams / sizeof *all_streams; i++)
+    for (size_t i = 0; i < COUNT(all_streams); i++)
         for (uint32_t each = 1, streams = all_streams[i], resident = 264; each < 9000; each += 1 + each / 7, resident = 792 - resident) {
             const uint32_t two = 2 * workers, heads = streams % 2 ? streams % 5 ? streams : streams / 5 : 8;
             const sa_cut cut = sa_cut_of(streams, heads, step, 3 * step, workers, resident);

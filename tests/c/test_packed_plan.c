@@ -7,7 +7,7 @@
 #include "sample.h"
 
 static const char *chosen(const sinkattn_problem *problem, int32_t arch) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = arch, .workers = 132};
+    const sinkattn_device device = gpu(arch);
     sinkattn_plan plan;
     const sinkattn_status status = sinkattn_make_plan(problem, &device, &plan);
     if (!CHECK(status.code == SINKATTN_OK && plan.num_splits == 1, "%s", status.message)) return "none";
@@ -64,9 +64,9 @@ static void test_a_cache_without_pages(void) {
     sinkattn_problem problem = packed_problem(16, 64, 127);
     problem.op = SINKATTN_DECODE;
     problem.page_size = 16;
-    CHECK(strcmp(chosen(&problem, 90), "sa_decode_cuda_sm80_packed_d64") == 0, "%s", chosen(&problem, 90));
+    check_planned(&problem, gpu(90), "sm80_packed_d64");
     problem.num_pages = 1;
-    CHECK(strcmp(chosen(&problem, 90), "sa_decode_cuda_sm90_packed_window") == 0, "%s", chosen(&problem, 90));
+    check_planned(&problem, gpu(90), "sm90_packed_window");
 }
 
 /* From small pages no kernel reads narrow values once: the forward need not beat one. */
@@ -81,11 +81,11 @@ static void test_many_rows_of_narrow_values(void) {
     problem.k_len = 32768;
     problem.num_pages = 9;
     problem.head_dim_v = 128;
-    CHECK(strcmp(chosen(&problem, 90), "sa_decode_cuda_sm90_packed_d256") == 0, "%s", chosen(&problem, 90));
+    check_planned(&problem, gpu(90), "sm90_packed_d256");
 }
 
 static void test_the_largest_head_dim(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    const sinkattn_device device = gpu(90);
     sinkattn_problem problem = packed_problem(16, 264, -1);
     problem.op = SINKATTN_DECODE;
     sinkattn_plan plan;
@@ -96,31 +96,25 @@ static void test_the_largest_head_dim(void) {
 
 /* Causal windows of wide heads, without positional sink tokens; 16 bytes a row. */
 static void test_the_wide_windowed_backward_is_planned(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     static const struct {
         int64_t head_dim, left, right, sinks, group;
         int32_t head_dim_v;
         const char *name;
-    } cases[] = {{104, 127, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d128_window"}, {128, 128, 0, 0, 64, 0, "sa_bwd_cuda_sm90_d128_window"},
-            {96, 127, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d96"}, {128, 64, 0, 0, 5, 0, "sa_bwd_cuda_sm90_d128_window"},
-            {128, 63, 0, 0, 5, 0, "sa_bwd_cuda_sm90_d128"}, {128, 127, 0, 0, 4, 0, "sa_bwd_cuda_sm90_d128"},
-            {128, 129, 0, 0, 6, 0, "sa_bwd_cuda_sm90_d128"}, {96, 127, 1, 0, 6, 0, "sa_bwd_cuda_sm90_d96"},
-            {128, 127, 0, 4, 6, 0, "sa_bwd_cuda_sm90_d128"}, {128, 127, 0, 0, 65, 0, "sa_bwd_cuda_sm80_d128"},
-            {64, 127, 0, 0, 8, 0, "sa_bwd_cuda_sm90_window"}, {192, 127, 0, 0, 8, 128, "sa_bwd_cuda_sm90_d192_v128_window"},
-            {136, 128, 0, 0, 2, 8, "sa_bwd_cuda_sm90_d192_v128_window"}, {192, 0, 0, 0, 64, 128, "sa_bwd_cuda_sm90_d192_v128_window"},
-            {192, 127, 0, 0, 1, 128, "sa_bwd_cuda_sm90_d192_v128"}, {192, 129, 0, 0, 8, 128, "sa_bwd_cuda_sm90_d192_v128"},
-            {192, 127, 0, 1, 8, 128, "sa_bwd_cuda_sm90_d192_v128"}, {192, 127, 0, 0, 8, 136, "sa_bwd_cuda_sm90_d256"},
-            {192, 127, 0, 0, 8, 0, "sa_bwd_cuda_sm90_d256"}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    } cases[] = {{104, 127, 0, 0, 6, 0, "sm90_d128_window"}, {128, 128, 0, 0, 64, 0, "sm90_d128_window"}, {96, 127, 0, 0, 6, 0, "sm90_d96"},
+            {128, 64, 0, 0, 5, 0, "sm90_d128_window"}, {128, 63, 0, 0, 5, 0, "sm90_d128"}, {128, 127, 0, 0, 4, 0, "sm90_d128"},
+            {128, 129, 0, 0, 6, 0, "sm90_d128"}, {96, 127, 1, 0, 6, 0, "sm90_d96"}, {128, 127, 0, 4, 6, 0, "sm90_d128"},
+            {128, 127, 0, 0, 65, 0, "sm80_d128"}, {64, 127, 0, 0, 8, 0, "sm90_window"}, {192, 127, 0, 0, 8, 128, "sm90_d192_v128_window"},
+            {136, 128, 0, 0, 2, 8, "sm90_d192_v128_window"}, {192, 0, 0, 0, 64, 128, "sm90_d192_v128_window"},
+            {192, 127, 0, 0, 1, 128, "sm90_d192_v128"}, {192, 129, 0, 0, 8, 128, "sm90_d192_v128"},
+            {192, 127, 0, 1, 8, 128, "sm90_d192_v128"}, {192, 127, 0, 0, 8, 136, "sm90_d256"}, {192, 127, 0, 0, 8, 0, "sm90_d256"}};
+    for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = packed_problem(2 * cases[i].group, cases[i].head_dim, cases[i].left);
         problem.op = SINKATTN_BWD;
         problem.packed = i % 2;
         problem.head_dim_v = cases[i].head_dim_v;
         problem.mask.right = cases[i].right;
         problem.mask.num_sink_tokens = cases[i].sinks;
-        sinkattn_plan plan;
-        CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "case %zu is planned", i);
-        CHECK(strcmp(sinkattn_variant(plan.variant)->name, cases[i].name) == 0, "case %zu: %s", i, plan.reason);
+        const sinkattn_plan plan = check_planned(&problem, gpu(90), cases[i].name);
         if (!strstr(cases[i].name, "128_window")) continue;
         const int64_t rows = (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len + 64;
         CHECK(plan.workspace_bytes == rows * 16 + 15, "case %zu: %" PRId64 " bytes", i, plan.workspace_bytes);
@@ -130,7 +124,7 @@ static void test_the_wide_windowed_backward_is_planned(void) {
 /* Where sums are cut, each block of the forward keeps its rows' sums. A decode has a slot of 8 rows for each chunk, or two for each stream
  * where these are many. */
 static void test_the_workspace_of_chunks(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    const sinkattn_device device = gpu(90);
     const struct {
         sinkattn_op op;
         int64_t head_dim, k_len, left, batch, bytes;
@@ -142,7 +136,7 @@ static void test_the_workspace_of_chunks(void) {
             {SINKATTN_DECODE, 128, 20481, -1, 3, 3 * 2 * 8 * 8 * 136 * 4 + 15},
             {SINKATTN_DECODE, 64, 131072, -1, 127, INT64_C(127) * 16 * 8 * 8 * 72 * 4 + 15},
             {SINKATTN_DECODE, 64, 131072, -1, 128, INT64_C(128) * 2 * 8 * 8 * 72 * 4 + 15}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = packed_problem(64, cases[i].head_dim, cases[i].left);
         problem.op = cases[i].op;
         problem.packed = false;

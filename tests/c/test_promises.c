@@ -8,15 +8,6 @@
 
 #include "sample.h"
 
-/* Calls body for each level and dtype that has tiled kernels, and for the oracle. */
-static void at_each_level(void (*body)(const sinkattn_device *device, sinkattn_dtype dtype)) {
-    sinkattn_device device;
-    const sinkattn_status status = sinkattn_query_cpu(2, &device);
-    if (!CHECK(status.code == SINKATTN_OK, "%s", status.message)) return;
-    for (; device.arch >= 0; device.arch--)
-        for (sinkattn_dtype dtype = SINKATTN_BF16; dtype <= SINKATTN_FP32; dtype++) body(&device, dtype);
-}
-
 static sinkattn_problem problem_of(sinkattn_op op, sinkattn_dtype dtype, int64_t batch, int64_t q_len, int64_t k_len) {
     sinkattn_problem p = {.op = op,
             .dtype = dtype,
@@ -197,14 +188,10 @@ static void check_packed_over_pages_is_dense(const sinkattn_device *device, sink
     memcpy(packed.cu_seqlens_q, cu_q, sizeof cu_q);
     for (int64_t i = 0; i < BATCH * max_pages; i++) packed.block_table[i] = (int32_t)((i + 2) % problem.num_pages);
     if (!run(&packed, device)) return;
-    problem = (sinkattn_problem){.op = SINKATTN_FWD,
-            .dtype = dtype,
-            .s_aux_dtype = SINKATTN_FP32,
-            .batch = 1,
-            .num_q_heads = 6,
-            .num_kv_heads = 2,
-            .head_dim = 40,
-            .mask = problem.mask};
+    problem.op = SINKATTN_FWD;
+    problem.packed = false;
+    problem.batch = 1;
+    problem.page_size = problem.num_pages = 0;
     for (int b = 0; b < BATCH; b++) {
         problem.q_len = cu_q[b + 1] - cu_q[b];
         problem.k_len = k_lens[b];
@@ -301,7 +288,7 @@ static void check_key_without_weight(const sinkattn_device *device, sinkattn_dty
     static const int64_t row_counts[] = {1, 15, 16, 17, 31, 64, 65};
     enum { NO_WEIGHT, NAN_KEY, INFINITE_VALUE, NUM_CASES };
     const sinkattn_device oracle = oracle_device();
-    for (size_t i = 0; i < NUM_CASES * sizeof row_counts / sizeof *row_counts; i++) {
+    for (size_t i = 0; i < NUM_CASES * COUNT(row_counts); i++) {
         const size_t which = i % NUM_CASES;
         sinkattn_problem problem = problem_of(SINKATTN_BWD, dtype, 1, row_counts[i / NUM_CASES], 150);
         problem.num_q_heads = problem.num_kv_heads = 2;

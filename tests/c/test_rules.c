@@ -34,7 +34,7 @@ static void test_rows_and_devices(void) {
             {SINKATTN_CUDA, 80, SINKATTN_CUDA, 120, true}, {SINKATTN_CUDA, 80, SINKATTN_CUDA, 75, false},
             {SINKATTN_CPU, 2, SINKATTN_CPU, 5, true}, {SINKATTN_CPU, 3, SINKATTN_CPU, 2, false},
             {SINKATTN_CPU, 2, SINKATTN_CUDA, 90, false}, {SINKATTN_CUDA, 80, SINKATTN_CPU, 90, false}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < COUNT(cases); i++) {
         const sinkattn_variant_info info = {.backend = cases[i].row, .arch = cases[i].arch};
         const sinkattn_device device = {.backend = cases[i].device, .arch = cases[i].has};
         CHECK(sa_runs_on(&info, &device) == cases[i].runs, "case %zu", i);
@@ -68,37 +68,33 @@ static void test_the_forward_of_sm90_is_planned(void) {
         int64_t num_q_heads;
         const char *name;
     } cases[] = {
-            {90, 64, 0, 16, "sa_fwd_cuda_sm90_d64"},
-            {90, 64, 8, 16, "sa_fwd_cuda_sm90_d64"},
-            {90, 72, 0, 16, "sa_fwd_cuda_sm90_d96"},
-            {90, 96, 64, 384, "sa_fwd_cuda_sm90_d96"},
-            {90, 96, 0, 386, "sa_fwd_cuda_sm80_d128"},
-            {90, 104, 0, 16, "sa_fwd_cuda_sm90_d128"},
-            {90, 128, 64, 16, "sa_fwd_cuda_sm90_d128"},
-            {90, 136, 0, 16, "sa_fwd_cuda_sm90_d256"},
-            {90, 136, 128, 16, "sa_fwd_cuda_sm90_d192_v128"},
-            {90, 192, 0, 16, "sa_fwd_cuda_sm90_d256"},
-            {90, 192, 128, 16, "sa_fwd_cuda_sm90_d192_v128"},
-            {90, 192, 136, 16, "sa_fwd_cuda_sm90_d256"},
-            {90, 200, 128, 16, "sa_fwd_cuda_sm90_d256"},
-            {90, 256, 0, 16, "sa_fwd_cuda_sm90_d256"},
-            {90, 192, 128, 384, "sa_fwd_cuda_sm90_d192_v128"},
-            {90, 192, 128, 386, "sa_fwd_cuda_sm80_d256"},
-            {90, 256, 0, 258, "sa_fwd_cuda_sm80_d256"},
-            {80, 192, 128, 16, "sa_fwd_cuda_sm80_d256"},
-            {100, 64, 8, 16, "sa_fwd_cuda_sm80_d256"},
+            {90, 64, 0, 16, "sm90_d64"},
+            {90, 64, 8, 16, "sm90_d64"},
+            {90, 72, 0, 16, "sm90_d96"},
+            {90, 96, 64, 384, "sm90_d96"},
+            {90, 96, 0, 386, "sm80_d128"},
+            {90, 104, 0, 16, "sm90_d128"},
+            {90, 128, 64, 16, "sm90_d128"},
+            {90, 136, 0, 16, "sm90_d256"},
+            {90, 136, 128, 16, "sm90_d192_v128"},
+            {90, 192, 0, 16, "sm90_d256"},
+            {90, 192, 128, 16, "sm90_d192_v128"},
+            {90, 192, 136, 16, "sm90_d256"},
+            {90, 200, 128, 16, "sm90_d256"},
+            {90, 256, 0, 16, "sm90_d256"},
+            {90, 192, 128, 384, "sm90_d192_v128"},
+            {90, 192, 128, 386, "sm80_d256"},
+            {90, 256, 0, 258, "sm80_d256"},
+            {80, 192, 128, 16, "sm80_d256"},
+            {100, 64, 8, 16, "sm80_d256"},
     };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 500);
         problem.head_dim = cases[i].head_dim;
         problem.head_dim_v = cases[i].head_dim_v;
         problem.num_q_heads = cases[i].num_q_heads;
-        const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = cases[i].arch, .workers = 132};
         problem.num_kv_heads = 2;
-        sinkattn_plan plan;
-        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
-        CHECK(status.code == SINKATTN_OK && strcmp(sinkattn_variant(plan.variant)->name, cases[i].name) == 0, "case %zu: %s%s", i,
-                status.message, plan.reason);
+        check_planned(&problem, gpu(cases[i].arch), cases[i].name);
     }
 }
 
@@ -110,30 +106,22 @@ static void test_the_few_rows_edge(void) {
     } cases[] = {{1, 64, 128, 8192, 128, "sm90_d128_few_rows"}, {1, 64, 128, 2048, 72, "sm90_d128_few_rows"},
             {1, 64, 129, 8192, 128, "sm90_d128"}, {1, 64, 64, 2047, 128, "sm90_d128"}, {2, 64, 65, 8192, 64, "sm90_d64"},
             {2, 64, 64, 8192, 64, "sm90_d64_few_rows"}};
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 4000);
-        problem.packed = 0;
         problem.batch = cases[i].batch;
         problem.num_q_heads = cases[i].num_q_heads;
         problem.num_kv_heads = 8;
         problem.q_len = cases[i].q_len;
         problem.k_len = cases[i].k_len;
         problem.head_dim = cases[i].head_dim;
-        sinkattn_plan plan;
-        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
-        const char *name = status.code == SINKATTN_OK ? sinkattn_variant(plan.variant)->name + strlen("sa_fwd_cuda_") : status.message;
-        CHECK(strcmp(name, cases[i].name) == 0, "case %zu: %s", i, name);
+        check_planned(&problem, gpu(90), cases[i].name);
     }
     sinkattn_problem problem = causal_window(SINKATTN_FWD, 4000); /* tiles of 10 tokens, so 7 a kv head */
-    problem.packed = 0;
-    problem.batch = 1;
     problem.num_q_heads = 6 * problem.num_kv_heads;
     problem.q_len = 64;
     problem.k_len = 8192;
-    sinkattn_plan plan;
-    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK && plan.workers == 7 * problem.num_kv_heads, "%d workers",
-            (int)plan.workers);
+    const int32_t workers = check_planned(&problem, gpu(90), "sm90_d64_few_rows").workers;
+    CHECK(workers == 7 * problem.num_kv_heads, "%d workers", (int)workers);
 }
 
 /* At head_dim 72 to 128, and with values of at most 128 columns to 192, the same from a multiple of 16 on, with groups that fill seven
@@ -148,8 +136,8 @@ static void test_the_wide_tiles_edge(void) {
             {5, 149, 64, 0, true}, {5, 150, 64, 0, false}, {3, 127, 8, 0, true}, {8, 127, 128, 64, true}, {8, 137, 192, 128, true},
             {8, 138, 192, 128, false}, {8, 127, 136, 128, true}, {8, 127, 136, 0, false}, {8, 127, 192, 136, false},
             {8, 127, 200, 128, false}, {16, 141, 192, 128, true}, {8, 127, 136, 8, true}};
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const sinkattn_device device = gpu(90);
+    for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, cases[i].left);
         problem.head_dim = cases[i].head_dim;
         problem.head_dim_v = cases[i].head_dim_v;
@@ -173,20 +161,16 @@ static void test_the_decode_is_planned(void) {
         int64_t head_dim;
         int32_t head_dim_v;
         const char *name;
-    } cases[] = {{64, 0, "d64"}, {64, 56, "d192_v128"}, {72, 0, "d128"}, {128, 0, "d128"}, {128, 64, "d192_v128"}, {136, 0, "d256"},
-            {136, 128, "d192_v128"}, {192, 0, "d256"}, {192, 136, "d256"}, {192, 128, "d192_v128"}, {192, 8, "d192_v128"},
-            {200, 128, "d256"}, {256, 8, "d256"}, {264, 128, "d512"}, {512, 504, "d512"}};
-    for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+    } cases[] = {{64, 0, "sm80_d64"}, {64, 56, "sm80_d192_v128"}, {72, 0, "sm80_d128"}, {128, 0, "sm80_d128"}, {128, 64, "sm80_d192_v128"},
+            {136, 0, "sm80_d256"}, {136, 128, "sm80_d192_v128"}, {192, 0, "sm80_d256"}, {192, 136, "sm80_d256"},
+            {192, 128, "sm80_d192_v128"}, {192, 8, "sm80_d192_v128"}, {200, 128, "sm80_d256"}, {256, 8, "sm80_d256"},
+            {264, 128, "sm80_d512"}, {512, 504, "sm80_d512"}};
+    for (size_t i = 0; i < 2 * COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_DECODE, 500);
         problem.num_splits = 2;
         problem.head_dim = cases[i / 2].head_dim;
         problem.head_dim_v = cases[i / 2].head_dim_v;
-        const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = i % 2 ? 86 : 90, .workers = 84};
-        sinkattn_plan plan;
-        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
-        const char *name =
-                status.code == SINKATTN_OK ? sinkattn_variant(plan.variant)->name + strlen("sa_decode_cuda_sm80_") : status.message;
-        CHECK(strcmp(name, cases[i / 2].name) == 0, "case %zu: %s", i, name);
+        check_planned(&problem, gpu(i % 2 ? 86 : 90), cases[i / 2].name);
     }
 }
 
@@ -199,7 +183,7 @@ static void test_values_narrower_than_keys(void) {
             sa_refusal_packed_one_width, sa_refusal_packed_one_key_tile, sa_refusal_one_width, sa_refusal_one_key_tile,
             sa_refusal_local_window, sa_refusal_whole_rows_one_width, sa_refusal_not_invariant_one_width};
     const sinkattn_variant_info info = {.backend = SINKATTN_CUDA, .tile_q = 64, .tile_k = 144};
-    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
+    for (size_t i = 0; i < COUNT(refusals); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
         problem.packed = (i >= 3 && i <= 5) || i == 8 || i == 9;
         CHECK(!refusals[i](&problem, &info), "rule %zu", i);
@@ -211,24 +195,18 @@ static void test_values_narrower_than_keys(void) {
     }
     sinkattn_problem problem = causal_window(SINKATTN_FWD, 127);
     problem.head_dim_v = 56;
-    const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
-    sinkattn_plan plan;
-    sinkattn_status status = sinkattn_make_plan(&problem, &cpu, &plan);
-    CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "head_dim 64, head_dim_v 56 on"), "%s%s", status.message, plan.reason);
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
-    status = sinkattn_make_plan(&problem, &device, &plan);
-    CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "sa_fwd_cuda_sm90_d64_window is the best") &&
-                    strstr(plan.reason, "not sa_fwd_cuda_sm90_window (64 x 144): values are narrower than keys"),
-            "%s%s", status.message, plan.reason);
+    sinkattn_plan plan = check_planned(&problem, (sinkattn_device){SINKATTN_CPU, SINKATTN_CPU_SCALAR, 1, ""}, "scalar");
+    CHECK(strstr(plan.reason, "head_dim 64, head_dim_v 56 on"), "%s", plan.reason);
+    const sinkattn_device device = gpu(90);
+    plan = check_planned(&problem, device, "sm90_d64_window");
+    CHECK(strstr(plan.reason, "not sa_fwd_cuda_sm90_window (64 x 144): values are narrower than keys"), "%s", plan.reason);
     problem.op = SINKATTN_DECODE;
     problem.invariant = true;
-    status = sinkattn_make_plan(&problem, &device, &plan);
-    CHECK(status.code == SINKATTN_OK && strstr(plan.reason, "sa_decode_cuda_sm90_packed_d64 is the best"), "%s%s", status.message,
-            plan.reason);
+    check_planned(&problem, device, "sm90_packed_d64");
     const sinkattn_device small = {.backend = SINKATTN_CUDA, .arch = 86, .workers = 84};
     problem.op = SINKATTN_FWD;
     problem.invariant = false;
-    status = sinkattn_make_plan(&problem, &small, &plan);
+    sinkattn_status status = sinkattn_make_plan(&problem, &small, &plan);
     CHECK(status.code == SINKATTN_UNSUPPORTED && strstr(status.message, "no fwd kernel on sm_86 takes values narrower"), "%s",
             status.message);
     problem.dtype = SINKATTN_FP32;
@@ -273,32 +251,29 @@ static void test_the_workspace_of_narrow_values(void) {
 
 /* A backward of few rows and many keys has a worker a key block: 8 rows of 8 heads fill a tile. */
 static void test_workers_of_few_rows(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     sinkattn_problem problem = causal_window(SINKATTN_BWD, 2000);
     problem.q_len = 8;
     for (int64_t blocks = 100; blocks < 200; blocks += 50) {
         problem.k_len = 128 * blocks;
-        sinkattn_plan plan;
-        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
-        CHECK(status.code == SINKATTN_OK && plan.workers == sa_min(blocks, 132), "%s%d workers", status.message, (int)plan.workers);
+        const int32_t workers = check_planned(&problem, gpu(90), "sm90_d64").workers;
+        CHECK(workers == sa_min(blocks, 132), "%d workers", (int)workers);
     }
 }
 
 /* Decodes with invariant, in one part. */
 static void test_which_decodes_have_one_key_tile(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132}, older = {SINKATTN_CUDA, 80, 108, ""};
     const struct {
-        const sinkattn_device *device;
+        int32_t arch;
         int64_t q_len, num_q_heads, left, num_sink_tokens, num_splits;
         bool invariant;
         const char *name;
-    } cases[] = {{&device, 1, 64, 127, 0, 0, false, "sm80_d64"}, {&device, 1, 64, 127, 0, 0, true, "sm90_window"},
-            {&device, 1, 64, 127, 0, 1, true, "sm90_window"}, {&device, 1, 64, 136, 0, 0, true, "sm90_window"},
-            {&device, 1, 64, 137, 0, 0, true, "sm90_chain_d64"}, {&device, 2, 64, 127, 0, 0, false, "sm80_d64"},
-            {&device, 2, 64, 127, 0, 0, true, "sm90_window"}, {&device, 1, 64, 127, 16, 0, true, "sm90_window"},
-            {&device, 1, 64, 127, 17, 0, true, "sm90_chain_d64"}, {&device, 1, 512, 127, 0, 0, true, "sm90_packed_window"},
-            {&device, 1, 8, 127, 0, 0, true, "sm90_chain_d64"}, {&older, 1, 64, 127, 0, 0, true, "sm80_packed_d64"}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    } cases[] = {{90, 1, 64, 127, 0, 0, false, "sm80_d64"}, {90, 1, 64, 127, 0, 0, true, "sm90_window"},
+            {90, 1, 64, 127, 0, 1, true, "sm90_window"}, {90, 1, 64, 136, 0, 0, true, "sm90_window"},
+            {90, 1, 64, 137, 0, 0, true, "sm90_chain_d64"}, {90, 2, 64, 127, 0, 0, false, "sm80_d64"},
+            {90, 2, 64, 127, 0, 0, true, "sm90_window"}, {90, 1, 64, 127, 16, 0, true, "sm90_window"},
+            {90, 1, 64, 127, 17, 0, true, "sm90_chain_d64"}, {90, 1, 512, 127, 0, 0, true, "sm90_packed_window"},
+            {90, 1, 8, 127, 0, 0, true, "sm90_chain_d64"}, {80, 1, 64, 127, 0, 0, true, "sm80_packed_d64"}};
+    for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_DECODE, cases[i].left);
         problem.num_q_heads = cases[i].num_q_heads;
         problem.num_kv_heads = 8;
@@ -306,10 +281,7 @@ static void test_which_decodes_have_one_key_tile(void) {
         problem.mask.num_sink_tokens = cases[i].num_sink_tokens;
         problem.num_splits = cases[i].num_splits;
         problem.invariant = cases[i].invariant;
-        sinkattn_plan plan;
-        const sinkattn_status status = sinkattn_make_plan(&problem, cases[i].device, &plan);
-        const char *name = status.code ? status.message : sinkattn_variant(plan.variant)->name;
-        CHECK(strcmp(name + strlen("sa_decode_cuda_"), cases[i].name) == 0, "case %zu: %s", i, name);
+        const sinkattn_plan plan = check_planned(&problem, gpu(cases[i].arch), cases[i].name);
         CHECK(strcmp(cases[i].name, "sm90_window") != 0 || (plan.num_splits == 1 && plan.workspace_bytes == 0), "case %zu: %s", i,
                 plan.reason);
         CHECK(sa_validate_plan(&problem, &plan).code == SINKATTN_OK, "case %zu", i);
@@ -318,7 +290,6 @@ static void test_which_decodes_have_one_key_tile(void) {
 
 /* Of 8 kv heads: by rows of a kv head, page size, keys, widths and num_splits. */
 static void test_which_decodes_have_many_rows(void) {
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
     const struct {
         int64_t q_len, num_q_heads, page_size, k_len, head_dim, num_splits;
         const char *name;
@@ -333,7 +304,7 @@ static void test_which_decodes_have_many_rows(void) {
             {1, 64, 16, 4096, 264, 0, "sm80_d512"}, {1, 136, 16, 4096, 264, 0, "sm90_rows_d576"},
             {1, 128, 8, 4096, 264, 0, "sm90_swapped_d512"}, {1, 8, 8, 4096, 264, 0, "sm90_swapped_d512"},
             {1, 128, 16, 8192, 256, 0, "sm80_d256"}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_DECODE, 1 << 20);
         problem.num_kv_heads = 8;
         problem.q_len = cases[i].q_len;
@@ -343,10 +314,7 @@ static void test_which_decodes_have_many_rows(void) {
         problem.k_len = cases[i].k_len;
         problem.head_dim = cases[i].head_dim;
         problem.num_splits = cases[i].num_splits;
-        sinkattn_plan plan;
-        const sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
-        const char *name = status.code ? status.message : sinkattn_variant(plan.variant)->name;
-        CHECK(strcmp(name + strlen("sa_decode_cuda_"), cases[i].name) == 0, "case %zu: %s", i, name);
+        check_planned(&problem, gpu(90), cases[i].name);
     }
 }
 
@@ -355,7 +323,7 @@ static void test_invariant_decodes_follow_a_forward(void) {
     const int64_t head_dims[] = {8, 64, 72, 128, 136, 256}, groups[] = {1, 3, 8, 192, 193}, lefts[] = {-1, 0, 127, 143, 4096},
                   sinks[] = {0, 4, 17}, lengths[] = {4096, 1 << 20};
     for (int x = 0; x < 2 * 6 * 5 * 5 * 3 * 2; x++) {
-        const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = x % 2 ? 90 : 80, .workers = 132};
+        const sinkattn_device device = gpu(x % 2 ? 90 : 80);
         sinkattn_problem problem = causal_window(SINKATTN_DECODE, sa_max(lefts[x / 60 % 5], 0));
         problem.mask.has_left = lefts[x / 60 % 5] >= 0;
         problem.mask.num_sink_tokens = sinks[x / 300 % 3];
@@ -382,23 +350,20 @@ static void test_invariant_decodes_follow_a_forward(void) {
 /* 2^16 rows of 2^8 chunks are 2^24 partials, which a CPU does not cut; in 2^15 parts they are 2^31, of which a GPU plans one fewer. */
 static void test_partials_that_fit(void) {
     const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 1};
-    sinkattn_problem problem = {.op = SINKATTN_DECODE,
-            .dtype = SINKATTN_BF16,
-            .batch = 1,
-            .num_q_heads = 1 << 16,
-            .num_kv_heads = 1,
-            .head_dim = 8,
-            .q_len = 1,
-            .k_len = 256 * SA_CPU_CHUNK,
-            .num_splits = 1 << 15,
-            .mask = {.has_right = true}};
+    sinkattn_problem problem = causal_window(SINKATTN_DECODE, 0);
+    problem.num_q_heads = 1 << 16;
+    problem.head_dim = 8;
+    problem.q_len = 1;
+    problem.k_len = 256 * SA_CPU_CHUNK;
+    problem.num_splits = 1 << 15;
+    problem.mask.has_left = false;
     sinkattn_plan plan;
     sinkattn_status status = sinkattn_make_plan(&problem, &cpu, &plan);
     CHECK(status.code == SINKATTN_OK && plan.num_splits == 1, "%s", status.message);
     problem.k_len = 255 * SA_CPU_CHUNK;
     status = sinkattn_make_plan(&problem, &cpu, &plan);
     CHECK(status.code == SINKATTN_OK && plan.num_splits == 255, "%s", status.message);
-    const sinkattn_device cuda = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    const sinkattn_device cuda = gpu(90);
     problem.k_len = 1 << 23;
     status = sinkattn_make_plan(&problem, &cuda, &plan);
     CHECK(status.code == SINKATTN_INVALID && strstr(status.message, "num_splits is 32768; it must leave less than 2^31 partial rows"), "%s",
@@ -449,8 +414,8 @@ static void test_packed_rows_over_a_cache(void) {
     sinkattn_plan plan;
     sinkattn_status status;
     for (int i = 0; i < 3; i++) {
-        const sinkattn_device gpu = {.backend = SINKATTN_CUDA, .arch = archs[i], .workers = 132};
-        status = sinkattn_make_plan(&problem, &gpu, &plan);
+        const sinkattn_device device = gpu(archs[i]);
+        status = sinkattn_make_plan(&problem, &device, &plan);
         CHECK(status.code == SINKATTN_OK && plan.num_splits == 1, "%s", status.message);
     }
     const sinkattn_device cpu = {.backend = SINKATTN_CPU, .arch = SINKATTN_CPU_SCALAR, .workers = 64};
@@ -473,7 +438,7 @@ static void test_what_is_not_compiled_is_planned_and_not_run(void) {
     problem.q_len = problem.k_len = 40;
     sample s = sample_new(&problem, true);
     const sinkattn_fwd_args args = sample_fwd_args(&s);
-    const sinkattn_device device = {.backend = SINKATTN_CUDA, .arch = 90, .workers = 132};
+    const sinkattn_device device = gpu(90);
     sinkattn_plan plan;
     sinkattn_status status = sinkattn_make_plan(&problem, &device, &plan);
     CHECK(status.code == SINKATTN_OK && sa_validate_plan(&problem, &plan).code == SINKATTN_OK, "%s", status.message);

@@ -103,7 +103,7 @@ static void test_malformed_calls(void) {
         const sinkattn_status status = run_call((kind)k, &c, &problem);
         CHECK(status.code == SINKATTN_OK, "unchanged call of kind %d: %s", k, status.message);
     }
-    for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    for (size_t i = 0; i < COUNT(table); i++) {
         const malformed *row = &table[i];
         const sinkattn_problem problem = base_problem(row->kind);
         call c = base_call(row->kind, &samples[row->kind]);
@@ -177,7 +177,7 @@ static void test_nvfp4_arguments(void) {
     sinkattn_decode_args args = sample_decode_args(&s);
     args.nvfp4 = (sinkattn_nvfp4){memory, other, 2.0};
     CHECK(sa_validate_decode(&args).code == SINKATTN_OK, "%s", sa_validate_decode(&args).message);
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+    for (size_t i = 0; i < COUNT(rows); i++) {
         args.nvfp4 = rows[i].nvfp4;
         CHECK(strstr(sa_validate_decode(&args).message, rows[i].fragment) != NULL, "%s", sa_validate_decode(&args).message);
     }
