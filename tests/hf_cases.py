@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of sinkattn.hf share: inputs, a loss, comparisons, and the ops that ran."""
+"""What the tests of sinkattn.hf share: inputs, a loss, comparisons, and the ops that ran.
+
+Tests that import this are skipped where transformers is not installed.
+"""
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytest.importorskip("transformers", reason="transformers is not installed: pip install --no-build-isolation '.[hf]'")
 LENGTHS = [5, 1, 1, 14, 3, 1]  # of packed sequences: length-1 neighbours, one longer than the window
 
 

@@ -12,7 +12,6 @@ from arguments import STRIDES, append_args, cache, ops
 from torch import Tensor
 
 import sinkattn
-from sinkattn import reference
 
 
 def paged(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,27 +22,6 @@ def paged(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         for x in (k_cache, v_cache)
     ]
     return pages[0], pages[1], table
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "paged"])
-@pytest.mark.parametrize("lens", [3, [3, 6]])
-def test_appending_to_the_cache(layout: str, lens: int | list[int]) -> None:
-    q, k_cache, v_cache, s_aux, _ = cache()
-    table = None
-    if layout == "paged":
-        k_cache, v_cache, table = paged(k_cache, v_cache)
-    k, v = torch.randn(2, 2, 2, 2, 8)
-    cache_seqlens = lens if isinstance(lens, int) else torch.tensor(lens, dtype=torch.int32)
-    results = []
-    for functions in (sinkattn, reference):
-        caches = (k_cache.clone(), v_cache.clone())
-        out, lse = functions.flash_attn_with_kvcache(
-            q, *caches, k, v, cache_seqlens=cache_seqlens, block_table=table, causal=True, window_size=(4, 0),
-            s_aux=s_aux, num_sink_tokens=1, return_lse=True,
-        )  # fmt: skip
-        results.append((out, lse, *caches))
-    torch.testing.assert_close(*results)
-    assert not torch.equal(results[0][2], k_cache)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

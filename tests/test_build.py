@@ -21,7 +21,7 @@ import torch
 from test_gpu_kernels import check_every_kernel_is_in_these_tables
 
 import sinkattn
-from sinkattn import _C
+from sinkattn import _C, reference
 from sinkattn.__main__ import main
 from sinkattn.check import CPU_LEVELS
 from tools import check_wheel
@@ -188,17 +188,14 @@ def test_planner_refusals() -> None:
         sinkattn.plan("decode", H200 | {"arch": 10}, **SIZES)
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (1, 1), (None, 3), (0, 0)])
-@pytest.mark.parametrize("num_sink_tokens", [0, 2, 9])
-@pytest.mark.parametrize(("q_len", "k_len"), [(4, 4), (2, 7), (7, 2), (0, 3), (3, 0)])
-def test_visible_pairs(window: tuple[int | None, int | None], num_sink_tokens: int, q_len: int, k_len: int) -> None:
-    left, right = (-1 if side is None else side for side in window)
-    pairs = 0
-    for i in range(q_len):
-        p = i + k_len - q_len
-        for j in range(k_len):
-            pairs += (right < 0 or j <= p + right) and (left < 0 or j >= p - left or j < num_sink_tokens)
-    assert sinkattn.visible_pairs(q_len, k_len, window, num_sink_tokens) == pairs
+@pytest.mark.parametrize("left", [-1, None, 0, 1, 2, 3, 2**31 - 1])
+@pytest.mark.parametrize("right", [-1, 0, 1, 2, 3])
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (4, 4), (2, 7), (7, 2), (5, 9), (9, 5), (40, 40), (0, 3), (3, 0)])
+def test_visible_pairs(left: int | None, right: int, q_len: int, k_len: int) -> None:
+    for num_sink_tokens in (0, 2, 9, 50):
+        lens = torch.tensor([q_len]), torch.tensor([k_len])
+        seen = reference.visible(*lens, q_len, k_len, -1 if left is None else left, right, num_sink_tokens)
+        assert sinkattn.visible_pairs(q_len, k_len, (left, right), num_sink_tokens) == int(seen.sum())
 
 
 @pytest.mark.parametrize("arguments", [(-1, 3), (3, -1), (3, 3, (-2, 0)), (3, 3, (0, 0), -1)])

@@ -7,22 +7,11 @@ import itertools
 
 import pytest
 import torch
-from test_fwd import LENGTHS, VARLEN, served, variant
+from test_fwd import LENGTHS, VARLEN, check_variant, served, with_dtypes
 
 import sinkattn
 from sinkattn import reference
-from sinkattn._testing import (
-    HEAD_DIMS,
-    LEVEL_VARIABLE,
-    LEVELS,
-    RATIOS,
-    Case,
-    assert_right,
-    assert_right_at,
-    available_levels,
-    evaluate,
-    make_inputs,
-)
+from sinkattn._testing import HEAD_DIMS, RATIOS, Case, assert_right_at, available_levels, evaluate, make_inputs
 
 CASES = (
     [f"d{d}-causal-w33-sink2-g2-q70x2-k90x2" for d in HEAD_DIMS]
@@ -39,16 +28,9 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_case(name: str, dtype: str) -> None:
-    assert_right_at(Case.parse(f"{name}-{dtype}"), available_levels())
-
-
-@pytest.mark.parametrize("name", CASES[:: len(CASES) // 16])
-@pytest.mark.parametrize("dtype", ["fp16", "fp64"])
-def test_case_of_a_rarer_dtype(name: str, dtype: str) -> None:
-    assert_right_at(Case.parse(f"{name}-{dtype}"), available_levels())
+@pytest.mark.parametrize("name", with_dtypes(CASES, 16))
+def test_case(name: str) -> None:
+    assert_right_at(Case.parse(name), available_levels())
 
 
 LONG = (
@@ -68,12 +50,8 @@ def test_long_sequences_are_summed_in_segments(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), served("bwd"))
-def test_variant(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = variant(name)
-    monkeypatch.setenv(LEVEL_VARIABLE, LEVELS[row["arch"]])
-    for head_dim in HEAD_DIMS:
-        if head_dim <= row["max_head_dim"]:
-            assert_right(Case.parse(f"d{head_dim}-causal-w70-sink3-g2-q40-k150-{dtype}"))
+def test_variant(name: str, dtype: str) -> None:
+    check_variant(name, f"q40-k150-{dtype}")
 
 
 @pytest.mark.parametrize("name", ["d64-causal-w20-sink3-g4-h2-q50-k70", "d40-r4-w9-g3-varlen-q5.0.9-k9.3.0-tail2"])

@@ -7,20 +7,15 @@ On CUDA, where attention is in half precision, that holds for a model that knows
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
-
-import transformers
 from gpus import needs_gpus
+from hf_cases import assert_close, tokens
 from packaging.version import Version
 from tiny_gpt_oss import tiny_gpt_oss
+from torch import Tensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -33,8 +28,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 import sinkattn.hf as hf
 
-if Version(transformers.__version__) < Version(hf.MIN_TRANSFORMERS):
-    pytest.skip(f"transformers is {transformers.__version__}, older than sinkattn.hf needs", allow_module_level=True)
+if Version(hf.transformers.__version__) < Version(hf.MIN_TRANSFORMERS):
+    pytest.skip(f"transformers is {hf.transformers.__version__}, older than sinkattn.hf needs", allow_module_level=True)
 
 from sinkattn.cache import _ROTATED_MODELS, StreamingCache
 
@@ -69,10 +64,6 @@ def _one_thread(threads: None) -> Any:
     torch.set_num_threads(1)
     yield
     hf.register()
-
-
-def tokens(batch: int, length: int, device: str = "cpu", seed: int = 1) -> Tensor:
-    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 class Streaming:
@@ -133,20 +124,15 @@ def generate(model: GptOssForCausalLM, ids: Tensor, cache: str, **options: Any) 
     )  # fmt: skip
 
 
-def assert_close(got: Tensor, want: Tensor, device: str) -> None:
-    worst = (got - want).abs().max() / want.abs().max()
-    assert worst <= TOLERANCE[device], f"{worst:.2e} of the largest logit"
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("cache", "prompt"), CASES)
 def test_tokens_are_those_from_scratch(cache: str, prompt: int, device: str) -> None:
-    model, ids = make_model(device), tokens(2, prompt, device)
+    model, ids = make_model(device), tokens(2, prompt).to(device)
     got = generate(model, ids, cache)
     logits, chosen = from_scratch(model, got.sequences, prompt, cache), got.sequences[:, prompt:]
     if device == "cpu":
         assert torch.equal(logits.argmax(-1).T, chosen)
-    assert_close(torch.stack(got.logits).float(), logits, device)
+    assert_close(torch.stack(got.logits).float(), logits, TOLERANCE[device])
     assert len(chosen.unique()) > 10  # a model that repeats itself would prove little
 
 
@@ -182,7 +168,7 @@ def repeats() -> dict[str, Tensor]:
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize(("cache", "prompt"), [case for case in CASES if case[1] > PERIOD])
 def test_greedy_tokens_are_those_from_scratch(cache: str, prompt: int, device: str, repeats: dict[str, Tensor]) -> None:
-    model, ids = make_model(device), tokens(2, PERIOD, device).repeat(1, 6)[:, :prompt]
+    model, ids = make_model(device), tokens(2, PERIOD).to(device).repeat(1, 6)[:, :prompt]
     model.load_state_dict(repeats)
     text = generate(model, ids, cache).sequences
     logits, chosen = from_scratch(model, text, prompt, cache), text[:, prompt:]
@@ -195,7 +181,7 @@ def test_greedy_tokens_are_those_from_scratch(cache: str, prompt: int, device: s
 @pytest.mark.parametrize("device", DEVICES)
 def test_kept_tokens_count_as_one_text(device: str) -> None:
     """With one layer, whose keys depend on their tokens alone, a step is that of a text of the kept tokens."""
-    model, ids = make_model(device, num_layers=1), tokens(2, PROMPT, device)
+    model, ids = make_model(device, num_layers=1), tokens(2, PROMPT).to(device)
     got = generate(model, ids, "streaming")
     model.set_attn_implementation("eager")
     for step in range(0, STEPS, 5):
@@ -203,7 +189,7 @@ def test_kept_tokens_count_as_one_text(device: str) -> None:
         if text.shape[1] > SINKS + WINDOW and step:
             text = torch.cat((text[:, :SINKS], text[:, -WINDOW:]), 1)
         with torch.no_grad():
-            assert_close(got.logits[step].float(), model(text, use_cache=False).logits[:, -1], device)
+            assert_close(got.logits[step].float(), model(text, use_cache=False).logits[:, -1], TOLERANCE[device])
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
@@ -218,7 +204,7 @@ def test_a_prompt_in_chunks(chunk: int) -> None:
         kept = kept if kept.shape[1] <= most else torch.cat((kept[:, :SINKS], kept[:, 1 - WINDOW :]), 1)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        assert_close(got.logits[0], model(text, use_cache=False).logits[:, -1], "cpu")
+        assert_close(got.logits[0], model(text, use_cache=False).logits[:, -1], TOLERANCE["cpu"])
 
 
 def test_the_cache_stops_growing() -> None:
@@ -252,13 +238,13 @@ def test_cropping_all_layers_or_none(sliding_window: int, window: int) -> None:
         model(ids[:, :3], past_key_values=fresh, use_cache=True)
         cache.crop(-1)
         more = [model(ids[:, 3:], past_key_values=x, use_cache=True).logits for x in (cache, fresh)]
-        assert_close(*more, "cpu")
+        assert_close(*more, TOLERANCE["cpu"])
         with pytest.raises(ValueError, match=r"has dropped [58] tokens; the cache cannot be cropped"):
             cache.crop(10)
         cache.crop(12)
         assert [layer.get_seq_length() for layer in cache.layers] == [12, 12]
         more = [model(ids[:, :1], past_key_values=x, use_cache=True).logits for x in (cache, fresh)]
-    assert_close(*more, "cpu")
+    assert_close(*more, TOLERANCE["cpu"])
 
 
 @pytest.mark.parametrize(("window", "num_sink_tokens"), [(1, 0), (1, 2), (5, 0)])
@@ -270,7 +256,7 @@ def test_small_windows(window: int, num_sink_tokens: int) -> None:
         got = model(ids[:, :1], past_key_values=cache, use_cache=True).logits[:, -1]
         kept = torch.cat((ids[:, :num_sink_tokens], ids[:, 13 - window :], ids[:, :1]), 1)
         model.set_attn_implementation("eager")
-        assert_close(got, model(kept, use_cache=False).logits[:, -1], "cpu")
+        assert_close(got, model(kept, use_cache=False).logits[:, -1], TOLERANCE["cpu"])
 
 
 def test_beams_are_reordered() -> None:
@@ -316,7 +302,8 @@ def test_known_models_turn_their_keys(model_type: str) -> None:
         for token in ids.split(1, 1):
             got = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
         model.set_attn_implementation("eager")
-        assert_close(got, model(torch.cat((ids[:, :SINKS], ids[:, -8:]), 1), use_cache=False).logits[:, -1], "cpu")
+        kept = torch.cat((ids[:, :SINKS], ids[:, -8:]), 1)
+        assert_close(got, model(kept, use_cache=False).logits[:, -1], TOLERANCE["cpu"])
     assert cache.layers[0].dropped == 40 - SINKS - 7
 
 
@@ -376,7 +363,7 @@ def test_a_compiled_model() -> None:
     with torch.no_grad():
         for piece in (ids[:, :7], *ids[:, 7:].split(1, 1)):
             a, b = (m(piece, past_key_values=c, use_cache=True).logits for m, c in ((compiled, got), (model, want)))
-            assert_close(a, b, "cpu")
+            assert_close(a, b, TOLERANCE["cpu"])
         assert [layer.dropped for layer in got.layers] == [5, 2]
         mask = torch.ones(2, 13, dtype=torch.long)
         mask[0, :2] = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from arguments import DENSE_ARGS, cache, dense, ops, packed
+from arguments import DENSE_ARGS, cache, dense, narrow, ops, packed
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -43,9 +43,10 @@ def samples(n: int = 3) -> list[Tensor]:
     return [*(torch.stack([x * (i + 1) / n for i in range(n)]) for x in (q, k, v)), s_aux]
 
 
+@pytest.mark.parametrize("make", [dense, narrow])
 @pytest.mark.parametrize("lse", [True, "raw"])
-def test_grad(lse: bool | str) -> None:
-    assert_same(lambda f: grad(f, ALL), *dense(dtype=torch.float64), return_lse=lse)
+def test_grad(lse: bool | str, make: Callable[..., list[Tensor]]) -> None:
+    assert_same(lambda f: grad(f, ALL), *make(dtype=torch.float64), return_lse=lse)
 
 
 @pytest.mark.parametrize("position", ALL)

@@ -3,19 +3,14 @@
 
 import copy
 import gc
-import importlib.util
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
-
 from hf_cases import Calls, assert_close, gradients, loss, positions, tokens
 from tiny_gpt_oss import WINDOW, tiny_gpt_oss
+from torch import Tensor
 from transformers import DynamicCache, GptOssForCausalLM, StaticCache
 from transformers.masking_utils import sliding_window_causal_mask_function
 

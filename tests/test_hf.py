@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
-
 from hf_cases import (
     LENGTHS,
     Calls,
@@ -28,7 +23,8 @@ from hf_cases import (
     positions,
     tokens,
 )
-from tiny_gpt_oss import WINDOW, tiny_gpt_oss
+from tiny_gpt_oss import SIZES, WINDOW, tiny_gpt_oss
+from torch import Tensor
 from transformers import DynamicCache, GptOssForCausalLM, StaticCache, masking_utils
 
 import sinkattn.hf as hf
@@ -103,19 +99,13 @@ def by_position_ids(ids: Tensor) -> dict[str, Any]:
 
 
 def by_position_ids_and_full_mask(ids: Tensor) -> dict[str, Any]:
-    return {"position_ids": positions(LENGTHS), "attention_mask": torch.ones_like(ids)}
+    return by_position_ids(ids) | {"attention_mask": torch.ones_like(ids)}
 
 
 def by_cu_seq_lens(ids: Tensor) -> dict[str, Any]:
-    cu = boundaries(LENGTHS)
-    longest = max(LENGTHS)
-    return {
-        "position_ids": positions(LENGTHS),
-        "cu_seq_lens_q": cu,
-        "cu_seq_lens_k": cu,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    cu, longest = boundaries(LENGTHS), max(LENGTHS)
+    bounds = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+    return by_position_ids(ids) | bounds
 
 
 @pytest.mark.parametrize("how", [by_position_ids, by_position_ids_and_full_mask, by_cu_seq_lens])
@@ -291,20 +281,7 @@ def test_whole_model_compiles(model: GptOssForCausalLM) -> None:
 def test_privacy_filter_two_sided(padded: bool) -> None:
     """Not causal, a window on both sides, its own scaling; attention is an encoder's."""
     module = pytest.importorskip("transformers.models.openai_privacy_filter.modeling_openai_privacy_filter")
-    config = module.OpenAIPrivacyFilterConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=32,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=97,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=4,
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
+    config = module.OpenAIPrivacyFilterConfig(**SIZES | {"num_attention_heads": 14, "sliding_window": 4})
     torch.manual_seed(0)
     model = module.OpenAIPrivacyFilterModel._from_config(config, attn_implementation="sinkattn")
     for layer in model.layers:

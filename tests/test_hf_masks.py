@@ -2,19 +2,14 @@
 """The mask decides what a row sees, in a compiled graph too; a mask of which nothing is known raises."""
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
-
 from hf_cases import LENGTHS, assert_close, assert_same_gradients, gradients, loss, one_by_one, positions, tokens
 from tiny_gpt_oss import tiny_gpt_oss
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache, masking_utils
 
 import sinkattn.hf as hf

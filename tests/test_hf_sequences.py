@@ -2,19 +2,14 @@
 """Which tokens form a sequence: by positions, by padding, by both; found once a forward and never stale."""
 
 import gc
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install sinkattn[hf]", allow_module_level=True)
-
 from hf_cases import LENGTHS, assert_close, assert_same_gradients, gradients, loss, one_by_one, positions, tokens
 from tiny_gpt_oss import WINDOW, tiny_gpt_oss
+from torch import Tensor
 from transformers import GptOssForCausalLM
 
 import sinkattn.hf as hf

@@ -75,6 +75,8 @@ NO_WINDOW: list[Any] = [
     *((3.0, 0.0), (3, 0.0), ("3", 0), (3, "0"), ([3], 0), (3, [0]), (-2, 0), (0, -2), (2**70, 0), (math.inf, 0)),
     *((True, False), (torch.ones(2), 0), (0, np.ones(2)), (object(), 0), (None, -5), (-5, None)),
 ]
+NO_LONGEST: list[Any] = [1.5, "3", [1], 2**70, -1, torch.ones(2), object()]
+NO_ZERO: list[Any] = [0.1, 1, "0", -0.1, math.nan, torch.ones(2), np.ones(2), [0.0], object()]
 VALUES: dict[str, list[Any]] = {
     "softmax_scale": ["x", [1.0], 1j, 0.0, 0, math.nan, math.inf, 1e300, torch.ones(2), np.ones(2), object()],
     "causal": NO_FLAG,
@@ -84,10 +86,10 @@ VALUES: dict[str, list[Any]] = {
     "invariant": ["no", None, [], 1.5, torch.ones(2)],
     "return_lse": ["both", "", "RAW", 2, 0.5, None, [], (), torch.ones(2), torch.tensor(True), np.ones(2), object()],
     "return_softmax_lse": ["both", 2, 0.5, [1], torch.ones(2), np.ones(2), object()],
-    "max_seqlen_q": [1.5, "3", [1], 2**70, -1, torch.ones(2), object()],
-    "max_seqlen_k": [1.5, "3", [1], 2**70, -1, torch.ones(2), object()],
-    "dropout_p": [0.1, 1, "0", -0.1, math.nan, torch.ones(2), np.ones(2), [0.0], object()],
-    "softcap": [0.1, 1, "0", -0.1, math.nan, torch.ones(2), np.ones(2), [0.0], object()],
+    "max_seqlen_q": NO_LONGEST,
+    "max_seqlen_k": NO_LONGEST,
+    "dropout_p": NO_ZERO,
+    "softcap": NO_ZERO,
     "alibi_slopes": [torch.ones(4), np.ones(4), [1.0] * 4, 1.0],
     "return_attn_probs": [True, 1, "yes", torch.ones(2), np.ones(2)],
     "rotary_cos": [torch.ones(4, 4), np.ones(4), 1.0],

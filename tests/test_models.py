@@ -2,17 +2,12 @@
 """The other models of transformers that have sinks, tiny and random, against their own eager attention."""
 
 import copy
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
-
-import transformers
 from gpus import needs_gpus
+from hf_cases import tokens
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sinkattn.hf as hf
@@ -72,7 +67,7 @@ def make_model(name: str, since: str, config: dict[str, Any]) -> PreTrainedModel
     try:
         made = AutoConfig.for_model(name, **SIZES | config)
     except ValueError:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}; it came with {since}")
+        pytest.skip(f"transformers {hf.transformers.__version__} has no {name}; it came with {since}")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
     sinks = [parameter for name, parameter in model.named_parameters() if name.endswith("sinks")]
@@ -80,10 +75,6 @@ def make_model(name: str, since: str, config: dict[str, Any]) -> PreTrainedModel
     for parameter in sinks:
         torch.nn.init.normal_(parameter, std=1.5)
     return model
-
-
-def tokens(device: str) -> torch.Tensor:
-    return torch.randint(1, 97, (2, 29), generator=torch.Generator().manual_seed(1)).to(device)
 
 
 def step(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -107,7 +98,7 @@ def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], name: 
 def test_other_models_train_as_with_eager(name: str, device: str, padded: bool) -> None:
     """In fp32 on a CPU; on a GPU in bf16, where eager's distance to fp32 is the measure."""
     exact = make_model(name, *SERVED[name]).to(device)
-    ids, mask = tokens(device), torch.ones(2, 29, dtype=torch.int64, device=device)
+    ids, mask = tokens(2, 29).to(device), torch.ones(2, 29, dtype=torch.int64, device=device)
     mask[0, : 11 if padded else 0] = 0
     want = step(exact, ids, mask)
     eager = exact if device == "cpu" else copy.deepcopy(exact).bfloat16()
@@ -123,7 +114,7 @@ def test_other_models_train_as_with_eager(name: str, device: str, padded: bool) 
 @pytest.mark.parametrize("name", SERVED)
 def test_other_models_generate_as_with_eager(name: str) -> None:
     model = make_model(name, *SERVED[name])
-    ids, mask = tokens("cpu")[:, :12], torch.ones(2, 12, dtype=torch.int64)
+    ids, mask = tokens(2, 29)[:, :12], torch.ones(2, 12, dtype=torch.int64)
     mask[1, :4] = 0
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     want = model.generate(ids, **options)
@@ -135,7 +126,7 @@ def test_other_models_generate_as_with_eager(name: str) -> None:
 def test_models_it_cannot_serve_are_refused(name: str) -> None:
     since, config, sentence = REFUSED[name]
     model = make_model(name, since, config)
-    model(tokens("cpu"), use_cache=False)
+    model(tokens(2, 29), use_cache=False)
     model.set_attn_implementation("sinkattn")
     with pytest.raises(NotImplementedError, match=f"sinkattn: {sentence}.*use eager"):
-        model(tokens("cpu"), use_cache=False)
+        model(tokens(2, 29), use_cache=False)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import DENSE_ARGS, narrow, narrow_decode_args, ops, out_args, put_at
+from test_func import loss
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -19,14 +20,6 @@ import sinkattn
 from sinkattn import reference
 
 OPTIONS: dict[str, Any] = {"causal": True, "window_size": (3, 0), "num_sink_tokens": 1, "return_lse": True}
-
-
-def loss(module: Any, return_lse: bool | str = True) -> Callable[..., Tensor]:
-    def computed(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
-        out, lse = module.flash_attn_func(q, k, v, s_aux=s_aux, **(OPTIONS | {"return_lse": return_lse}))
-        return out.square().sum() + lse.nan_to_num(neginf=0.0).sin().sum()
-
-    return computed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,14 +63,6 @@ def test_packed_rows_past_the_last_sequence_are_zero() -> None:
     torch.testing.assert_close(got, reference.flash_attn_varlen_func(q, k, v, cu, cu, **options))
     assert got[0].shape == (5, 4, 16)
     assert not got[0][3:].any()
-
-
-@pytest.mark.parametrize("return_lse", [True, "raw"])
-def test_grad(return_lse: bool | str) -> None:
-    got, want = (
-        torch.func.grad(loss(x, return_lse), (0, 1, 2, 3))(*narrow(torch.float64)) for x in (sinkattn, reference)
-    )
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

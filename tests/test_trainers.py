@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install --no-build-isolation '.[test]'")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install --no-build-isolation '.[hf]'")
 
 from hf_cases import Calls
 from tiny_gpt_oss import tiny_gpt_oss

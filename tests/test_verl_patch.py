@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verl plugin: what it registers, puts back and refuses; a stand-in for verl serves where it is not installed."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,10 +11,6 @@ from types import ModuleType
 
 import pytest
 import torch
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed: pip install --no-build-isolation '.[hf]'", allow_module_level=True)
-
 from hf_cases import Calls
 from tiny_gpt_oss import tiny_gpt_oss
 from transformers import AttentionInterface, AttentionMaskInterface, GptOssForCausalLM, PreTrainedModel
