@@ -10,8 +10,9 @@
  * and the mask alone, so a sequence has the same bits in every batch. Where items or slots are few, a chain is a round; else it is all
  * rounds, and the item adds them.
  *
- * Under a window, in a sequence longer than two spans, a chain is all rows of a kv head, and its slots follow its rows. Key blocks with
- * positional sink tokens are seen by all rows, so they alone have rounds there, an item each, earlier rows first:
+ * Under a window, in a sequence longer than two spans, a chain is all rows of a kv head, and its slots follow its rows, unless blocks are
+ * so few that they have rounds. Key blocks with positional sink tokens are seen by all rows, so they alone have rounds there, an item each,
+ * earlier rows first:
  *
  *     round 0, round 1 | block 1 | round 2 | block 2 | block 3 | round 3 | ...
  *
@@ -34,9 +35,9 @@
  *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from four  SA_HALF_ROUND
  *                                                        times SA_HALF_ROUND
  *
- * Under a window, in a sequence longer than two spans without sink tokens, of at most SA_WINDOW_BLOCKS blocks: rounds that make at most
- * SA_WINDOW_ITEMS items of at least SA_WINDOW_ROUND tiles, if an item then has at most 7/10 of a block's tiles. In a launch of
- * more blocks, seen by at most SA_WINDOW_SPAN tiles each, an item has all rounds of its block.
+ * Under a window, in a sequence longer than two spans without sink tokens: as many rounds as keep items at about SA_WINDOW_ITEMS, of about
+ * SA_WINDOW_ROUND tiles or more, if an item then has at most 7/10 of a block's tiles; blocks times rounds are at most SA_LONG_BLOCKS. In a
+ * launch of more than SA_WINDOW_BLOCKS blocks, seen by at most SA_WINDOW_SPAN tiles each, an item has all rounds of its block.
  *
  * And where slots are what lacks. Those of 64 MiB are taken by 16 key blocks for each token of a tile, where rows are as many as keys.
  *
@@ -119,7 +120,7 @@ SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
     return (int32_t)sa_last(rounds, of_few);
 }
 
-/* Tiles of a round under a window whose blocks, of all heads and fewer than SA_WINDOW_ITEMS, are seen by `span` tiles each. */
+/* Tiles of a round under a window, of fewer than SA_WINDOW_ITEMS blocks in all heads, each seen by `span` tiles. */
 SA_HD int32_t sa_window_round(int32_t blocks, int32_t span) {
     const int32_t others = SA_WINDOW_ITEMS - blocks;
     return (int32_t)sa_last((span * blocks + others - 1) / others, SA_WINDOW_ROUND);
@@ -141,9 +142,9 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     const int32_t seeing = c.tiles - c.blind;
     const int32_t all_blocks = (int32_t)sa_min((int64_t)c.blocks * room->num_heads, SA_MANY_BLOCKS);
     const bool is_window = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles),
-               is_cut = is_window && !band->num_sink && all_blocks <= SA_WINDOW_BLOCKS && seeing <= room->most_tiles &&
-                        10 * sa_window_round(all_blocks, room->span) <= 7 * room->span;
-    c.is_local = is_window && !is_cut;
+               has_window_rounds = is_window && !band->num_sink && all_blocks < SA_WINDOW_ITEMS && seeing <= room->most_tiles &&
+                                   10 * sa_window_round(all_blocks, room->span) <= 7 * room->span;
+    c.is_local = is_window && !has_window_rounds;
     const bool is_crowded = !is_window && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
                fits = room->is_local || c.tiles <= room->most_tiles;
     c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
@@ -151,7 +152,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.rounds = 1;
     if (c.sinks)
         c.rounds = sa_tile_from(seeing, SA_SINK_ROUND);
-    else if (is_cut)
+    else if (has_window_rounds)
         c.rounds = (int32_t)sa_first(sa_tile_from(seeing, sa_window_round(all_blocks, room->span)), SA_LONG_BLOCKS / all_blocks);
     else if (!c.is_local)
         c.rounds = sa_rounds_of(all_blocks, seeing);
@@ -164,7 +165,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
     const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && c.round_tiles < SA_SPLIT_ROUND) ||
-                        (is_cut && room->blocks > SA_WINDOW_BLOCKS && room->span <= SA_WINDOW_SPAN);
+                        (has_window_rounds && room->blocks > SA_WINDOW_BLOCKS && room->span <= SA_WINDOW_SPAN);
     c.is_long = !fits || (is_crowded && merges);
     c.split = !c.sinks && c.rounds > 1 && (c.is_long || !merges);
     c.heads = room->num_heads * room->copies;
@@ -232,7 +233,7 @@ SA_HD sa_range sa_tiles_of_round(const sa_chains *c, int32_t round, bool is_roun
     return tiles;
 }
 
-/* Whether items leave dK and dV apart, if the launch has room: they would wait for others. With fewer rounds they rarely do. */
+/* Whether items leave dK and dV apart, if there is room. Items of fewer rounds rarely wait for a turn. */
 SA_HD bool sa_is_apart(const sa_chains *c) { return c->split && !c->is_long && c->rounds >= SA_APART_ROUNDS; }
 
 /* Key blocks that rows of a round see; of the last round also those that no row sees. */
@@ -245,14 +246,28 @@ SA_HD sa_range sa_blocks_of_round(const sa_chains *c, const sa_band *band, sa_po
     return blocks;
 }
 
-/* Items of rounds before this one, of one head, that some row of their round sees; of c->rounds all such items. */
-SA_HD int32_t sa_parts_before(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t round) {
-    int32_t parts = 0;
+/* Places of one head for items that leave dK and dV apart, of the rounds before this one; of c->rounds all. */
+SA_HD int32_t sa_places_before(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t round) {
+    int32_t places = 0;
     for (int32_t r = 0; r < round; r++) {
         const sa_range blocks = sa_blocks_of_round(c, band, tokens, keys, r);
-        parts += (int32_t)(blocks.end - blocks.begin);
+        places += (int32_t)(blocks.end - blocks.begin);
     }
-    return parts;
+    return places;
+}
+
+/* The place of a block's item of a round, among those of its sequence. */
+SA_HD int32_t sa_place_of(
+        const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t head, int32_t round, int32_t block) {
+    const int32_t before = sa_places_before(c, band, tokens, keys, round),
+                  first = (int32_t)sa_blocks_of_round(c, band, tokens, keys, round).begin;
+    return (before + block - first) * c->heads + head;
+}
+
+/* From the place of a block in the round before to that in this one. */
+SA_HD int32_t sa_places_between(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t round) {
+    const sa_range before = sa_blocks_of_round(c, band, tokens, keys, round - 1), blocks = sa_blocks_of_round(c, band, tokens, keys, round);
+    return (int32_t)(before.end - blocks.begin) * c->heads;
 }
 
 /* Places item n where a window has sink tokens. */

@@ -83,10 +83,10 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_ROUND_BYTES (INT64_C(18) << 20)
 #define SA_SLOTS_BYTES (INT64_C(64) << 20)
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
-#define SA_FULL_BLOCKS 2048 /* so many key blocks of all kv heads, .. */
-#define SA_FULL_CHAIN 256   /* .. so many of each, fill the machine with one round at a time */
-#define SA_APART_BYTES (INT64_C(128) << 20)
-#define SA_SLICE_GAIN 8 /* slices must fill over 1/8 of a tile's rows more */
+#define SA_FULL_BLOCKS 2048                 /* so many key blocks of all kv heads, .. */
+#define SA_FULL_CHAIN 256                   /* .. so many of each, fill the machine with one round at a time */
+#define SA_APART_BYTES (INT64_C(128) << 20) /* at most, for dK and dV left apart */
+#define SA_SLICE_GAIN 8                     /* slices must fill over 1/8 of a tile's rows more */
 
 static int64_t tile_bytes_of(const sinkattn_variant_info *info) { return info->tile_q * info->max_head_dim * 4; }
 
@@ -169,15 +169,19 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
-    const int64_t sums_bytes = 2 * info->tile_k * info->max_head_dim * 4, most_parts = SA_APART_BYTES / sums_bytes;
-    to.parts = 0;
-    if (may_split && room->blocks <= SA_FEW_BLOCKS && p->packed)
-        to.parts = sa_min(most_parts, (to.items + blocks) * heads);
-    else if (may_split && room->blocks <= SA_FEW_BLOCKS && sa_is_apart(&dense))
-        to.parts = sa_max(p->batch, 1) * heads *
-                   sa_parts_before(&dense, &band, (sa_position_t)tokens, (sa_position_t)info->tile_k, dense.rounds);
-    if (to.parts > most_parts) to.parts = 0;
-    to.carries = may_split && (p->packed || !to.parts) ? blocks * heads : 0;
+    const int64_t sums_bytes = 2 * info->tile_k * info->max_head_dim * 4, most_places = SA_APART_BYTES / sums_bytes;
+    to.places = 0;
+    if (may_split && room->blocks < SA_FEW_BLOCKS && p->packed) {
+        /* Of sequences with tiles for so many rounds. */
+        const int64_t least = SA_APART_ROUNDS * SA_SHORT_ROUND, most_apart = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1)),
+                      of_head = sa_min(blocks * (longest / SA_SHORT_ROUND), blocks + most_apart * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1));
+        to.places = sa_min(most_places, of_head * heads);
+    } else if (may_split && room->blocks < SA_FEW_BLOCKS && sa_is_apart(&dense)) {
+        const int64_t places = sa_max(p->batch, 1) * heads *
+                               sa_places_before(&dense, &band, (sa_position_t)tokens, (sa_position_t)info->tile_k, dense.rounds);
+        if (places <= most_places) to.places = places;
+    }
+    to.carries = may_split && (p->packed || !to.places) ? blocks * heads : 0;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     /* Long sequences' heads come one after another: a place a key block, in a dense batch for all sequences. */
     if (!p->packed)
@@ -197,7 +201,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.carry_turns_at = take(&at, to.carries * 8);
     to.stats_at = take(&at, to.tiles * (p->s_aux_dtype ? 3 : 2) * info->tile_q * 4);
     to.slots_at = take(&at, room->num_slots * tile_bytes);
-    to.carries_at = take(&at, (to.carries + to.own_carries + to.parts) * sums_bytes);
+    to.carries_at = take(&at, (to.carries + to.own_carries + to.places) * sums_bytes);
     to.row_terms_at = take(&at, p->s_aux_dtype ? group * to.tiles * 4 : 0);
     to.key_terms_at = take(&at, p->s_aux_dtype ? p->num_q_heads * to.items * 2 * 4 : 0); /* a math warpgroup's each */
     to.bytes = at + SA_WORKSPACE_ALIGNMENT - 1;

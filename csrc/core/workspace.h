@@ -49,13 +49,14 @@ enum { SA_MOST_HEADS = 64, SA_SLICE_HEADS = 8 };
 int64_t sa_bwd_sm90_slices(const sinkattn_problem *problem, int64_t tile_q); /* of a kv head; 1 where it is whole */
 int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *problem, int64_t tile_q);
 
-/* heads: slices of all kv heads. entries, tiles, items, carries, own_carries: how many there are, items those of a slice. */
+/* heads: slices of all kv heads. entries, tiles, items, carries, own_carries: how many there are, items those of a slice. blocks: key
+ * blocks of a head. places: carries of items that leave dK and dV apart, behind the others. dense: of each sequence, where rows are not
+ * packed. */
 typedef struct sa_bwd_sm90_layout {
-    int64_t heads, entries, tiles, blocks, items, carries, own_carries,
-            parts; /* blocks: key blocks of a head; parts: carries of items that leave dK and dV apart, behind the others */
+    int64_t heads, entries, tiles, blocks, items, carries, own_carries, places;
     int64_t entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at, key_terms_at, bytes;
     sa_chain_room room;
-    sa_chains dense; /* of each sequence, where rows are not packed */
+    sa_chains dense;
 } sa_bwd_sm90_layout;
 
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);

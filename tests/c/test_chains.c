@@ -42,6 +42,12 @@ static sequence pick_sequence(void) {
         s.room.most_tiles = s.room.span + SA_SINK_ROUND + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
         s.room.num_slots = s.room.most_tiles + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
     }
+    if (has_window && one_in(2)) { /* few blocks, which have rounds */
+        mask.num_sink_tokens = 0;
+        s.band = sa_band_of(&mask, q_len, k_len);
+        s.room.num_heads = (int32_t)pick(1, 2);
+        s.room.most_tiles = s.room.num_slots = 4000;
+    }
     s.chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
     return s;
 }
@@ -256,7 +262,7 @@ static void test_items_are_found_by_block_and_round(void) {
         const sequence s = pick_sequence();
         const sa_chains *c = &s.chains;
         if (!c->split) continue;
-        const int32_t places = sa_parts_before(c, &s.band, s.tokens, kKeys, c->rounds);
+        const int32_t places = sa_places_before(c, &s.band, s.tokens, kKeys, c->rounds);
         char *taken = calloc((size_t)places * (size_t)c->heads + 1, 1);
         int32_t *missing = calloc((size_t)c->heads * (size_t)c->blocks, sizeof *missing);
         for (int32_t n = 0; n < sa_num_chain_items(c); n++) {
@@ -268,8 +274,7 @@ static void test_items_are_found_by_block_and_round(void) {
             CHECK_ITEM(is_seen ? item.round >= rounds.begin && item.round < rounds.end : item.round == c->rounds - 1, &s, n);
             CHECK_ITEM(item.num_parts == (is_seen ? rounds.end - rounds.begin : 1), &s, n);
             const sa_range blocks = sa_blocks_of_round(c, &s.band, s.tokens, kKeys, item.round);
-            const int32_t before = sa_parts_before(c, &s.band, s.tokens, kKeys, item.round),
-                          place = (int32_t)(before + item.block - blocks.begin) * c->heads + item.head;
+            const int32_t place = sa_place_of(c, &s.band, s.tokens, kKeys, item.head, item.round, item.block);
             if (CHECK_ITEM(item.block >= blocks.begin && item.block < blocks.end && place < places * c->heads, &s, n))
                 CHECK_ITEM(!taken[place]++, &s, n);
             int32_t *of_block = &missing[item.head * c->blocks + item.block];
@@ -307,7 +312,8 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
     const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
     if (!strstr(info->name, "_sm90_d")) return;
     const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(p, &plan);
-    int64_t tiles = 0, items = 0, carries = 0, blocks = 0;
+    const int64_t most_places = (INT64_C(128) << 20) / (2 * info->tile_k * info->max_head_dim * 4);
+    int64_t tiles = 0, items = 0, carries = 0, blocks = 0, places = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const sequence s = sequence_of(p, &plan, &layout.room, q_lens[b], k_lens[b]);
         const sa_chains *c = &s.chains;
@@ -315,9 +321,12 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
         items += sa_num_chain_items(c);
         carries += (int64_t)sa_num_carries(c) * (c->is_long ? 1 : c->heads);
         blocks += c->blocks;
+        if (sa_is_apart(c) && layout.room.blocks < SA_FEW_BLOCKS)
+            places += (int64_t)c->heads * sa_places_before(c, &s.band, s.tokens, (sa_position_t)info->tile_k, c->rounds);
         CHECK(c->split || c->rounds == 1 || c->sinks || layout.own_carries, "%s: %d rounds", problem_text(p), (int)c->rounds);
     }
     if (sa_bwd_sm90_slices(p, info->tile_q) > 1) carries += blocks * p->num_kv_heads;
+    CHECK(places <= layout.places || layout.places == most_places, "%s: places %d of %d", problem_text(p), (int)places, (int)layout.places);
     CHECK(tiles <= layout.tiles && items <= layout.items * layout.heads && carries <= layout.carries,
             "%s: tiles %d of %d, items %d of %d, carries %d of %d", problem_text(p), (int)tiles, (int)layout.tiles, (int)items,
             (int)(layout.items * layout.heads), (int)carries, (int)layout.carries);

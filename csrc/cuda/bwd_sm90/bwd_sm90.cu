@@ -193,7 +193,7 @@ template <class C, TermsOf kTerms> struct Math {
     // A tile's sum is complete only after the previous key block has added its part, so the item's last tile finishes behind dK and dV,
     // unless these wait for other items.
     __device__ __forceinline__ bool finishes_behind_keys(const Item &item) const {
-        return item.tiles.begin < item.finish_end && (item.is_apart() || (item.num_parts == 1 && p.slices == 1));
+        return item.tiles.begin < item.finish_end && (item.has_place() || (item.num_parts == 1 && p.slices == 1));
     }
 
     // A round's last dQ: handed over, or complete, for later.

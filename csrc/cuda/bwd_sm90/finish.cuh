@@ -27,13 +27,13 @@ static __device__ __forceinline__ void add_head_terms(
     sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
 }
 
-// Where the 8 columns that a math warpgroup's threads have in one float4 of a carry (add_carry) lie: in dK or dV, from a key of the block
-// on.
+// Which 8 columns of dK or dV the float4s of one index hold in a carry (add_carry), and from which key of the block on.
 struct Columns {
     bool is_dv;
     int key, first;
 };
 
+template <class C> constexpr int kPiecesOfBlock = kSinkThreads / C::kMathThreads;
 template <class C> constexpr int kCarryFloat4s = C::kKeys * (C::kHeadDim + C::kHeadDimV) / 4 / C::kMathThreads;
 
 template <class C> __device__ __forceinline__ Columns columns_of(int x, int math_warpgroup) {
@@ -50,14 +50,6 @@ template <class C> __device__ __forceinline__ Columns columns_of(int x, int math
 
 __device__ __forceinline__ float4 operator+(const float4 &a, const float4 &b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-// Parts from those of a block in the round before to those in this one.
-template <class C>
-__device__ __forceinline__ int parts_between(const sa_chains &chains, const sa_band &band, const BwdProblem &p, int round) {
-    const sa_range before = sa_blocks_of_round(&chains, &band, p.tokens, C::kKeys, round - 1),
-                   blocks = sa_blocks_of_round(&chains, &band, p.tokens, C::kKeys, round);
-    return static_cast<int>(before.end - blocks.begin);
-}
-
 // Adds the n-th piece, of the float4s with one index, of a key block's dK and dV as its items would: over rounds, later rows first, then
 // over slices. An item that has all of a block has written it.
 template <class C>
@@ -70,7 +62,7 @@ __device__ __forceinline__ void add_apart(
     const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, &Entry::first_block, nth_block) : nth_block / dense.blocks;
     if (e >= (is_packed ? p.num_entries : p.room.copies)) return;
     const Entry entry = entry_of(args, p, buffers, e);
-    if (entry.first_part < 0) return;
+    if (entry.first_place < 0) return;
     const sa_band band = band_of(args, entry.sequence, false);
     const sa_chains chains = is_packed ? sa_chains_of(&band, p.tokens, C::kKeys, &p.room) : dense;
     const int copy = is_packed ? 0 : static_cast<int>(e), block = nth_block - (is_packed ? entry.first_block : copy * chains.blocks),
@@ -79,12 +71,12 @@ __device__ __forceinline__ void add_apart(
     sa_range rounds = sa_rounds_seeing(&chains, rows, p.tokens, chains.round_tiles);
     if (rounds.begin == rounds.end) rounds = {chains.rounds - 1, chains.rounds}; // its item has zeros
     if (rounds.end - rounds.begin == 1 && p.slices == 1) return;
-    const auto *parts = reinterpret_cast<const float4 *>(buffers.carries) + (p.first_part + entry.first_part) * kCarry +
+    const auto *parts = reinterpret_cast<const float4 *>(buffers.carries) + (p.places_at + entry.first_place) * kCarry +
                         piece * C::kMathThreads + thread;
-    const int last_part = part_index<C>(chains, band, p, 0, static_cast<int>(rounds.end) - 1, block);
+    const int last_place = sa_place_of(&chains, &band, p.tokens, C::kKeys, 0, static_cast<int>(rounds.end) - 1, block);
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int slice = 0; slice < p.slices; slice++) {
-        int nth_part = last_part + copy * p.room.num_heads + kv_head * p.slices + slice;
+        int place = last_place + copy * p.room.num_heads + kv_head * p.slices + slice;
         float4 of_slice = {0.0f, 0.0f, 0.0f, 0.0f};
         for (int end = static_cast<int>(rounds.end); end > rounds.begin; end -= kAtOnce) {
             float4 part[kAtOnce];
@@ -92,8 +84,8 @@ __device__ __forceinline__ void add_apart(
             for (int i = 0; i < kAtOnce; i++) {
                 const int round = end - 1 - i;
                 if (round < rounds.begin) break;
-                part[i] = __ldcg(parts + static_cast<int64_t>(nth_part) * kCarry);
-                if (round > rounds.begin) nth_part -= parts_between<C>(chains, band, p, round) * chains.heads;
+                part[i] = __ldcg(parts + static_cast<int64_t>(place) * kCarry);
+                if (round > rounds.begin) place -= sa_places_between(&chains, &band, p.tokens, C::kKeys, round);
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
@@ -121,14 +113,13 @@ __device__ __forceinline__ void add_apart(
     }
 }
 
-// A block a head where ds_aux is wanted, then kSinkThreads / kMathThreads pieces a block.
+// A block a head where ds_aux is wanted, then kPiecesOfBlock pieces a block.
 template <class C>
 __global__ __launch_bounds__(kSinkThreads) void finish_kernel(
         const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers, sa_chains dense) {
-    constexpr int kEach = kSinkThreads / C::kMathThreads;
     const int n = static_cast<int>(blockIdx.x) - (buffers.row_terms ? p.num_q_heads : 0);
     if (n < 0) return add_head_terms(args, p, buffers, blockIdx.x);
-    add_apart<C>(args, p, buffers, dense, n * kEach + static_cast<int>(threadIdx.x) / C::kMathThreads);
+    add_apart<C>(args, p, buffers, dense, n * kPiecesOfBlock<C> + static_cast<int>(threadIdx.x) / C::kMathThreads);
 }
 
 } // namespace sa::bwd_sm90

@@ -24,8 +24,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     BwdProblem p;
     p.num_entries = sizes.entries;
     p.num_carries = sizes.carries;
-    p.first_part = sizes.carries + sizes.own_carries;
-    p.num_parts = sizes.parts;
+    p.places_at = sizes.carries + sizes.own_carries;
+    p.num_places = sizes.places;
     p.room = sizes.room;
     p.group = static_cast<int>(sa_bwd_sm90_slice_heads(&problem, C::kRows));
     p.slices = static_cast<int>(sa_bwd_sm90_slices(&problem, C::kRows));
@@ -65,8 +65,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     int of = args.ds_aux ? 1 : 0;
     while (of > 0 && of < kOfAny && 8 * of % p.group != 0) of++;
     SA_TRY(launch_keys[of](name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
-    const int64_t pieces = sizes.parts ? sizes.blocks * problem.num_kv_heads * kCarryFloat4s<C> : 0,
-                  finishing = (args.ds_aux ? problem.num_q_heads : 0) + sa_ceil_div(pieces, kSinkThreads / C::kMathThreads);
+    const int64_t pieces = sizes.places ? sizes.blocks * problem.num_kv_heads * kCarryFloat4s<C> : 0,
+                  finishing = (args.ds_aux ? problem.num_q_heads : 0) + sa_ceil_div(pieces, kPiecesOfBlock<C>);
     if (!finishing) return sa_ok();
     return launch_blocks<finish_kernel<C>>(name, static_cast<unsigned>(finishing), kSinkThreads, 0, stream, args, p, buffers, sizes.dense);
 }

@@ -347,17 +347,17 @@ __device__ __forceinline__ void add_carry(
 // Adds dK and dV of the earlier rounds to those of round `part`, unless the item leaves its own apart.
 template <class C, class... Sums>
 __device__ __forceinline__ void add_round(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part, Sums &...sums) {
-    const bool is_apart = item.is_apart(), is_last = part == item.num_parts - 1;
-    const int64_t carry = is_apart ? p.first_part - 2 - item.carry : item.carry < 0 ? p.num_carries + blockIdx.x : item.carry;
+    const bool is_apart = item.has_place(), is_last = part == item.num_parts - 1;
+    const int64_t carry = is_apart ? p.places_at - 2 - item.carry : item.carry < 0 ? p.num_carries + blockIdx.x : item.carry;
     add_carry<C>(buffers, carry, item.carry >= 0, item.carry_turn, part == 0 || is_apart, is_last && !is_apart, sums...);
 }
 
 // Whether the last kernel writes dK and dV of the item's block.
 __device__ __forceinline__ bool is_left_apart(const BwdProblem &p, const Item &item) {
-    return item.is_apart() && (item.num_parts > 1 || p.slices > 1);
+    return item.has_place() && (item.num_parts > 1 || p.slices > 1);
 }
 
-// Puts NaN into dK and dV of a key whose poison it is.
+// Adds each key's poison, NaN or 0, to its dK or dV.
 template <int kSize> __device__ __forceinline__ void add_poison(float (&d)[kSize], const float (&poison)[2]) {
 #pragma unroll
     for (int i = 0; i < kSize; i++) d[i] += poison[i / 2 % 2];

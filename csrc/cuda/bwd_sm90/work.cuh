@@ -20,8 +20,8 @@ struct Entry {
     sa_sequence sequence;
     int64_t first_tile, first_use, first_item, first_carry;
     bool has_sink;
-    int first_block;    // of the sequences before it, key blocks of one kv head
-    int64_t first_part; // of its items that leave dK and dV apart; -1 if none does
+    int first_block;     // of the sequences before it, key blocks of one kv head
+    int64_t first_place; // of its items that leave dK and dV apart; -1 if none does
 };
 
 // A key block of a slice, and the row tiles of a chain that see some of it (core/chains.h). Copied whole, so no byte is left unwritten.
@@ -37,14 +37,14 @@ struct alignas(16) Item {
     int idle_use, idle;     // uses that no tile has, which the item passes on
     int blind, round_tiles; // rounds begin at blind
     int part, num_parts;    // the first round that the item adds, and all of the block
-    int carry;           // index of the block's carried dK and dV; -1 where the item has all rounds; -2 - part where it leaves them apart
-    unsigned carry_turn; // whose turn it is there when the item's first round is added
-    int slice_carry;     // where dK and dV of the block are handed from slice to slice
-    int nth;             // index of the item's terms in its head
+    int carry; // index of the block's carried dK and dV; -1 where the item has all rounds; -2 - place where it may leave them apart
+    unsigned carry_turn;        // whose turn it is there when the item's first round is added
+    int slice_carry;            // where dK and dV of the block are handed from slice to slice
+    int nth;                    // index of the item's terms in its head
     int round_begin, round_end; // tiles of the round that the math works on, which sets them after the first
 
     __device__ __forceinline__ bool has_tiles() const { return tiles.begin < tiles.end; }
-    __device__ __forceinline__ bool is_apart() const { return carry < -1; }
+    __device__ __forceinline__ bool has_place() const { return carry < -1; }
     // The number among the block's rounds, later rows first, of the one with tile t.
     __device__ __forceinline__ int part_of(int t) const { return part + (tiles.end - 1 - blind) / round_tiles - (t - blind) / round_tiles; }
 };
@@ -59,7 +59,7 @@ static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD
 
 struct BwdProblem {
     int64_t num_entries, num_carries; // carries that items share; one a block follows them
-    int64_t first_part, num_parts;    // carries of items that leave dK and dV apart, behind these
+    int64_t places_at, num_places;    // carries of items that leave dK and dV apart, behind these
     sa_chain_room room;
     int group, tokens, slices, num_q_heads; // heads and tokens of a tile of rows; slices of a kv head
     float scale, scale_log2;
@@ -101,7 +101,7 @@ __device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const 
 // Sequences of a dense batch are alike, and the first has the items of all. A packed batch has a table.
 __device__ __forceinline__ Entry entry_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t e) {
     if (args.fwd.problem.packed) return buffers.entries[e];
-    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, args.fwd.s_aux != nullptr, 0, p.num_parts ? 0 : -1};
+    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, args.fwd.s_aux != nullptr, 0, p.num_places ? 0 : -1};
 }
 
 template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
@@ -184,7 +184,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
         if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
     }
     __syncthreads();
-    int64_t tiles = 0, uses = 0, items = 0, carries = 0, blocks = 0, parts = 0;
+    int64_t tiles = 0, uses = 0, items = 0, carries = 0, blocks = 0, all_places = 0;
     for (int64_t base = 0; base <= p.num_entries; base += kTableThreads) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
@@ -199,13 +199,13 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
         entry.first_item = block_scan(own_items, items, sum) - own_items;
         entry.first_carry = block_scan(own_carries, carries, sum) - own_carries;
         entry.first_block = static_cast<int>(block_scan(chains.blocks, blocks, sum) - chains.blocks);
-        entry.first_part = -1;
-        if (p.num_parts) {
+        entry.first_place = -1;
+        if (p.num_places) { // one that finds no room leaves none to those behind it
             const bool is_apart = sa_is_apart(&chains);
-            const int64_t own_parts =
-                    is_apart ? static_cast<int64_t>(chains.heads) * sa_parts_before(&chains, &band, p.tokens, C::kKeys, chains.rounds) : 0;
-            const int64_t end = block_scan(own_parts, parts, sum);
-            if (is_apart && end <= p.num_parts) entry.first_part = end - own_parts;
+            const int64_t own_places =
+                    is_apart ? static_cast<int64_t>(chains.heads) * sa_places_before(&chains, &band, p.tokens, C::kKeys, chains.rounds) : 0;
+            const int64_t end = block_scan(own_places, all_places, sum);
+            if (is_apart && end <= p.num_places) entry.first_place = end - own_places;
         }
         if (b <= p.num_entries) buffers.entries[b] = entry;
     }
@@ -222,15 +222,6 @@ template <class T> __device__ __forceinline__ int64_t find_entry(const Entry *en
             high = middle;
     }
     return low;
-}
-
-// The number of an item among those of its sequence that leave dK and dV apart.
-template <class C>
-__device__ __forceinline__ int part_index(
-        const sa_chains &chains, const sa_band &band, const BwdProblem &p, int head, int round, int block) {
-    const int before = sa_parts_before(&chains, &band, p.tokens, C::kKeys, round),
-              first = static_cast<int>(sa_blocks_of_round(&chains, &band, p.tokens, C::kKeys, round).begin);
-    return (before + block - first) * chains.heads + head;
 }
 
 template <class C>
@@ -270,8 +261,9 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     item.num_parts = own.num_parts;
     item.carry = -1;
     item.carry_turn = 0;
-    if (entry.first_part >= 0) {
-        item.carry = -2 - static_cast<int>(entry.first_part) - part_index<C>(chains, band, p, own.head, own.round, own.block);
+    if (entry.first_place >= 0) {
+        item.carry =
+                -2 - static_cast<int>(entry.first_place) - sa_place_of(&chains, &band, p.tokens, C::kKeys, own.head, own.round, own.block);
     } else if (own.block < sa_num_carries(&chains)) {
         item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * sa_num_carries(&chains)) + own.block;
         item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
