@@ -151,20 +151,20 @@ def test_gradients_of_many_query_heads(heads: str, mask: str, lens: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("window", "num_sink_tokens"), [((-1, 0), 0), ((-1, -1), 0), ((9300, 0), 0), ((300, 0), 140), ((130, 20), 1)]
+    ("window", "num_sink_tokens"),
+    [((-1, 0), 0), ((-1, -1), 0), ((9300, 0), 0), ((255, 0), 0), ((300, 0), 140), ((130, 20), 1)],
 )
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "ratio"),
+    ("head_dim", "head_dim_v", "ratio", "heads"),
     [
-        *((64, 64, 8), (64, 64, 5), (96, 96, 4), (128, 128, 8), (128, 128, 12), (256, 256, 8), (192, 128, 8)),
-        *((64, 64, 71), (128, 128, 96)),
+        *((64, 64, 8, 8), (64, 64, 5, 8), (96, 96, 4, 8), (128, 128, 8, 8), (128, 128, 12, 8), (256, 256, 8, 8)),
+        *((192, 128, 8, 8), (64, 64, 8, 1), (128, 128, 8, 1), (128, 128, 24, 1), (64, 64, 71, 1), (128, 128, 96, 1)),
     ],
 )
 def test_rounds_are_the_same_alone_and_in_whole_items(
-    window: tuple[int, int], num_sink_tokens: int, head_dim: int, head_dim_v: int, ratio: int
+    window: tuple[int, int], num_sink_tokens: int, head_dim: int, head_dim_v: int, ratio: int, heads: int
 ) -> None:
     """Alone an item is a round; in a batch of many key blocks it is a whole block, and adds its rounds itself."""
-    heads = 8 if ratio < 64 else 1
     mask = {"window_size": window, "num_sink_tokens": num_sink_tokens}
     torch.manual_seed(0)
     q = torch.randn(9, 1030, heads * ratio, head_dim, device="cuda", dtype=torch.bfloat16)
