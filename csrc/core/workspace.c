@@ -192,7 +192,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
         to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / room->most_tiles + 1);
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
-    to.dense = sa_chains_of(&band, (sa_position_t)tokens, (sa_position_t)info->tile_k, room);
+    to.dense = to.places ? sa_chains_of(&band, (sa_position_t)tokens, (sa_position_t)info->tile_k, room) : dense; /* then copies are few */
     to.own_carries = may_merge ? plan->workers : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
