@@ -370,11 +370,11 @@ template <class C> struct Chain {
         const Part &part = smem.part;
         for (int x = static_cast<int>(threadIdx.x); x < kTileK * C::kChunks; x += C::kThreads) {
             const int row = x / C::kChunks, chunk = x % C::kChunks;
-            const int32_t key = first_key + row, index = loader.page_index(key);
-            const bool is_seen = loader.is_seen(key);
-            const int32_t page = !params.block_table ? part.batch : is_seen ? load_relaxed(loader.pages + index) : -1;
-            const bool valid = is_seen && loader.is_inside(page) && chunk * 8 < params.head_dim;
-            if (is_seen && !loader.is_inside(page)) atomicOr(params.error_word, kBadBlockTable);
+            const int32_t key = first_key + row, index = loader.params.page_index(key);
+            const bool seen = is_seen(loader.tiles, key);
+            const int32_t page = !params.block_table ? part.batch : seen ? load_relaxed(loader.pages + index) : -1;
+            const bool valid = seen && loader.params.has_page(page) && chunk * 8 < params.head_dim;
+            if (seen && !loader.params.has_page(page)) atomicOr(params.error_word, kBadBlockTable);
             const int64_t slot = key - index * params.page_size, column = chunk * 8;
             int64_t k_from = page * params.k_page + slot * params.k_row + wide(part.kv_head) * params.k_head + column,
                     v_from = page * params.v_page + slot * params.v_row + wide(part.kv_head) * params.v_head + column;

@@ -96,10 +96,6 @@ template <class C> struct ClusterStream {
 
     __device__ __forceinline__ int32_t first_key(int32_t i) const { return sa_key_tile_at(&tiles, i) * C::kWalkKeys; }
 
-    __device__ __forceinline__ bool is_seen(int32_t key) const {
-        return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
-    }
-
     // Whether any row sees any of 16 keys from `key` on.
     __device__ __forceinline__ bool is_any_seen(int32_t key) const {
         return (key < tiles.sink_keys) | ((key + kTileK > tiles.band.begin) & (key < tiles.band.end));
@@ -113,19 +109,13 @@ template <class C> struct ClusterStream {
         return ((key >= keys.begin) & (key + kTileK <= keys.end)) | (key + kTileK <= keys.sink_end);
     }
 
-    __device__ __forceinline__ int32_t page_index(int32_t key) const { return static_cast<int32_t>(sa_divide(key, params.by_page_size)); }
-
-    __device__ __forceinline__ bool is_inside(int32_t page) const {
-        return static_cast<uint32_t>(page) < static_cast<uint32_t>(params.num_pages);
-    }
-
-    __device__ __forceinline__ int32_t page_at(int32_t key) const { return pages ? load_relaxed(pages + page_index(key)) : batch; }
+    __device__ __forceinline__ int32_t page_at(int32_t key) const { return pages ? load_relaxed(pages + params.page_index(key)) : batch; }
 
     // Where a key's row lies, in elements.
     static constexpr int64_t kNowhere = INT64_MIN;
     __device__ __forceinline__ int64_t place_of(int32_t page, int32_t key, int64_t page_stride, int32_t row_stride, int64_t gap) const {
-        const int32_t slot = key - page_index(key) * params.page_size;
-        return is_inside(page) ? page * page_stride + wide(slot) * row_stride + (page >= params.first_host_page ? gap : 0) : kNowhere;
+        const int32_t slot = key - params.page_index(key) * params.page_size;
+        return params.has_page(page) ? page * page_stride + wide(slot) * row_stride + (page >= params.first_host_page ? gap : 0) : kNowhere;
     }
 
     // Waits until the stage of tile n, one of this block's, is free in all blocks.
@@ -202,7 +192,7 @@ template <class C> struct ValueLoader : ClusterStream<C> {
 #pragma unroll
         for (int x = 0; x < kPlaces<kWhole>; x++) {
             const Place at = place<kWhole>(i, x);
-            found[x] = at.exists && (kWhole ? this->is_any_seen(at.key) : this->is_seen(at.key)) ? this->page_at(at.key) : -1;
+            found[x] = at.exists && (kWhole ? this->is_any_seen(at.key) : is_seen(this->tiles, at.key)) ? this->page_at(at.key) : -1;
         }
     }
 
@@ -260,7 +250,7 @@ template <class C> struct ValueLoader : ClusterStream<C> {
             if (!kWhole || this->is_full(i))
                 copy([](int) { return true; });
             else
-                copy([&](int key) { return this->is_seen(this->first_key(i) + key); });
+                copy([&](int key) { return is_seen(this->tiles, this->first_key(i) + key); });
             cp_async_commit();
             if (n >= C::kLoaders) announce<1>(n - C::kLoaders);
             last = n;

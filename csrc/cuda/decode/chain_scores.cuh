@@ -53,7 +53,7 @@ template <class C> struct Scorer : ClusterStream<C> {
         if (kWhole) i += lane() % kLooks * C::kTurns;
         const int group = lane() / kLooks;
         const int32_t key = key_of(stream, i, group) + (kWhole ? 0 : lane() % kTileK);
-        return {key, i < stream.num_tiles && exists(group) && (kWhole ? stream.is_any_seen(key) : stream.is_seen(key))};
+        return {key, i < stream.num_tiles && exists(group) && (kWhole ? stream.is_any_seen(key) : is_seen(stream.tiles, key))};
     }
 
     // Its page; -1 where no row sees the keys.
@@ -65,7 +65,7 @@ template <class C> struct Scorer : ClusterStream<C> {
     // Of the page that find_page found for tile i.
     template <bool kWhole> __device__ __forceinline__ int64_t place(int32_t page, int32_t i) {
         const Look at = look<kWhole>(*this, i);
-        bad_page |= at.exists & !this->is_inside(page);
+        bad_page |= at.exists & !params.has_page(page);
         return this->place_of(page, at.key, params.k_page, params.k_row, params.k_gap);
     }
 
@@ -89,7 +89,7 @@ template <class C> struct Scorer : ClusterStream<C> {
 #pragma unroll
             for (int r = 0; r < kTileK; r += kRowStep) {
                 if (!kWhole) from = __shfl_sync(0xffffffffu, place, kLooks * group + row + r);
-                const bool seen = kFull || !kWhole || this->is_seen(key_of(*this, i, group) + row + r);
+                const bool seen = kFull || !kWhole || is_seen(this->tiles, key_of(*this, i, group) + row + r);
                 cp_async_16_once(swizzled(keys(stage, group), C::kRowBytes, row + r, chunk),
                         k + from + (kWhole ? wide(r) * params.k_row : 0), chunk * 8 < params.head_dim && from != this->kNowhere && seen);
             }

@@ -26,14 +26,7 @@ template <class C> struct Loader {
     bool real;              // the chunk lies within head_dim; always with kNarrow, where copy() looks
     bool bad_page = false;
 
-    // & and | for a predicate without a branch.
-    __device__ __forceinline__ bool is_seen(int32_t key) const {
-        return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
-    }
-
     __device__ __forceinline__ bool is_full(int32_t n) const { return static_cast<uint32_t>(n - full) < static_cast<uint32_t>(num_full); }
-
-    __device__ __forceinline__ int32_t page_index(int32_t key) const { return static_cast<int32_t>(sa_divide(key, params.by_page_size)); }
 
     __device__ __forceinline__ int32_t lanes_key(int32_t n) const {
         const int lane = threadIdx.x % 32;
@@ -47,20 +40,16 @@ template <class C> struct Loader {
     __device__ __forceinline__ int32_t find_page(int32_t n) const {
         if (!pages) return batch;
         const int32_t key = lanes_key(n);
-        const bool seen = params.whole_tiles ? has_tile(n) : n < last && is_seen(key);
-        return seen ? load_relaxed(pages + page_index(key)) : 0;
+        const bool seen = params.whole_tiles ? has_tile(n) : n < last && is_seen(tiles, key);
+        return seen ? load_relaxed(pages + params.page_index(key)) : 0;
     }
 
-    __device__ __forceinline__ bool is_inside(int32_t its_page) const {
-        return static_cast<uint32_t>(its_page) < static_cast<uint32_t>(params.num_pages);
-    }
-
-    __device__ __forceinline__ void check_page(int32_t its_page, bool seen) { bad_page |= !is_inside(its_page) & seen; }
+    __device__ __forceinline__ void check_page(int32_t its_page, bool seen) { bad_page |= !params.has_page(its_page) & seen; }
 
     // Sets k_at and v_at to key, in page its_page.
     __device__ __forceinline__ void locate(int32_t its_page, int32_t key) {
-        const int32_t slot = key - page_index(key) * params.page_size;
-        const bool inside = is_inside(its_page);
+        const int32_t slot = key - params.page_index(key) * params.page_size;
+        const bool inside = params.has_page(its_page);
         k_at = inside ? its_page * params.k_page + wide(slot) * params.k_row : -1;
         v_at = inside ? its_page * params.v_page + wide(slot) * params.v_row : -1;
         if constexpr (C::kExtras) {
@@ -97,7 +86,7 @@ template <class C> struct Loader {
                 const int32_t key = sa_key_tile_at(&tiles, n) * kTileK + row;
 #pragma unroll
                 for (int i = 0; i < kTileK; i += kRowStep)
-                    if (!is_seen(key + i)) seen &= ~(1u << i);
+                    if (!is_seen(tiles, key + i)) seen &= ~(1u << i);
             }
             const uint16_t *k_from = k + k_offset, *v_from = v + v_offset;
             to = swizzled(to, C::kRowBytes, row, chunk);
@@ -125,7 +114,7 @@ template <class C> struct Loader {
 #pragma unroll 1
         for (int i = 0; i < kTileK; i += kRowStep) {
             const int32_t its_page = __shfl_sync(0xffffffffu, page, row + i);
-            const bool seen = is_seen(key + i);
+            const bool seen = is_seen(tiles, key + i);
             check_page(its_page, seen);
             locate(its_page, key + i);
             copy(swizzled(to, C::kRowBytes, row + i, chunk), row + i, k + k_at - wide(row) * params.k_row,

@@ -27,7 +27,7 @@ template <class C> struct Loader {
     // By lanes whose step is one of the part's.
     __device__ __forceinline__ Place find(const Part &part, int32_t step) const {
         const int32_t key = sa_key_tile_at(&part.stream.tiles, step) * kTileK;
-        const auto index = static_cast<int32_t>(sa_divide(key, params.by_page_size));
+        const int32_t index = params.page_index(key);
         const int32_t page =
                 params.block_table ? load_relaxed(params.block_table + part.batch * params.block_table_stride + index) : part.batch;
         return {page, key - index * params.page_size};
@@ -57,7 +57,7 @@ template <class C> struct Loader {
         for (int32_t step = part.first; step < last; step += C::kSteps, ring.n++) {
             Place at = next;
             if (step + C::kSteps + mine < last) next = find(part, step + C::kSteps + mine);
-            const bool exists = step + mine < last, inside = static_cast<uint32_t>(at.page) < static_cast<uint32_t>(params.num_pages);
+            const bool exists = step + mine < last, inside = params.has_page(at.page);
             if (exists && !inside) atomicOr(params.error_word, kBadBlockTable);
             const bool on_host = inside && at.page >= params.first_host_page;
             at.page = !inside ? -1 : on_host ? at.page - params.first_host_page : at.page;

@@ -35,7 +35,7 @@ template <class C> struct BoxLoader : many_rows::Loader<C> {
         for (int32_t step = part.first; step < last; step += C::kSteps, n++) {
             typename Base::Place at = next;
             if (step + C::kSteps + mine < last) next = this->find(part, step + C::kSteps + mine);
-            const bool exists = step + mine < last, inside = static_cast<uint32_t>(at.page) < static_cast<uint32_t>(params.num_pages);
+            const bool exists = step + mine < last, inside = params.has_page(at.page);
             if (exists && !inside) atomicOr(params.error_word, kBadBlockTable);
             const bool on_host = exists && inside && at.page >= params.first_host_page;
             at.page = !exists || !inside ? -1 : on_host ? at.page - params.first_host_page : at.page;
@@ -65,7 +65,7 @@ template <class C> struct ThreadLoader {
         const int32_t its = step + tile, key = sa_key_tile_at(&tiles, its) * kTileK + at - tile * kTileK;
         const bool seen = lane < kWarpKeys && its < last && (key < tiles.sink_keys || (key >= tiles.band.begin && key < tiles.band.end));
         if (!seen) return {0, -1};
-        const auto index = static_cast<int32_t>(sa_divide(key, params.by_page_size));
+        const int32_t index = params.page_index(key);
         return {load_relaxed(params.block_table + part.batch * params.block_table_stride + index), key - index * params.page_size};
     }
 
@@ -94,7 +94,7 @@ template <class C> struct ThreadLoader {
         for (int32_t step = part.first; step < last; step += C::kSteps, n++) {
             const Place at = next;
             if (step + C::kSteps < last) next = find(part, step + C::kSteps, last);
-            const bool seen = at.slot >= 0, real = seen && static_cast<uint32_t>(at.page) < static_cast<uint32_t>(params.num_pages);
+            const bool seen = at.slot >= 0, real = seen && params.has_page(at.page);
             if (seen && !real) atomicOr(params.error_word, kBadBlockTable);
             const bool on_host = at.page >= params.first_host_page;
             copy_slot(keys_of<C>(n), k, real ? at.page * params.k_page + wide(at.slot) * params.k_row + (on_host ? params.k_gap : 0) : -1);

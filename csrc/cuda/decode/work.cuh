@@ -57,6 +57,9 @@ struct Params {
     bool two_pass; // reduce_kernel merges the parts
     bool fills;    // the grid takes more than half of the SMs' room: blocks of the next launch find none beside it
     int32_t head_dim_v;
+
+    __device__ __forceinline__ int32_t page_index(int32_t key) const { return static_cast<int32_t>(sa_divide(key, by_page_size)); }
+    __device__ __forceinline__ bool has_page(int32_t page) const { return static_cast<uint32_t>(page) < static_cast<uint32_t>(num_pages); }
 };
 
 // Rare features, compiled into instances of their own.
@@ -66,6 +69,11 @@ struct Extras : Params {
     uint8_t *nvfp4_values, *nvfp4_scales; // NULL if not requested
     float global_scale;
 };
+
+// Whether some row sees the key. & and | for a predicate without a branch.
+__device__ __forceinline__ bool is_seen(const sa_key_tiles &tiles, int32_t key) {
+    return (key < tiles.sink_keys) | ((key >= tiles.band.begin) & (key < tiles.band.end));
+}
 
 // A tile of the rows of one sequence and kv head; row r = token * group + head within the group.
 struct Stream {
