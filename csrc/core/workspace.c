@@ -173,7 +173,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.places = 0;
     if (may_split && room->blocks < SA_FEW_BLOCKS && p->packed) {
         /* Of sequences with tiles for so many rounds. */
-        const int64_t least = SA_APART_ROUNDS * SA_SHORT_ROUND, most_apart = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1)),
+        const int64_t least = INT64_C(1) * SA_APART_ROUNDS * SA_SHORT_ROUND,
+                      most_apart = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1)),
                       of_head = sa_min(blocks * (longest / SA_SHORT_ROUND), blocks + most_apart * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1));
         to.places = sa_min(most_places, of_head * heads);
     } else if (may_split && room->blocks < SA_FEW_BLOCKS && sa_is_apart(&dense)) {
