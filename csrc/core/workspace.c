@@ -170,14 +170,15 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
     const int64_t sums_bytes = 2 * info->tile_k * info->max_head_dim * 4, most_places = SA_APART_BYTES / sums_bytes;
+    const bool may_be_apart = may_split && room->blocks < SA_FEW_BLOCKS;
     to.places = 0;
-    if (may_split && room->blocks < SA_FEW_BLOCKS && p->packed) {
+    if (may_be_apart && p->packed) {
         /* Of sequences with tiles for so many rounds. */
         const int64_t least = INT64_C(1) * SA_APART_ROUNDS * SA_SHORT_ROUND,
                       most_apart = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1)),
                       of_head = sa_min(blocks * (longest / SA_SHORT_ROUND), blocks + most_apart * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1));
         to.places = sa_min(most_places, of_head * heads);
-    } else if (may_split && room->blocks < SA_FEW_BLOCKS && sa_is_apart(&dense)) {
+    } else if (may_be_apart && sa_is_apart(&dense)) {
         const int64_t places = sa_max(p->batch, 1) * heads *
                                sa_places_before(&dense, &band, (sa_position_t)tokens, (sa_position_t)info->tile_k, dense.rounds);
         if (places <= most_places) to.places = places;

@@ -238,7 +238,7 @@ static void test_few_blocks_have_rounds(void) {
             (int)chains.together);
 }
 
-/* Under a window of 512, 4096 tokens of one kv head of 8 have a few rounds a block; of 8 kv heads, or of 3 tokens a tile, none. */
+/* Under a window of 512, 4096 tokens of one kv head of 8 have a few rounds a block; 8 kv heads, or one of a single head, none. */
 static void test_few_blocks_of_a_window_have_rounds(void) {
     const sinkattn_mask window = {.has_left = true, .has_right = true, .left = 511};
     sa_chain_room room = {.num_heads = 1, .copies = 1, .most_tiles = 1152, .num_slots = 1152, .is_local = true, .span = 41};
