@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "core.h"
+#include "layout.h"
 #include "mask.h"
 #include "numerics.h"
 #include "split.h"
@@ -69,11 +70,13 @@ int64_t sa_num_query_tiles(const sinkattn_problem *p, const sinkattn_variant_inf
 
 /* The index of the last row that serves, -1 for a miss. */
 static int32_t best_variant(const sinkattn_problem *p, const sinkattn_device *device) {
-    int32_t best = -1;
-    const sa_variant *row;
-    for (int32_t i = 0; (row = sa_variant_at(i)); i++)
-        if (sa_runs_on(&row->info, device) && sa_finds_room(row, p, device) && !refusal(row, p)) best = i;
-    return best;
+    int32_t i = 0;
+    while (sa_variant_at(i)) i++;
+    while (i-- > 0) {
+        const sa_variant *row = sa_variant_at(i);
+        if (sa_runs_on(&row->info, device) && sa_finds_room(row, p, device) && !refusal(row, p)) return i;
+    }
+    return -1;
 }
 
 typedef struct arch_name {
@@ -192,8 +195,10 @@ static int64_t num_items(const sinkattn_problem *p, const sinkattn_variant_info 
 /* A backward on sm_90 has items of keys too, and chunks with long caches have more of those than of rows. */
 static int64_t most_busy(const sinkattn_problem *p, const sa_variant *row, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = &row->info;
-    if ((p->op == SINKATTN_FWD || is_forward(row)) && info->arch == 90 && !p->packed) /* tiles of whole tokens */
-        return p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, info->tile_q / (p->num_q_heads / p->num_kv_heads));
+    if ((p->op == SINKATTN_FWD || is_forward(row)) && info->arch == 90) { /* tiles of whole tokens; of rows past the last sequence too */
+        const int64_t tokens = info->tile_q / (p->num_q_heads / p->num_kv_heads);
+        return p->num_kv_heads * (p->packed ? sa_packed_tiles(p->q_len, tokens, p->batch + 1) : p->batch * sa_ceil_div(p->q_len, tokens));
+    }
     if (p->op != SINKATTN_BWD || info->backend != SINKATTN_CUDA) return plan->num_items;
     return sa_max(plan->num_items, p->num_kv_heads * (p->packed ? 1 : p->batch) * sa_ceil_div(p->k_len, info->tile_k));
 }
@@ -237,6 +242,7 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
         explain_parts(p, &row->info, device->workers / sa_max(1, p->batch * p->num_kv_heads), tiles, plan);
     }
     const char *said = NULL;
+    int32_t other = device->arch;
     for (int32_t i = plan->variant + 1; (row = sa_variant_at(i)); i++) {
         if (row->info.op != p->op || row->info.backend != device->backend) continue;
         const sinkattn_variant_info *info = &row->info;
@@ -245,8 +251,8 @@ static void explain(const sinkattn_problem *p, const sinkattn_device *device, in
         said = info->arch >= 90 && sa_runs_on(info, device) ? why : NULL;
         if (sa_runs_on(info, device))
             say(plan, "; not %s (%" PRId64 " x %" PRId64 "): %s", info->name, info->tile_q, info->tile_k, why);
-        else
-            say(plan, "; not %s: it is for %s", info->name, name_arch(info->backend, info->arch).text);
+        else if (info->arch != other)
+            say(plan, "; not those for %s", name_arch(info->backend, other = info->arch).text);
     }
 }
 

@@ -109,6 +109,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
                 copy_boxes<C, C::kHalves>(smem.keys[stage], maps.k, smem.k_full[stage], work, t, cache, box, error_word);
             }
         }
+        if (!kIsValues && threadIdx.x % 32 == 0 && rows.awaited) smem.sent.arrive();
         rows.empty.arrive();
     }
 }

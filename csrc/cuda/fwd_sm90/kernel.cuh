@@ -38,30 +38,43 @@ __device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned rou
     return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag, p.num_items);
 }
 
+// In the last two rounds of a counter a block takes its next item once its keys are sent: earlier it would take what an idle block could
+// begin at once. In others the counter's answer arrives while an item is described.
 template <class C>
 __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
     const bool leader = threadIdx.x % 32 == 0;
     if (leader && p.counter) open_counter(p.counter, __ldcg(p.counter), p.tag);
     unsigned item = blockIdx.x, round = 0;
+    Ring<1> waits;
     for (Ring<C::kRowStages> ring;; ring.n++) {
         Rows<C> &rows = smem.rows[ring.stage()];
-        smem.rows[ring.stage()].empty.wait_previous(ring);
-        bool exists = false;
+        rows.empty.wait_previous(ring);
+        bool exists = false, late = false;
         while (!exists && item < p.num_items) {
             const unsigned tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
             if (leader) {
-                const unsigned next = item_of_round(p, ++round); // the counter's answer arrives while this item is described
+                late = p.counter && item + 2 * gridDim.x >= p.num_items;
+                const unsigned next = late ? item : item_of_round(p, ++round);
                 exists = describe_tile<C>(args, keys, p, item % p.num_kv_heads, b, tile, rows.work);
-                item = next;
+                item = late && !exists ? item_of_round(p, ++round) : next;
             }
             item = __shfl_sync(0xffffffffu, item, 0);
             exists = __shfl_sync(0xffffffffu, exists, 0);
         }
-        if (leader) rows.exists = exists;
+        if (leader) {
+            rows.exists = exists;
+            rows.awaited = late;
+        }
         __syncwarp(); // the lanes see rows.work
         if (exists) describe_rows<C>(rows, args, p);
-        smem.rows[ring.stage()].full.arrive();
+        rows.full.arrive();
         if (!exists) return;
+        if (late) {
+            smem.sent.wait(waits);
+            waits.n++;
+            item = item_of_round(p, ++round);
+        }
+        item = __shfl_sync(0xffffffffu, item, 0);
     }
 }
 
@@ -82,6 +95,7 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
         const Work &work = smem.rows[tiles.stage()].work;
         // Read before Q is sent: once Q lands, the math may finish a tile without keys, and its stage be described anew.
         const int end = work.tiles.end;
+        const bool awaited = smem.rows[tiles.stage()].awaited;
         KeyTileWalk tile(work.tiles);
         load_queries<C>(smem, maps, p, queries, work);
         for (; tile.t < end; tile.advance(), ring.n++) {
@@ -92,6 +106,7 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
             smem.v_empty.acquire(ring);
             load_keys(smem.values[ring.stage()], C::kHalvesV, maps.v, smem.v_full[ring.stage()], work, tile.t);
         }
+        if (awaited) smem.sent.arrive();
     }
 }
 
@@ -117,6 +132,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
     if (threadIdx.x == 0) {
+        smem.sent.init(1);
         for (int i = 0; i < C::kRowStages; i++) {
             smem.rows[i].full.init(32);
             smem.rows[i].empty.init(128 * C::kMathWarpgroups + (C::Keys::kCached ? 96 : 64)); // math; loaders of a cache; checkers

@@ -94,6 +94,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
                         smem.offsets[0], error_word);
             }
         }
+        if (!kIsValues && threadIdx.x % 32 == 0 && rows.awaited) smem.sent.arrive();
         rows.empty.arrive();
     }
 }
