@@ -159,8 +159,9 @@ def test_a_plan_says_why_no_better_row_serves() -> None:
     arch = _C.query_cpu()["arch"]
     for name in (name for name in better if "cpu" in name):
         level = CPU_LEVELS.index(name.removeprefix("sa_fwd_cpu_"))
-        why = r" \(64 x 128\): it has other dtypes" if level <= arch else f": it is for cpu level {CPU_LEVELS[level]}"
-        assert re.search(f"; not {name}{why}(;|$)", own["reason"]), own["reason"]
+        other = rf"{name} \(64 x 128\): it has other dtypes"
+        why = other if level <= arch else f"those for cpu level {CPU_LEVELS[level]}"
+        assert re.search(f"; not {why}(;|$)", own["reason"]), own["reason"]
 
 
 def test_the_reason_has_the_closed_forms() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -77,19 +78,20 @@ PACKED = {
 }  # fmt: skip
 
 
-FEW_ROWS = {"d64_few_rows": 64, "d128_few_rows": 128}
+SMALL_TILES = {64: 40, 128: 1000}  # rows of a tile, tokens of one sequence
+MANY = 400  # sequences, for larger tiles
 
 
 def planned(op: str, head_dim: int, device: dict[str, Any], **sizes: Any) -> dict[str, Any]:
-    sizes = {"num_kv_heads": 1, "q_len": 40, "k_len": 60, "window_size_right": 0} | sizes
-    return sinkattn.plan(op, device, dtype="bf16", batch=1, head_dim=head_dim, **sizes)
+    sizes = {"batch": 1, "num_kv_heads": 1, "q_len": 40, "k_len": 60, "window_size_right": 0} | sizes
+    return sinkattn.plan(op, device, dtype="bf16", head_dim=head_dim, **sizes)
 
 
 def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
     """By test_build.py, which asks without a device."""
     met = set()
     for kind in KINDS.values():
-        sizes = {"num_q_heads": kind.kv_heads * kind.ratio, "num_kv_heads": kind.kv_heads}
+        sizes = {"batch": MANY, "num_q_heads": kind.kv_heads * kind.ratio, "num_kv_heads": kind.kv_heads}
         sizes |= {"window_size_left": kind.left, "head_dim_v": kind.head_dim_v}
         for op, name in (("fwd", kind.fwd), ("bwd", kind.bwd)):
             found = {planned(op, head_dim, hopper, **sizes)["variant"] for head_dim in kind.head_dims}
@@ -114,14 +116,17 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
         assert found == {f"sa_decode_cuda_{name}"}
         met |= found
     for name, (head_dim, head_dim_v, left, ratio) in PACKED.items():
-        sizes = {"num_q_heads": ratio, "window_size_left": left, "packed": True, "page_size": 20, "num_pages": 9,
-                 "head_dim_v": head_dim_v}  # fmt: skip
+        sizes = {"batch": MANY, "num_q_heads": ratio, "window_size_left": left, "packed": True, "page_size": 20,
+                 "num_pages": 9, "head_dim_v": head_dim_v}  # fmt: skip
         assert planned("decode", head_dim, hopper, **sizes)["variant"] == f"sa_decode_cuda_{name}"
         met.add(f"sa_decode_cuda_{name}")
-    for name, head_dim in FEW_ROWS.items():
-        few = {"num_q_heads": 16, "num_kv_heads": 2, "k_len": 2048}
-        assert planned("fwd", head_dim, hopper, **few)["variant"] == f"sa_fwd_cuda_sm90_{name}"
-        met.add(f"sa_fwd_cuda_sm90_{name}")
+    for head_dim, (rows, tokens) in itertools.product((64, 128), SMALL_TILES.items()):
+        few = {"num_q_heads": 16, "num_kv_heads": 2, "q_len": tokens, "k_len": 2048}
+        cached = {"packed": True, "page_size": 20, "num_pages": 9}
+        for op, name, sizes in (("fwd", "sm90", few), ("decode", "sm90_packed", few | cached)):
+            found = planned(op, head_dim, hopper, **sizes)["variant"]
+            assert found == f"sa_{op}_cuda_{name}_d{head_dim}_tile{rows}"
+            met.add(found)
     assert met == {row["name"] for row in _C.variants() if row["backend"] == "cuda"}
 
 
@@ -305,24 +310,15 @@ def test_windows_of_wide_tiles_have_the_bits_of_any_mask(heads: int, size: int) 
 @pytest.mark.parametrize("size", [1, 12])
 @pytest.mark.parametrize("mask", [(-1, 0), (1000, 0), (300, 4)])
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
-def test_few_rows_have_the_bits_of_many(head_dim: int, mask: tuple[int, int], size: int) -> None:
+def test_small_tiles_have_the_bits_of_large_ones(head_dim: int, mask: tuple[int, int], size: int) -> None:
     q, k, v, s_aux = gpt_oss_like(1, 2500, head_dim)
     q *= size
     options = {"s_aux": s_aux, "window_size": (mask[0], 0), "num_sink_tokens": mask[1], "return_lse": True}
     out, lse = sinkattn.flash_attn_func(q, k, v, **options)
-    for begin, end in ((2436, 2500), (2400, 2401)):
+    for begin, end in ((2436, 2500), (2400, 2401), (1500, 2500)):
         few = sinkattn.flash_attn_func(q[:, begin:end], k[:, :end], v[:, :end], **options)
         assert torch.equal(few[0], out[:, begin:end])
         assert torch.equal(few[1], lse[:, :, begin:end])
-
-
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
-def test_few_rows_are_right(head_dim: int) -> None:
-    case = Case(
-        head_dim=head_dim, left=1000, right=0, ratio=5, kv_heads=2, q_lens=(70, 70), k_lens=(2300, 2300), poison=True,
-        dtype="bf16" if head_dim % 64 else "fp16", seed=head_dim,
-    )  # fmt: skip
-    assert_right_on_device(case)
 
 
 @pytest.mark.parametrize("name", TUNED)

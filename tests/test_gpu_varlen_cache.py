@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import Calls
+from gpu_cases import beside_empty
 from gpus import captured, launched, needs_gpus
 from torch import Tensor
 from varlen_cases import Batch, assert_same
@@ -28,7 +29,9 @@ def gpu_batch(name: str, longer: int = 8, dims: tuple[int, ...] = DIMS) -> Batch
 
 @pytest.mark.parametrize("block", range(10))
 def test_random_mixed_batches(block: int, seed: int) -> None:
-    """400 batches: each row has the bits of its sequence alone, in pages of any size, and those of a plain cache."""
+    """400 batches: each row has the bits of its sequence alone, in pages of any size, those of a plain cache, and those
+    beside sequences without rows.
+    """
     for index in range(40 * block, 40 * block + 40):
         batch = gpu_batch(f"{seed}/{index}", (1, 8, 20)[index % 3])
         want = batch.alone()
@@ -36,6 +39,11 @@ def test_random_mixed_batches(block: int, seed: int) -> None:
         layout = batch.random.choice(("apart", "vllm", "beside"))
         assert_same(batch.run(*batch.paged(size, layout)), want, (seed, index, size, layout, vars(batch)))
         assert_same(batch.run(*batch.contiguous()), want, (seed, index, vars(batch)))
+        k, v, table = batch.paged(size, layout)
+        batch.cu_seqlens = beside_empty(batch.cu_seqlens)
+        batch.seqused = torch.nn.functional.pad(batch.seqused, (0, 400))
+        table = torch.nn.functional.pad(table, (0, 0, 0, 400))
+        assert_same(batch.run(k, v, table), want, (seed, index, "in larger tiles", vars(batch)))
     sinkattn.check_errors()
 
 

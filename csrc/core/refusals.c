@@ -39,19 +39,51 @@ const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_va
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
 }
 
-/* The same where tiles of so few rows fit the GPU at once, so that more of it works. */
-const char *sa_refusal_few_rows(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    const char *why = sa_refusal_whole_tokens(p, info);
-    if (why) return why;
-    if (p->packed) return "rows are packed";
-    if (p->k_len < 2048) return "there are fewer than 2048 keys";
-    const int64_t tokens = info->tile_q / (p->num_q_heads / p->num_kv_heads);
-    return p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, tokens) <= SA_H200_SMS ? NULL : "its tiles of rows are more than 132";
+/* The i-th item of a dense forward, whose tiles have so many rows and keys: what it takes, in key tiles. */
+static double item_steps(const sinkattn_problem *p, int64_t tokens, int64_t tile_k, int64_t i) {
+    const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
+    const int64_t tile = sa_ceil_div(p->q_len, tokens) - 1 - i / (p->num_kv_heads * p->batch), begin = tile * tokens;
+    int64_t sink_end;
+    const sa_range keys = sa_rows_band(&band, (sa_range){begin, sa_min(begin + tokens, p->q_len)}, &sink_end);
+    return 2 + (double)(sink_end + keys.end - keys.begin) / (double)tile_k;
 }
 
-/* The same with values of at most 128 columns. */
+/* What an H200's busiest multiprocessor takes, in key tiles of 192 rows; blocks take their second items in reverse. INFINITY where they take
+ * more than two. The factors are measured: docs/kernels/fwd_sm90.md. */
+static double busiest_steps(const sinkattn_problem *p, int64_t tile_q, int64_t tile_k) {
+    const int64_t tokens = tile_q / (p->num_q_heads / p->num_kv_heads), blocks = SA_H200_SMS;
+    const int64_t items = p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, tokens);
+    if (items > 2 * blocks) return INFINITY;
+    double steps = item_steps(p, tokens, tile_k, 0);
+    if (items > blocks) {
+        const int64_t firsts[] = {2 * blocks - 1 - items, blocks - 1}; /* of two, the first and the last block */
+        for (int i = 0; i < 2; i++)
+            steps = fmax(steps, item_steps(p, tokens, tile_k, firsts[i]) + item_steps(p, tokens, tile_k, 2 * blocks - 1 - firsts[i]));
+    }
+    return steps * (tile_q == 192 ? 1 : tile_q == 128 ? 0.9 : sa_head_dim_v(p) > 128 ? 0.8 : 0.76);
+}
+
+/* The same where tiles of so few rows let more multiprocessors work. Of a packed batch only the sizes in all are known. */
+const char *sa_refusal_small_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    const char *why = sa_refusal_whole_tokens(p, info);
+    if (why) return why;
+    if (p->packed && p->batch != 1) {
+        const int64_t most = (info->tile_q == 64 ? 1 : 3) * SA_H200_SMS;
+        return sa_num_query_tiles(p, info) <= most ? NULL : "its tiles of rows are too many";
+    }
+    const double steps = busiest_steps(p, info->tile_q, info->tile_k);
+    for (int64_t tile_q = info->tile_q + 64; tile_q <= (info->max_head_dim == 256 ? 128 : 192); tile_q += 64)
+        if (busiest_steps(p, tile_q, info->tile_k) <= steps) return "tiles of more rows are faster";
+    return NULL;
+}
+
+/* Both with values of at most 128 columns. */
 const char *sa_refusal_whole_tokens_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_whole_tokens(p, info);
+}
+
+const char *sa_refusal_small_tiles_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_small_tiles(p, info);
 }
 
 /* A window whose tile_q rows, whole tokens of 2 to tile_q heads each, see at most tile_k keys beside few sink tokens. */
@@ -276,11 +308,13 @@ static const char *why_not_forward(const sinkattn_problem *p, const sinkattn_var
  * faster. */
 #define SA_PACKED(rule) \
     const char *sa_refusal_packed_##rule(const sinkattn_problem *p, const sinkattn_variant_info *info) { \
-        const char *why = sa_refusal_##rule(p, info); \
-        return why || p->packed ? why : why_not_forward(p, info); \
+        const char *why = p->packed ? NULL : why_not_forward(p, info); \
+        return why ? why : sa_refusal_##rule(p, info); \
     }
 SA_PACKED(any)
 SA_PACKED(one_width)
 SA_PACKED(whole_tokens)
+SA_PACKED(small_tiles)
+SA_PACKED(small_tiles_v128)
 SA_PACKED(whole_tokens_v128)
 SA_PACKED(one_key_tile)

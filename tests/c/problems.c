@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "sample.h"
 
@@ -96,14 +97,15 @@ sinkattn_problem random_problem(const sinkattn_variant_info *info, sinkattn_dtyp
 }
 
 const sinkattn_variant_info *forward_of_order(const sinkattn_variant_info *forward) {
-    const char *const general[][2] = {{"sa_fwd_cuda_sm90_d96", "sa_fwd_cuda_sm90_d128"},
-            {"sa_decode_cuda_sm90_packed_d96", "sa_decode_cuda_sm90_packed_d128"},
-            {"sa_fwd_cuda_sm90_d64_few_rows", "sa_fwd_cuda_sm90_d64"}, {"sa_fwd_cuda_sm90_d128_few_rows", "sa_fwd_cuda_sm90_d128"},
-            {"sa_fwd_cuda_sm90_d64_window", "sa_fwd_cuda_sm90_d64"}, {"sa_fwd_cuda_sm90_d128_window", "sa_fwd_cuda_sm90_d128"},
-            {"sa_fwd_cuda_sm90_d192_v128_window", "sa_fwd_cuda_sm90_d192_v128"}};
+    char general[64];
+    snprintf(general, sizeof general, "%s", forward->name);
+    char *const tile = strstr(general, "_tile"), *const window = strstr(general, "90_d") ? strstr(general, "_window") : NULL,
+                *const narrow = strstr(general, "_d96");
+    if (tile) *tile = 0;
+    if (window) *window = 0;
+    if (narrow) memcpy(narrow, "_d128", sizeof "_d128");
     const sinkattn_variant_info *row;
-    for (int of = 0; of < 7; of++)
-        for (int32_t i = 0; strcmp(forward->name, general[of][0]) == 0 && (row = sinkattn_variant(i)); i++)
-            if (strcmp(row->name, general[of][1]) == 0) return row;
+    for (int32_t i = 0; (row = sinkattn_variant(i)); i++)
+        if (strcmp(row->name, general) == 0) return row;
     return forward;
 }

@@ -81,7 +81,7 @@ static void test_many_rows_of_narrow_values(void) {
     problem.k_len = 32768;
     problem.num_pages = 9;
     problem.head_dim_v = 128;
-    check_planned(&problem, gpu(90), "sm90_packed_d256");
+    check_planned(&problem, gpu(90), "sm90_packed_d256_tile64");
 }
 
 static void test_the_largest_head_dim(void) {

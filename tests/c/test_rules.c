@@ -90,6 +90,7 @@ static void test_the_forward_of_sm90_is_planned(void) {
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 500);
+        problem.batch = 100;
         problem.head_dim = cases[i].head_dim;
         problem.head_dim_v = cases[i].head_dim_v;
         problem.num_q_heads = cases[i].num_q_heads;
@@ -98,14 +99,20 @@ static void test_the_forward_of_sm90_is_planned(void) {
     }
 }
 
-/* Tiles of 64 rows while they are at most 132, against 2048 keys and more. */
-static void test_the_few_rows_edge(void) {
+/* Tiles of 64 rows, of 128, of 192: by rounds of 132 blocks, and what a block's two tiles have to do. Of a packed batch the tiles count. */
+static void test_the_small_tiles_edge(void) {
     const struct {
         int64_t batch, num_q_heads, q_len, k_len, head_dim;
+        bool packed;
         const char *name;
-    } cases[] = {{1, 64, 128, 8192, 128, "sm90_d128_few_rows"}, {1, 64, 128, 2048, 72, "sm90_d128_few_rows"},
-            {1, 64, 129, 8192, 128, "sm90_d128"}, {1, 64, 64, 2047, 128, "sm90_d128"}, {2, 64, 65, 8192, 64, "sm90_d64"},
-            {2, 64, 64, 8192, 64, "sm90_d64_few_rows"}};
+    } cases[] = {{1, 64, 128, 8192, 128, false, "sm90_d128_tile64"}, {1, 64, 129, 8192, 128, false, "sm90_d128_tile128"},
+            {1, 64, 512, 8192, 128, false, "sm90_d128_tile128"}, {1, 64, 1024, 8192, 128, false, "sm90_d128"},
+            {1, 64, 128, 2048, 72, false, "sm90_d128_tile64"}, {1, 64, 129, 2048, 72, false, "sm90_d96"},
+            {2, 64, 64, 8192, 64, false, "sm90_d64_tile64"}, {2, 64, 65, 8192, 64, false, "sm90_d64_tile128"},
+            {1, 64, 768, 768, 64, false, "sm90_d64"}, {1, 128, 528, 4224, 64, false, "sm90_d64"}, {1, 8, 64, 64, 64, false, "sm90_d64_tile64"},
+            {1, 64, 128, 8192, 128, true, "sm90_d128_tile64"}, {1, 64, 1024, 8192, 128, true, "sm90_d128"},
+            {8, 64, 64, 8192, 64, true, "sm90_d64_tile64"}, {8, 64, 96, 8192, 64, true, "sm90_d64_tile128"},
+            {41, 64, 128, 8192, 64, true, "sm90_d64_tile128"}, {42, 64, 128, 8192, 64, true, "sm90_d64"}};
     for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 4000);
         problem.batch = cases[i].batch;
@@ -114,13 +121,14 @@ static void test_the_few_rows_edge(void) {
         problem.q_len = cases[i].q_len;
         problem.k_len = cases[i].k_len;
         problem.head_dim = cases[i].head_dim;
+        problem.packed = cases[i].packed;
         check_planned(&problem, gpu(90), cases[i].name);
     }
     sinkattn_problem problem = causal_window(SINKATTN_FWD, 4000); /* tiles of 10 tokens, so 7 a kv head */
     problem.num_q_heads = 6 * problem.num_kv_heads;
     problem.q_len = 64;
     problem.k_len = 8192;
-    const int32_t workers = check_planned(&problem, gpu(90), "sm90_d64_few_rows").workers;
+    const int32_t workers = check_planned(&problem, gpu(90), "sm90_d64_tile64").workers;
     CHECK(workers == 7 * problem.num_kv_heads, "%d workers", (int)workers);
 }
 
@@ -202,7 +210,7 @@ static void test_values_narrower_than_keys(void) {
     CHECK(strstr(plan.reason, "not sa_fwd_cuda_sm90_window (64 x 144): values are narrower than keys"), "%s", plan.reason);
     problem.op = SINKATTN_DECODE;
     problem.invariant = true;
-    check_planned(&problem, device, "sm90_packed_d64");
+    check_planned(&problem, device, "sm90_packed_d64_tile64");
     const sinkattn_device small = {.backend = SINKATTN_CUDA, .arch = 86, .workers = 84};
     problem.op = SINKATTN_FWD;
     problem.invariant = false;
@@ -452,6 +460,6 @@ static void test_what_is_not_compiled_is_planned_and_not_run(void) {
 const test rule_tests[] = {TEST(what_is_not_compiled_is_planned_and_not_run), TEST(the_forward_of_sm90_is_planned),
         TEST(the_decode_is_planned), TEST(values_narrower_than_keys), TEST(the_workspace_of_narrow_values), TEST(room_for_a_block),
         TEST(rows_and_devices), TEST(the_local_windows_edge), TEST(the_single_tiles_edge), TEST(workers_of_few_rows),
-        TEST(which_decodes_have_one_key_tile), TEST(which_decodes_have_many_rows), TEST(the_few_rows_edge), TEST(the_wide_tiles_edge),
+        TEST(which_decodes_have_one_key_tile), TEST(which_decodes_have_many_rows), TEST(the_small_tiles_edge), TEST(the_wide_tiles_edge),
         TEST(invariant_decodes_follow_a_forward), TEST(partials_that_fit), TEST(sink_tokens_beyond_the_keys), TEST(scales_at_the_edge),
         TEST(packed_rows_over_a_cache), {0}};

@@ -13,6 +13,9 @@
 namespace sa::fwd_sm90 {
 
 SA_FWD_SM90_LAUNCHERS(d256, 256, 256, 2, 2, 1)
+SA_FWD_SM90_LAUNCHERS(d256_tile64, 256, 256, 2, 2, 1)
 SA_FWD_SM90_LAUNCHERS(d192_v128, 192, 128, 3, 4, 1)
+SA_FWD_SM90_LAUNCHERS(d192_v128_tile128, 192, 128, 3, 4, 1)
+SA_FWD_SM90_LAUNCHERS(d192_v128_tile64, 192, 128, 4, 4, 1)
 
 } // namespace sa::fwd_sm90
