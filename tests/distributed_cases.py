@@ -277,8 +277,6 @@ def check_overlap(group: dist.ProcessGroup) -> None:
 
 
 class Layer(nn.Module):
-    """Projections, and attention by `attend`."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -430,6 +428,5 @@ def run(rank: int, world: int, folder: str, backend: str) -> None:
 
 
 def outcomes(world: int, folder: Path, backend: str) -> list[dict[str, str]]:
-    """What each rank found, by case."""
     spawn(run, (world, str(folder), backend), nprocs=world)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]

@@ -87,6 +87,5 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 
 def assert_close(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """Two ways of splitting."""
     torch.testing.assert_close(got[0], want[0], rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)

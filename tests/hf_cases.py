@@ -57,8 +57,6 @@ def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> No
 
 
 class Calls(TorchDispatchMode):
-    """The sinkattn ops that ran, with their arguments by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, dict[str, Any], Any]] = []

@@ -76,7 +76,6 @@ def test_no_rows_and_rows_that_go_nowhere() -> None:
 
 
 def test_random_slots_stay_inside() -> None:
-    """A slot outside is refused before anything is written."""
     generator = torch.Generator().manual_seed(1)
     refused = 0
     for _ in range(300):

@@ -194,7 +194,6 @@ def test_kept_tokens_count_as_one_text(device: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_prompt_in_chunks(chunk: int) -> None:
-    """A long prompt may come in pieces, which drops tokens on the way."""
     model, ids = make_model("cpu", num_layers=1), tokens(2, 80)
     got = generate(model, ids, "streaming", prefill_chunk_size=chunk)
     kept = ids[:, :0]
@@ -260,7 +259,6 @@ def test_small_windows(window: int, num_sink_tokens: int) -> None:
 
 
 def test_beams_are_reordered() -> None:
-    """Beams that outgrow the window, against beams without a cache."""
     model, ids = make_model("cpu"), tokens(2, PROMPT)
     options: dict[str, Any] = {"max_new_tokens": 24, "num_beams": 3, "do_sample": False}
     options["attention_mask"] = torch.ones_like(ids)
@@ -295,7 +293,6 @@ def make_known(model_type: str, **config: Any) -> Any:
 
 @pytest.mark.parametrize("model_type", _ROTATED_MODELS)
 def test_known_models_turn_their_keys(model_type: str) -> None:
-    """Token by token through one layer: the logits of a text of the kept tokens."""
     model, ids = make_known(model_type), tokens(1, 40)
     cache = StreamingCache(model, 8, SINKS)
     with torch.no_grad():
@@ -308,7 +305,6 @@ def test_known_models_turn_their_keys(model_type: str) -> None:
 
 
 def test_max_cache_shape_is_what_a_step_sees() -> None:
-    """Token by token, once tokens are dropped."""
     model, seen = make_model("cpu"), []
     cache = StreamingCache(model, WINDOW, SINKS)
     layer: Any = cache.layers[1]
@@ -322,7 +318,6 @@ def test_max_cache_shape_is_what_a_step_sees() -> None:
 
 @pytest.mark.parametrize("model_type", _ROTATED_MODELS)
 def test_packed_rows_raise(model_type: str) -> None:
-    """Before an empty cache, with a mask and without; and one sequence whose positions start late is none of them."""
     model, ids = make_known(model_type), tokens(1, 6)
     packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": True}
     with torch.no_grad():
@@ -356,7 +351,6 @@ def test_models_with_other_keys_raise(model_type: str) -> None:
 
 
 def test_a_compiled_model() -> None:
-    """Through the prompt, the first token that is dropped and some more; and padding raises there, too."""
     model, ids = make_model("cpu"), tokens(2, 12)
     compiled = torch.compile(model, backend="eager")
     got, want = StreamingCache(model, 8, SINKS), StreamingCache(model, 8, SINKS)

@@ -20,7 +20,6 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each of four ranks found, by case."""
     return distributed_cases.outcomes(RANKS, tmp_path_factory.mktemp("ranks"), "gloo")
 
 

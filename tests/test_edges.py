@@ -301,7 +301,7 @@ def test_causal_is_aligned_at_the_last_row_and_key(level: str) -> None:
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 5, 8, 64])
 def test_query_heads_of_a_kv_head_are_neighbours(level: str, ratio: int) -> None:
-    """Known failure: GQA head order. Head h reads kv head h / ratio, which v names."""
+    """GQA head order. Head h reads kv head h / ratio, which v names."""
     q, k = torch.randn(1, 5, 3 * ratio, 64), torch.randn(1, 9, 3, 64)
     v = torch.arange(3.0)[None, None, :, None].expand(1, 9, 3, 64)
     out = sinkattn.flash_attn_func(q, k, v)
@@ -315,7 +315,7 @@ def test_packed_tail_is_written(level: str) -> None:
 
 
 def test_dead_cache_rows_do_not_leak(level: str) -> None:
-    """Known failure: 0 * NaN. Cache slots in no use, and keys that the window hides, hold NaN."""
+    """0 * NaN. Cache slots in no use, and keys that the window hides, hold NaN."""
     for layout in ("cache", "paged16", "paged256"):
         for dtype in ("fp32", "bf16", "fp16"):
             assert_right(Case.parse(f"d64-causal-w20-sink2-g4-{layout}-q1x3-k5.130.40-tail9-poison-{dtype}"))
@@ -323,7 +323,7 @@ def test_dead_cache_rows_do_not_leak(level: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dirty_memory_has_no_effect(level: str, dtype: torch.dtype) -> None:
-    """Known failures: scratch dirty from an earlier run, an output left unwritten. Torch fills new memory with NaN."""
+    """Scratch dirty from an earlier run, an output left unwritten. Torch fills new memory with NaN."""
     leaves, s_aux = qkv(150, 150, dtype=dtype), sinks(1.0, 2.0, 3.0, 4.0)
     cache = [x.detach() for x in qkv(1, 300, dtype=dtype)]
 
@@ -343,7 +343,7 @@ def test_dirty_memory_has_no_effect(level: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_lengths_around_every_tile_size(level: str, dtype: str) -> None:
-    """Known failures: a tile size assumed in two places, rows of a partial tile normalised by garbage."""
+    """A tile size assumed in two places, rows of a partial tile normalised by garbage."""
     tiles = {(row["tile_q"], row["tile_k"]) for row in _C.variants() if row["backend"] == "cpu" and row["tile_q"]}
     for tile_q, tile_k in tiles:
         for q_len in (tile_q - 1, tile_q, tile_q + 1):
@@ -353,12 +353,12 @@ def test_lengths_around_every_tile_size(level: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_expanded_output_gradient(level: str, dtype: str) -> None:
-    """Known failure: dO with stride 0, as .sum().backward() makes it."""
+    """dO with stride 0, as .sum().backward() makes it."""
     assert_right(Case.parse(f"d64-causal-g2-q70x2-k70x2-doutsum-{dtype}"))
 
 
 def test_neighbours_of_length_one_stay_apart(level: str) -> None:
-    """Known failure: sequences of length 1 side by side taken for one. Each row sees its own key alone, so O = v."""
+    """Sequences of length 1 side by side taken for one. Each row sees its own key alone, so O = v."""
     q, v = torch.randn(6, 4, 64), torch.randn(6, 2, 64)
     cu = torch.arange(7, dtype=torch.int32)
     out = sinkattn.flash_attn_varlen_func(q, torch.randn(6, 2, 64), v, cu, cu, 1, 1, causal=True)
@@ -366,7 +366,7 @@ def test_neighbours_of_length_one_stay_apart(level: str) -> None:
 
 
 def test_sliced_sinks_take_their_own_gradient(level: str) -> None:
-    """Known failure: heads sharded without their sinks, or without the sinks' gradient."""
+    """Heads sharded without their sinks, or without the sinks' gradient."""
     q, k, v = qkv(30, 30, heads=8)
     s_aux = (3 * torch.randn(8)).requires_grad_()
     (whole,) = torch.autograd.grad(sinkattn.flash_attn_func(q, k, v, s_aux=s_aux, causal=True).sum(), s_aux)
@@ -381,7 +381,7 @@ def test_sliced_sinks_take_their_own_gradient(level: str) -> None:
 
 
 def test_fp16_products_of_large_dout_and_v_do_not_overflow(level: str) -> None:
-    """Known failure: dO . v in fp16. Here it is 2.5e6 for every key alike, so dS and with it dQ and dK are rounding."""
+    """dO . v in fp16. Here it is 2.5e6 for every key alike, so dS and with it dQ and dK are rounding."""
     q, k, _ = (x.detach().requires_grad_() for x in qkv(70, 70, dtype=torch.float16))
     v = torch.full((2, 70, 2, 64), 200.0, dtype=torch.float16, requires_grad=True)
     out = sinkattn.flash_attn_func(q, k, v, causal=True)
@@ -417,7 +417,7 @@ def test_a_visible_infinite_value_is_the_output(level: str) -> None:
 
 
 def test_gradient_of_the_lse_reaches_q_k_and_the_sink(level: str) -> None:
-    """Known failure: dLSE dropped."""
+    """dLSE dropped."""
     leaves, s_aux = qkv(), sinks(1.0, 2.0, 3.0, 4.0)
     _, lse = sinkattn.flash_attn_func(*leaves, s_aux=s_aux, return_lse=True)
     dq, dk, dv, ds_aux = torch.autograd.grad(lse.sum(), [*leaves, s_aux])

@@ -37,7 +37,6 @@ def padded_mask(batch: int, length: int, *pads: int) -> Tensor:
 
 
 def generated(model: GptOssForCausalLM, cache: str, pads: tuple[int, ...] = (), **options: Any) -> Tensor:
-    """Logits of NEW greedy tokens."""
     ids = tokens(2, PROMPT)
     if cache == "streaming":
         options["past_key_values"] = StreamingCache(model, 6, 2)

@@ -17,7 +17,6 @@ def test_parts_of_the_keys() -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each rank found, by case."""
     return outcomes(RANKS, tmp_path_factory.mktemp("ranks"), "nccl")
 
 

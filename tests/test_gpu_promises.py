@@ -152,7 +152,6 @@ def test_calls_run_on_the_current_stream() -> None:
 
 
 def test_threads_at_once_get_the_same_bits() -> None:
-    """Two threads, each on a stream of its own, take turns through all calls."""
     calls = all_calls(length=700)
     want = {name: call() for name, call in calls.items()}
     torch.cuda.synchronize()

@@ -60,7 +60,6 @@ def rows_of(length: int, num_q_heads: int) -> list[Tensor]:
 
 
 def everything(tensors: list[Tensor], bounds: tuple[int, ...], left: int, num_sink_tokens: int) -> tuple[Tensor, ...]:
-    """out, lse [total, heads], dq, dk, dv, ds_aux."""
     cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
     dout = tensors[3]
     leaves = [x.detach().requires_grad_() for x in (*tensors[:3], tensors[4])]

@@ -361,7 +361,6 @@ def test_import_without_transformers_names_the_extra(monkeypatch: pytest.MonkeyP
 
 
 def test_forgotten_register(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/troubleshooting.md has what transformers says."""
     for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
         monkeypatch.delitem(interface._global_mapping, "sinkattn")
     said = 'Specified `attn_implementation="sinkattn"` is not supported'

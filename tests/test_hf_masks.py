@@ -40,7 +40,6 @@ UNTOLD: dict[str, dict[str, Any]] = {
 
 
 def make(name: str, **config: Any) -> tuple[Any, Any]:
-    """The model with sinkattn, and its twin with eager attention."""
     torch.manual_seed(0)
     made = AutoConfig.for_model(name, **SIZES | config)
     eager = AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()

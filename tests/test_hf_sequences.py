@@ -211,7 +211,6 @@ def by_numpy(x: Tensor, index: Any, value: Any) -> None:
 def test_inputs_changed_in_place(
     model: GptOssForCausalLM, eager: GptOssForCausalLM, change: Callable[..., None], inference: bool
 ) -> None:
-    """Between forwards, with and without a trace that torch keeps."""
     ids = tokens(1, 12)
     with torch.inference_mode() if inference else torch.no_grad():
         position_ids = torch.arange(12)[None]
@@ -251,7 +250,6 @@ def test_tensors_of_another_origin_are_read_in_each_layer(change: Callable[..., 
 
 
 def test_a_mask_and_other_positions() -> None:
-    """One mask, and position_ids that are another tensor or were changed since."""
     mask = hf.attention_mask(1, 6, 6)
     position_ids = positions([6])
     whole, parts = attend(None, positions([6])), attend(None, positions([2, 4]))

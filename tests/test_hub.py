@@ -45,7 +45,6 @@ def test_the_functions_are_the_packages() -> None:
 
 @pytest.mark.parametrize("name", [OURS, ASKED_FOR])
 def test_gpt_oss(name: str) -> None:
-    """Without sinkattn.hf: logits and gradients are eager's, rows with padding too."""
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.bool)
     mask[0, :7] = False
     eager, model = tiny_gpt_oss("eager"), tiny_gpt_oss("eager")

@@ -33,7 +33,6 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pkg_config(prefix: Path) -> dict[str, str]:
-    """Variables and fields of sinkattn.pc, as pkg-config reads them."""
     values: dict[str, str] = {}
     for line in (prefix / "lib/pkgconfig/sinkattn.pc").read_text().splitlines():
         name, sign, value = line.partition("=" if "=" in line.partition(":")[0] else ":")

@@ -85,7 +85,6 @@ def test_one_and_two_threads(level: str, dtype: torch.dtype, mask: dict[str, obj
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_callers_in_two_threads(level: str, dtype: torch.dtype, threads: None) -> None:
-    """Each with an input of its own, both at once and again and again."""
     torch.set_num_threads(2)
     inputs = [qkv(length, length, dtype) for length in (90, 130)]
 

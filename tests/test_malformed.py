@@ -138,7 +138,6 @@ def malformed(kind: str) -> list[tuple[str, Any]]:
 
 
 def complaint(kind: str, name: str, value: Any) -> str | None:
-    """What is wrong with the error that the call raises."""
     function, make = CALLS[kind]
     call = make()
     if name in ("learnable_sink", "sinks"):

@@ -42,7 +42,6 @@ def test_a_part_of_the_sweep(name: str) -> None:
 
 
 def test_a_wrong_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention that drops its window."""
     right = sweep.hf.attention_forward
 
     def without_window(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:

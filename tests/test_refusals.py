@@ -148,7 +148,6 @@ def test_causal_makes_the_right_side_0(right: int | None) -> None:
 
 @pytest.mark.parametrize("lse", [True, False, "raw"])
 def test_what_return_lse_returns(lse: bool | str) -> None:
-    """out first, then the LSE; one tensor without it, by flash-attention's name as well."""
     q, k, v, s_aux, _ = cache()
     calls = [
         sinkattn.flash_attn_func(q, k, v, causal=True, s_aux=s_aux, return_lse=lse),

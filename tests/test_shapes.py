@@ -191,7 +191,6 @@ def test_fa4_is_given_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refusal_has_the_peer_s_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its message; of an assertion without one, the assertion."""
     source = tmp_path / "asserts.py"  # in a test, pytest would give it a message
     source.write_text("def refuse(q):\n    assert q.shape[-1] == 8\n")
     refuse = runpy.run_path(str(source))["refuse"]

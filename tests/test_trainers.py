@@ -84,7 +84,6 @@ def options(folder: Path, **others: Any) -> dict[str, Any]:
 
 
 def run(trainer: Trainer) -> list[float]:
-    """The loss of each step."""
     losses = Losses()
     trainer.add_callback(losses)
     trainer.train()

@@ -161,7 +161,6 @@ def test_critic(tmp_path: Path) -> None:
 
 
 def test_entry_point(tmp_path: Path) -> None:
-    """verl itself finds the plugin of an installed sinkattn."""
     assert '"verl.plugins"]\nsinkattn = "sinkattn.verl_patch"' in (ROOT / "pyproject.toml").read_text()
     installed = tmp_path / "sinkattn-0.dist-info"
     installed.mkdir()

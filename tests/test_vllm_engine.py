@@ -70,7 +70,6 @@ def make_prompts(lengths: list[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Jobs for tests/vllm_engine.py, and what they gave."""
     folder = tmp_path_factory.mktemp("vllm")
     tiny_gpt_oss(head_dim=32).save_pretrained(folder / "gpt_oss")
     prompts = make_prompts([60, *(1 + 37 * i % 100 for i in range(1, 64))])
@@ -132,7 +131,6 @@ def run(script: str, *arguments: object, cwd: Path) -> str:
 
 
 def check_calls(job: dict[str, Any]) -> None:
-    """Every layer of every forward was ours, with sinks."""
     assert job["impls"] == ["SinkAttentionImpl"]
     assert job["forwards"] > TOKENS
     assert job["calls"] == job["with_sinks"] == job["forwards"] * job["layers"]
