@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of one sequence, each computed in every way: a row has one bit pattern.
 
-A walk draws a sequence and its mask, computes its rows in one prefill, and computes some of them again in chunks,
-packed, and as decodes of several rows in batches, contiguous and paged, however cut.
+A walk draws a sequence and its mask, computes its rows in one prefill, and some of them again in all other ways.
 """
 
 from __future__ import annotations

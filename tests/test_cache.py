@@ -60,7 +60,7 @@ def make_model(device: str, num_layers: int = 2, **config: Any) -> GptOssForCaus
 
 @pytest.fixture(autouse=True)
 def _one_thread(threads: None) -> Any:
-    """Operations of microseconds; and the attention that a test puts in sinkattn's place goes with it."""
+    """And the attention that a test puts in sinkattn's place goes with it."""
     torch.set_num_threads(1)
     yield
     hf.register()
@@ -100,7 +100,7 @@ class Streaming:
 
 
 def from_scratch(model: GptOssForCausalLM, text: Tensor, prompt: int, cache: str) -> Tensor:
-    """Logits [STEPS, batch, vocabulary] of the tokens behind the prompt, without any cache."""
+    """[STEPS, batch, vocabulary], of the tokens behind the prompt."""
     name = "eager"
     if cache == "streaming":
         name = "streaming_from_scratch"

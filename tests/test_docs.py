@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pages show is so: snippets run, links lead somewhere, quoted messages are the sources', pictures are drawn.
 
-The python blocks of a page run one after another, in one namespace; a text block behind one is what it prints. A c
-block is a program. All run in the repository. What is not run is marked, with its reason: <!-- not run: ... -->
+The python blocks of a page run one after another, in one namespace. CONTRIBUTING.md has the rest.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_ds_aux_is_exact_where_it_cancels(s: float, left: int, dtype: str) -> No
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, cu: Tensor | None = None, **options: object
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv, ds_aux, with a dO and dLSE made of a row's own q, so that it is the same row anywhere."""
+    """dO and dLSE are made of a row's own q, so that it is the same row anywhere."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, s_aux)]
     options |= {"s_aux": leaves[3], "return_lse": True}
     if cu is None:

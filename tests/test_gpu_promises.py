@@ -30,7 +30,6 @@ Call = Callable[[], tuple[Tensor, ...]]
 
 
 def prefill(name: str, packed: bool, length: int = 1000) -> dict[str, Call]:
-    """A forward and a backward of a kernel, as operators."""
     left = KINDS[name].left
     q, k, v, s_aux = gpt_oss_like(1, length, KINDS[name].largest)
     cu = None
@@ -79,7 +78,7 @@ def new_memory_full_of_nan() -> Iterator[None]:
 
 
 def test_dirty_memory_has_no_effect() -> None:
-    """Known failures: a workspace dirty from an earlier run, an output left unwritten."""
+    """A workspace dirty from an earlier run, an output left unwritten."""
     for name, call in all_calls().items():
         want = call()
         with new_memory_full_of_nan():
@@ -214,7 +213,7 @@ print(failed, all(torch.equal(a, b) for a, b in zip(got, want, strict=True)))
 
 
 def test_a_failed_allocation_leaves_nothing_behind() -> None:
-    """Memory for ever more of what a forward and a backward ask for; then the same bits as before."""
+    """Memory for ever more of what a forward and a backward ask for."""
     done = subprocess.run([sys.executable, "-c", FAILED_ALLOCATIONS], capture_output=True, text=True)
     failed, equal = done.stdout.split() or [done.stderr, ""]
     assert equal == "True", (failed, equal)

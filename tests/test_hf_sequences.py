@@ -49,7 +49,7 @@ def test_padding_has_queries_without_keys_and_keys_without_queries() -> None:
 
 @pytest.mark.parametrize("position_ids", [None, [0, 1, 2, 3, 4, 5], [0, 1, 1, 1, 2, 3]])
 def test_a_sequence_goes_on_behind_padding(position_ids: Any) -> None:
-    """Where positions count on, be it with the padding or without it."""
+    """Where positions count on, with the padding or without it."""
     p = None if position_ids is None else torch.tensor([position_ids])
     mask = torch.tensor([[1, 1, 0, 0, 1, 1]]).bool()
     found = hf_sequences.find_sequences(mask, p, 1, 6, 6)

@@ -149,7 +149,7 @@ def test_sequence_and_head_alone(level: str, dtype: torch.dtype) -> None:
 def test_packed_is_one_by_one(
     level: str, dtype: torch.dtype, mask: dict[str, object], lengths: tuple[int, ...]
 ) -> None:
-    """Forward and gradients; ds_aux, a sum over all, but for rounding."""
+    """ds_aux, a sum over all, but for rounding."""
     total = sum(lengths)
     q, k, v = (x[0] for x in qkv(total, total, dtype, batch=1))
     cu = torch.tensor([0, *lengths]).cumsum(0).int()

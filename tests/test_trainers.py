@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer and TRL's SFTTrainer on packed rows, with and without LoRA: the losses and sinks of eager fp32.
 
-Eager attention knows no packed sequences. So the reference is the same trainer, with the same batches in the same
-order, whose collator lays the sequences of each packed row out as a padded batch; the tokens that count are the same.
-Every expert is taken: a router that has to choose may turn the last bit into another expert.
+The reference is the same trainer, with the same batches in the same order, whose collator lays the sequences of each
+packed row out as a padded batch. Every expert is taken: a router that chooses may turn the last bit into another one.
 """
 
 import pydoc_data.topics

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(script: Path, *arguments: object, **environment: str) -> str:
-    """In a process of its own, where verl's import applies the plugin; what it printed, and its log."""
+    """In a process of its own, where verl's import applies the plugin."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ours = {"PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "sinkattn.verl_patch", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *map(str, arguments)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs vLLM's engine in a process of its own: python tests/vllm_engine.py JOBS.json RESULTS.json.
 
-A process of its own, because vLLM rewrites the transformers classes that a reference is computed with. A job is
+vLLM rewrites the transformers classes that a reference is computed with. A job is
 {"model", "options", "prompts", "sampling": one for each prompt, "sync": folder of weights to load and run again,
 "fixed_rows": matmuls in blocks}.
 """
