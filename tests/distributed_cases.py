@@ -239,7 +239,6 @@ def gpu_cases() -> list[Case]:
 
 @contextmanager
 def order_of(*named: tuple[Any, str, str]) -> Iterator[list[str]]:
-    """A word for each call of the named functions, in the order of the calls."""
     seen: list[str] = []
 
     def logged(word: str, function: Callable[..., Any]) -> Callable[..., Any]:

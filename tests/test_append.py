@@ -15,7 +15,6 @@ import sinkattn
 
 
 def paged(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same keys in shuffled pages of 4."""
     table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     pages = [
         torch.empty_like(x.reshape(4, 4, 2, 8)).index_put_((table.flatten().long(),), x.reshape(4, 4, 2, 8))

@@ -88,7 +88,6 @@ def test_the_cpu_s_rows_name_the_commit_that_is_given(monkeypatch: pytest.Monkey
 
 
 def config(folder: Path, **extra: object) -> Path:
-    """A folder's config.json as verl writes it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
     path.write_text(json.dumps({"attn_implementation": "sinkattn", **extra}))

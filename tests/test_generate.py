@@ -247,8 +247,6 @@ def with_sinks(number: int = 2, **config: Any) -> GptOssForCausalLM:
 
 
 def by_reference(model: GptOssForCausalLM) -> GptOssForCausalLM:
-    """The model with the readable definition as its attention, over whole sequences."""
-
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         window = (-1 if kwargs["sliding_window"] is None else kwargs["sliding_window"] - 1, 0)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

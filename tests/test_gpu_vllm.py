@@ -23,8 +23,6 @@ MOST = 4
 
 
 class Keys:
-    """What was written for each sequence, kept apart from the cache."""
-
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         shape = (layer.kv_cache.shape[0] * BLOCK, layer.heads[1], layer.head_dim)

@@ -279,7 +279,6 @@ def test_whole_model_compiles(model: GptOssForCausalLM) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_privacy_filter_two_sided(padded: bool) -> None:
-    """Not causal, a window on both sides, its own scaling; attention is an encoder's."""
     module = pytest.importorskip("transformers.models.openai_privacy_filter.modeling_openai_privacy_filter")
     config = module.OpenAIPrivacyFilterConfig(**SIZES | {"num_attention_heads": 14, "sliding_window": 4})
     torch.manual_seed(0)

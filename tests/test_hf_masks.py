@@ -294,7 +294,6 @@ def test_positions_must_count_on_within_a_sequence() -> None:
 
 @pytest.mark.parametrize("name", ["index_topk", "keep_window_size"])
 def test_masks_beside_the_mask_function_are_refused(name: str) -> None:
-    """Layers that hide keys that no mask function speaks of."""
     config = AutoConfig.for_model("llama")
     hf.attention_mask(1, 6, 6, config=config)
     setattr(config, name, 4)

@@ -189,7 +189,6 @@ def test_long_sequences_alone_packed_and_in_threads(dtype: torch.dtype, mask: di
 
 
 def paged(x: Tensor, page_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """x [batch, rows, heads, head_dim] in shuffled pages, and their table."""
     batch, rows, *rest = x.shape
     count = -(-rows // page_size)
     padded = torch.full((batch, count * page_size, *rest), torch.nan, dtype=x.dtype)

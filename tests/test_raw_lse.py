@@ -31,7 +31,6 @@ def test_raw_against_fp64(lens: str, dtype: str) -> None:
 
 
 def test_packed_tail_leaks_nothing() -> None:
-    """Rows past cu_seqlens[-1], with NaN in q and in every gradient."""
     assert_right(Case.parse("d64-causal-g2-varlen-q40.7-k40.7-tail9-raw-bf16-seed4"))
 
 
@@ -79,7 +78,6 @@ def test_raw_trains_sinks_far_below_the_scores() -> None:
 
 
 def test_gradients_of_both_outputs() -> None:
-    """Through out, through the raw LSE, through both, with frozen and with trained sinks."""
     q, k, v = (torch.randn(1, 30, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
     s_aux = torch.randn(2, dtype=torch.float64, requires_grad=True)
     for weight_out, weight_raw in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):

@@ -215,7 +215,6 @@ def row(case: str, direction: str, impl: str, ms: float | None, note: str = "") 
 
 
 def of_shape(case: str, ours: float, fa4: float | str, deterministic: float | str) -> list[gpu.Row]:
-    """Backward rows; a peer without a time has a note."""
     of = {"fa4": fa4, "fa4-deterministic": deterministic}
     theirs = [
         row(case, "backward", impl, None, x) if isinstance(x, str) else row(case, "backward", impl, x)

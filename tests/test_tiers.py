@@ -15,7 +15,6 @@ ops = torch.ops.sinkattn
 
 
 def split_pages(t: dict[str, Tensor | None], near: int) -> dict[str, Tensor]:
-    """The pages of t, the first `near` of them in one tier and the others in the second."""
     k, v = t["k"], t["v"]
     assert k is not None
     assert v is not None

@@ -108,7 +108,6 @@ NO_TRL = "trl is not installed: pip install --no-build-isolation '.[trl]'"
 
 
 def characters() -> Any:
-    """A tokenizer of single characters, as transformers has them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

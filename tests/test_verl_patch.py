@@ -101,7 +101,6 @@ def test_untested_verl_is_refused(verl: ModuleType, version: str) -> None:
 
 @pytest.mark.usefixtures("verl")
 def test_replace(caplog: pytest.LogCaptureFixture) -> None:
-    """A model that asks for another attention gets sinkattn only after replace() and before remove()."""
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
     def attention(name: str) -> str:

@@ -37,7 +37,6 @@ SHARED = 48
 
 
 def save_granite(folder: Path, seed: int) -> Path:
-    """A dense model of two layers with sinks, one of them with a window; head_dim 16."""
     torch.manual_seed(seed)
     config = GraniteSWAConfig(
         vocab_size=97,

@@ -19,7 +19,6 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc]
 
 
 def check_attention(model: torch.nn.Module) -> None:
-    """Raises ValueError unless both layers have ours."""
     found = [type(x.impl).__name__ for x in model.modules() if isinstance(x, Attention)]
     if found != ["SinkAttentionImpl"] * 2:
         raise ValueError(f"the attention of the model is {found}")
