@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -78,7 +77,9 @@ PACKED = {
 }  # fmt: skip
 
 
-SMALL_TILES = {64: 40, 128: 1000}  # rows of a tile, tokens of one sequence
+# By rows of a tile: tokens of one sequence, and head_dim and head_dim_v of kernels.
+WIDTHS = {"d64": (64, 0), "d128": (128, 0), "d192_v128": (192, 128)}
+SMALL_TILES = {64: (40, WIDTHS | {"d256": (256, 0)}), 128: (1000, WIDTHS)}
 MANY = 400  # sequences, for larger tiles
 
 
@@ -120,13 +121,14 @@ def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
                  "num_pages": 9, "head_dim_v": head_dim_v}  # fmt: skip
         assert planned("decode", head_dim, hopper, **sizes)["variant"] == f"sa_decode_cuda_{name}"
         met.add(f"sa_decode_cuda_{name}")
-    for head_dim, (rows, tokens) in itertools.product((64, 128), SMALL_TILES.items()):
+    for rows, (tokens, widths) in SMALL_TILES.items():
         few = {"num_q_heads": 16, "num_kv_heads": 2, "q_len": tokens, "k_len": 2048}
-        cached = {"packed": True, "page_size": 20, "num_pages": 9}
-        for op, name, sizes in (("fwd", "sm90", few), ("decode", "sm90_packed", few | cached)):
-            found = planned(op, head_dim, hopper, **sizes)["variant"]
-            assert found == f"sa_{op}_cuda_{name}_d{head_dim}_tile{rows}"
-            met.add(found)
+        cached = {"packed": True, "page_size": 16, "num_pages": 9}
+        for name, (head_dim, head_dim_v) in widths.items():
+            for op, arch, sizes in (("fwd", "sm90", few), ("decode", "sm90_packed", few | cached)):
+                found = planned(op, head_dim, hopper, head_dim_v=head_dim_v, **sizes)["variant"]
+                assert found == f"sa_{op}_cuda_{arch}_{name}_tile{rows}"
+                met.add(found)
     assert met == {row["name"] for row in _C.variants() if row["backend"] == "cuda"}
 
 
@@ -309,9 +311,10 @@ def test_windows_of_wide_tiles_have_the_bits_of_any_mask(heads: int, size: int) 
 
 @pytest.mark.parametrize("size", [1, 12])
 @pytest.mark.parametrize("mask", [(-1, 0), (1000, 0), (300, 4)])
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
 def test_small_tiles_have_the_bits_of_large_ones(head_dim: int, mask: tuple[int, int], size: int) -> None:
     q, k, v, s_aux = gpt_oss_like(1, 2500, head_dim)
+    v = v[..., :128]
     q *= size
     options = {"s_aux": s_aux, "window_size": (mask[0], 0), "num_sink_tokens": mask[1], "return_lse": True}
     out, lse = sinkattn.flash_attn_func(q, k, v, **options)

@@ -48,8 +48,11 @@ static double item_steps(const sinkattn_problem *p, int64_t tokens, int64_t tile
     return 2 + (double)(sink_end + keys.end - keys.begin) / (double)tile_k;
 }
 
-/* What an H200's busiest multiprocessor takes, in key tiles of 192 rows; blocks take their second items in reverse. INFINITY where they take
- * more than two. The factors are measured: docs/kernels/fwd_sm90.md. */
+/* What tiles of so many rows take of the time of 192: measured, docs/kernels/fwd_sm90.md. */
+static double share_of_large_tiles(int64_t tile_q) { return tile_q == 192 ? 1 : tile_q == 128 ? 0.9 : 0.8; }
+
+/* What an H200's busiest multiprocessor takes, in key tiles of 192 rows; blocks take their second items in reverse. INFINITY where they
+ * take more than two. */
 static double busiest_steps(const sinkattn_problem *p, int64_t tile_q, int64_t tile_k) {
     const int64_t tokens = tile_q / (p->num_q_heads / p->num_kv_heads), blocks = SA_H200_SMS;
     const int64_t items = p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, tokens);
@@ -60,7 +63,7 @@ static double busiest_steps(const sinkattn_problem *p, int64_t tile_q, int64_t t
         for (int i = 0; i < 2; i++)
             steps = fmax(steps, item_steps(p, tokens, tile_k, firsts[i]) + item_steps(p, tokens, tile_k, 2 * blocks - 1 - firsts[i]));
     }
-    return steps * (tile_q == 192 ? 1 : tile_q == 128 ? 0.9 : sa_head_dim_v(p) > 128 ? 0.8 : 0.76);
+    return steps * share_of_large_tiles(tile_q);
 }
 
 /* The same where tiles of so few rows let more multiprocessors work. Of a packed batch only the sizes in all are known. */
@@ -276,19 +279,22 @@ const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkatt
 
 /* The decodes with the forward's bits. */
 static double chain_us(const sinkattn_problem *p) {
-    return 13 + tiles_each(p, 8) * (1.8 + 0.45 * reading_us(p) * (has_small_pages(p) ? 1.4 : 1)) + 0.6 * keys_seen(p);
+    return 15 + tiles_each(p, 8) * (1.8 + 0.45 * reading_us(p) * (has_small_pages(p) ? 1.4 : 1)) + 0.6 * keys_seen(p);
 }
 
-/* The forward's tiles of whole tokens, and the forward. */
+/* The forward's large tiles, of whole tokens, and the forward by tiles of tile_q rows. */
+static int64_t large_tile(const sinkattn_problem *p) { return p->head_dim > 128 ? 128 : 192; }
+
 static double forward_tiles_each(const sinkattn_problem *p) {
     const int64_t group = p->num_q_heads / p->num_kv_heads;
-    return tiles_each(p, sa_max(1, (p->head_dim > 128 ? 128 : 192) / group) * group);
+    return tiles_each(p, sa_max(1, large_tile(p) / group) * group);
 }
 
-static double forward_us(const sinkattn_problem *p) {
+static double forward_us(const sinkattn_problem *p, int64_t tile_q) {
     const bool small = has_small_pages(p);
     const double keys = keys_seen(p), begin = small && p->head_dim <= 64 && keys < 0.16 ? 24 : 4;
-    return 6 + fmax(1, forward_tiles_each(p)) * (begin + (2 * keys + 0.92 * reading_us(p)) * (small ? 2 : 1));
+    const double share = share_of_large_tiles(sa_min(tile_q, large_tile(p))) / share_of_large_tiles(large_tile(p));
+    return 6 + fmax(1, forward_tiles_each(p)) * (begin + (2 * keys + 0.92 * reading_us(p)) * (small ? 2 : 1)) * share;
 }
 
 /* The forward serves rows of one q_len, and this is NULL, where no decode has its bits or where it is expected to take less time. */
@@ -300,8 +306,9 @@ static const char *why_not_forward(const sinkattn_problem *p, const sinkattn_var
     if (p->invariant && (info->arch < 90 || p->head_dim > 128 || sa_has_narrow_values(p))) return NULL;
     if (info->arch < 90) return "it is for packed rows, or invariant";
     if (sa_kv_head_rows(p) <= 16) return "a kv head has 16 rows or fewer";
-    const double decode = p->invariant ? chain_us(p) : is_read_once(p) ? fmin(general_us(p), once_us(p)) : general_us(p);
-    return forward_us(p) < decode ? NULL : "decodes are faster";
+    const double parts = (is_read_once(p) ? fmin(general_us(p), once_us(p)) : general_us(p)) + 0.01 * (double)sa_kv_head_rows(p);
+    const double decode = p->invariant ? chain_us(p) : parts;
+    return forward_us(p, info->tile_q) < decode ? NULL : "decodes are faster";
 }
 
 /* Packed rows over a cache, by the forward that serves them over packed keys, so that they have its bits; rows of one q_len, where it is
