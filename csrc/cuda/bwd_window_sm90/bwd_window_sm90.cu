@@ -376,6 +376,8 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     Smem &smem = *reinterpret_cast<SmemOf<C> *>(shared);
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     if (C::kHide) {
         if (p.redo[blockIdx.x]) compute_share<C>(smem, args, maps, p, error_word);
         if (C::kSums || C::kSinkTokens) add_parts<C>(smem, args, p);
@@ -429,8 +431,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     SA_TRY(map_keys(&maps.v, problem, args.fwd.v, kKeys, "v"));
     const char *name = "sa_bwd_cuda_sm90_window";
     const auto blocks = static_cast<unsigned>(plan.workers);
-    SA_TRY(launch_blocks<bwd_window_kernel<First>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word));
-    return launch_blocks<bwd_window_kernel<Second>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word);
+    SA_TRY(launch_overlapping<bwd_window_kernel<First>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word));
+    return launch_overlapping<bwd_window_kernel<Second>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word);
 }
 
 template <class Element, int kSinkTokens>

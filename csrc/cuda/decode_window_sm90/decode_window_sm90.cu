@@ -300,7 +300,6 @@ template <class C> sinkattn_status launch(const sinkattn_decode_args &args, cons
     SA_TRY(sa_cuda_error_word(&params.error_word));
     set_params(params, args);
     const auto grid = static_cast<unsigned>(num_streams(args.fwd.problem));
-    if (kBytes > 48 * 1024 - 1024) SA_TRY(allow_shared<window_decode_kernel<C>>(kBytes));
     return launch_overlapping<window_decode_kernel<C>>("sa_decode_cuda_sm90_window", grid, C::kThreads, kBytes, context.stream, params);
 }
 

@@ -319,6 +319,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void window_kernel(const __grid_con
             }
         barrier_init_fence();
     }
+    wait_for_previous_kernel();
     if (blockIdx.x == 0) check_lengths(args, keys, error_word);
     __syncthreads();
     const int warp = warp_uniform(threadIdx.x / 32);
@@ -371,7 +372,7 @@ sinkattn_status launch(
         SA_TRY(map_keys(&maps.sink_k, problem, args.k, kSinkKeys, "k"));
         SA_TRY(map_keys(&maps.sink_v, problem, args.v, kSinkKeys, "v"));
     }
-    return launch_blocks<window_kernel<C>>(
+    return launch_overlapping<window_kernel<C>>(
             "sa_fwd_cuda_sm90_window", blocks, C::kThreads, sizeof(typename C::Smem), context.stream, args, maps, p, error_word, keys);
 }
 

@@ -100,6 +100,7 @@ template <auto kKernel> sinkattn_status clusters_at_once(int *count, unsigned cl
 template <auto kKernel, class... Arguments>
 sinkattn_status launch_overlapping(
         const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream, const Arguments &...arguments) {
+    if (shared_bytes > 47 * 1024) SA_TRY(allow_shared<kKernel>(shared_bytes));
     return launch_clusters<kKernel>(what, grid, 1, threads, shared_bytes, stream, arguments...);
 }
 
