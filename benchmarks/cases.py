@@ -122,6 +122,7 @@ HOST = _gpu("host", 16, 64, 128)  # so small that the kernel waits for the host
 PACKS = {
     "packed76": packed_lengths(),
     "packed32x2048": (2048,) * 32,
+    "packed32x512": (512,) * 32,
     "packed128x512": (512,) * 128,
     "packed1024x64": (64,) * 1024,
     "packed32768+128x256": (32768, *(256,) * 128),
@@ -152,6 +153,9 @@ SHAPES = [
     # heads: from MHA to MQA, groups of 3 to 16
     _shape(16384, 64, 16, 16), _shape(1024, 64, 16, 16, batch=8), _shape(8192, 128, 32, 32), _shape(8192, 128, 24, 8),
     _shape(8192, 128, 40, 8), _shape(8192, 128, 28, 4), _shape(8192, 64, 64, 4), _shape(8192, 64, 16, 1),
+    # one kv head, as tensor parallelism leaves
+    *(_shape(n, 64, 8, 1) for n in (512, 2048, 8192)), *(_shape(n, 128, 8, 1) for n in (1024, 4096)),
+    _shape(4096, 64, 8, 1, 128), _shape(4096, 64, 8, 1, 512), _shape("packed32x512", 64, 8, 1),
     # other head_dims
     _shape(8192, 40, 16, 4), _shape(4096, 72, 16, 16, right=-1), _shape(2048, 80, 32, 32, batch=4),
     _shape(8192, 96, 16, 4), _shape(8192, 256, 16, 4),
