@@ -71,8 +71,8 @@ const char *sa_refusal_small_tiles(const sinkattn_problem *p, const sinkattn_var
     const char *why = sa_refusal_whole_tokens(p, info);
     if (why) return why;
     if (p->packed && p->batch != 1) {
-        const int64_t most = (info->tile_q == 64 ? 1 : 3) * SA_H200_SMS;
-        return sa_num_query_tiles(p, info) <= most ? NULL : "its tiles of rows are too many";
+        const int64_t rounds = info->tile_q == 64 ? 1 : 3;
+        return sa_num_query_tiles(p, info) <= rounds * SA_H200_SMS ? NULL : "its tiles of rows are too many";
     }
     const double steps = busiest_steps(p, info->tile_q, info->tile_k);
     for (int64_t tile_q = info->tile_q + 64; tile_q <= (info->max_head_dim == 256 ? 128 : 192); tile_q += 64)

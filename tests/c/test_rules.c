@@ -269,6 +269,15 @@ static void test_workers_of_few_rows(void) {
     }
 }
 
+/* A packed forward has a worker a tile, also for the rows past its sequences. */
+static void test_workers_of_packed_rows(void) {
+    sinkattn_problem problem = causal_window(SINKATTN_FWD, 4000);
+    problem.packed = true;
+    problem.batch = 3;
+    const int32_t workers = check_planned(&problem, gpu(90), "sm90_d64_tile64").workers;
+    CHECK(workers == 1000 / 8 + 4, "%d workers", (int)workers);
+}
+
 /* Decodes with invariant, in one part. */
 static void test_which_decodes_have_one_key_tile(void) {
     const struct {
@@ -461,6 +470,6 @@ static void test_what_is_not_compiled_is_planned_and_not_run(void) {
 const test rule_tests[] = {TEST(what_is_not_compiled_is_planned_and_not_run), TEST(the_forward_of_sm90_is_planned),
         TEST(the_decode_is_planned), TEST(values_narrower_than_keys), TEST(the_workspace_of_narrow_values), TEST(room_for_a_block),
         TEST(rows_and_devices), TEST(the_local_windows_edge), TEST(the_single_tiles_edge), TEST(workers_of_few_rows),
-        TEST(which_decodes_have_one_key_tile), TEST(which_decodes_have_many_rows), TEST(the_small_tiles_edge), TEST(the_wide_tiles_edge),
-        TEST(invariant_decodes_follow_a_forward), TEST(partials_that_fit), TEST(sink_tokens_beyond_the_keys), TEST(scales_at_the_edge),
-        TEST(packed_rows_over_a_cache), {0}};
+        TEST(workers_of_packed_rows), TEST(which_decodes_have_one_key_tile), TEST(which_decodes_have_many_rows), TEST(the_small_tiles_edge),
+        TEST(the_wide_tiles_edge), TEST(invariant_decodes_follow_a_forward), TEST(partials_that_fit), TEST(sink_tokens_beyond_the_keys),
+        TEST(scales_at_the_edge), TEST(packed_rows_over_a_cache), {0}};
