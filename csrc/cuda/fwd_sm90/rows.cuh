@@ -18,6 +18,7 @@ enum NamedBarrier : int { kMathBarrier = 1 }; // one a math warpgroup, from this
 template <int kHeadDim_, int kHeadDimV_, int kTileQ_, int kTileK_, int kStages_, int kRowStages_, int kQueries_> struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kTileQ = kTileQ_, kTileK = kTileK_, kStages = kStages_,
                          kRowStages = kRowStages_, kQueries = kQueries_;
+    static_assert(kTileK == (kHeadDim <= 64 ? 128 : 80), "one order of sums, whatever the rows of a tile");
 };
 
 // kChunks_: sums are cut into chunks.
