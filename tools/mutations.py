@@ -143,7 +143,7 @@ MUTATIONS = [_planted(*row) for row in (
     ("sm_90a code for newer GPUs", PLAN, "info->arch >= 90;", "info->arch > 90;", "test_c rows_and_devices"),
     ("local window one key longer", "csrc/core/refusals.c", "<= 2 * info->tile_k + 1 ?", "<= 2 * info->tile_k + 2 ?",
      "test_c the_local_windows_edge"),
-    ("a second tile costs nothing", "csrc/core/refusals.c", "if (items > blocks) {", "if (items > 2 * blocks) {",
+    ("the wrong block has two tiles", "csrc/core/refusals.c", "{2 * blocks - items,", "{2 * blocks - 1 - items,",
      "test_c the_small_tiles_edge"),
     ("no block for rows past the last sequence", PLAN, "p->batch + 1) : p->batch * sa", "p->batch) : p->batch * sa",
      "test_c workers_of_packed_rows"),

@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "core.h"
+#include "layout.h"
 #include "mask.h"
 #include "numerics.h"
 #include "workspace.h"
@@ -39,7 +40,7 @@ const char *sa_refusal_whole_tokens(const sinkattn_problem *p, const sinkattn_va
     return p->softmax_scale < 0.0 ? "softmax_scale is negative" : NULL;
 }
 
-/* The i-th item of a dense forward, whose tiles have so many rows and keys: what it takes, in key tiles. */
+/* What the i-th item of a dense forward takes, in key tiles, where tiles have so many tokens and keys. */
 static double item_steps(const sinkattn_problem *p, int64_t tokens, int64_t tile_k, int64_t i) {
     const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
     const int64_t tile = sa_ceil_div(p->q_len, tokens) - 1 - i / (p->num_kv_heads * p->batch), begin = tile * tokens;
@@ -51,28 +52,29 @@ static double item_steps(const sinkattn_problem *p, int64_t tokens, int64_t tile
 /* What tiles of so many rows take of the time of 192: measured, docs/kernels/fwd_sm90.md. */
 static double share_of_large_tiles(int64_t tile_q) { return tile_q == 192 ? 1 : tile_q == 128 ? 0.9 : 0.8; }
 
-/* What an H200's busiest multiprocessor takes, in key tiles of 192 rows; blocks take their second items in reverse. INFINITY where they
- * take more than two. */
+/* What an H200's busiest multiprocessor takes, in key tiles of 192 rows, by a model: second items come in reverse. INFINITY where there
+ * are third ones. */
 static double busiest_steps(const sinkattn_problem *p, int64_t tile_q, int64_t tile_k) {
     const int64_t tokens = tile_q / (p->num_q_heads / p->num_kv_heads), blocks = SA_H200_SMS;
     const int64_t items = p->num_kv_heads * p->batch * sa_ceil_div(p->q_len, tokens);
     if (items > 2 * blocks) return INFINITY;
     double steps = item_steps(p, tokens, tile_k, 0);
     if (items > blocks) {
-        const int64_t firsts[] = {2 * blocks - 1 - items, blocks - 1}; /* the first and the last block with two */
+        const int64_t firsts[] = {2 * blocks - items, blocks - 1}; /* of the blocks with two, the ends */
         for (int i = 0; i < 2; i++)
             steps = fmax(steps, item_steps(p, tokens, tile_k, firsts[i]) + item_steps(p, tokens, tile_k, 2 * blocks - 1 - firsts[i]));
     }
     return steps * share_of_large_tiles(tile_q);
 }
 
-/* The same where tiles of so few rows let more multiprocessors work. Of a packed batch only the sizes in all are known. */
+/* Whole tokens, where tiles of so few rows let more multiprocessors work. Of a packed batch only total sizes are known. */
 const char *sa_refusal_small_tiles(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const char *why = sa_refusal_whole_tokens(p, info);
     if (why) return why;
     if (p->packed && p->batch != 1) {
-        const int64_t rounds = info->tile_q == 64 ? 1 : 3;
-        return sa_num_query_tiles(p, info) <= rounds * SA_H200_SMS ? NULL : "its tiles of rows are too many";
+        const int64_t rounds = info->tile_q == 64 ? 1 : 3, tokens = info->tile_q / (p->num_q_heads / p->num_kv_heads);
+        const int64_t tiles = p->num_kv_heads * sa_packed_tiles(p->q_len, tokens, p->batch);
+        return tiles <= rounds * SA_H200_SMS ? NULL : "its tiles of rows are too many";
     }
     const double steps = busiest_steps(p, info->tile_q, info->tile_k);
     for (int64_t tile_q = info->tile_q + 64; tile_q <= (info->max_head_dim == 256 ? 128 : 192); tile_q += 64)

@@ -109,11 +109,11 @@ static void test_the_small_tiles_edge(void) {
             {1, 64, 512, 8192, 128, false, "sm90_d128_tile128"}, {1, 64, 1024, 8192, 128, false, "sm90_d128"},
             {1, 64, 128, 2048, 72, false, "sm90_d128_tile64"}, {1, 64, 129, 2048, 72, false, "sm90_d96"},
             {2, 64, 64, 8192, 64, false, "sm90_d64_tile64"}, {2, 64, 65, 8192, 64, false, "sm90_d64_tile128"},
-            {1, 64, 768, 768, 64, false, "sm90_d64"}, {1, 128, 528, 4224, 64, false, "sm90_d64"},
-            {1, 8, 64, 64, 64, false, "sm90_d64_tile64"}, {1, 64, 128, 8192, 128, true, "sm90_d128_tile64"},
-            {1, 64, 1024, 8192, 128, true, "sm90_d128"}, {8, 64, 64, 8192, 64, true, "sm90_d64_tile64"},
-            {8, 64, 96, 8192, 64, true, "sm90_d64_tile128"}, {41, 64, 128, 8192, 64, true, "sm90_d64_tile128"},
-            {42, 64, 128, 8192, 64, true, "sm90_d64"}};
+            {1, 64, 768, 768, 64, false, "sm90_d64"}, {4, 32, 256, 256, 128, false, "sm90_d128_tile128"},
+            {1, 128, 528, 4224, 64, false, "sm90_d64"}, {1, 8, 64, 64, 64, false, "sm90_d64_tile64"},
+            {1, 64, 128, 8192, 128, true, "sm90_d128_tile64"}, {1, 64, 1024, 8192, 128, true, "sm90_d128"},
+            {8, 64, 64, 8192, 64, true, "sm90_d64_tile64"}, {8, 64, 96, 8192, 64, true, "sm90_d64_tile128"},
+            {41, 64, 128, 8192, 64, true, "sm90_d64_tile128"}, {42, 64, 128, 8192, 64, true, "sm90_d64"}};
     for (size_t i = 0; i < COUNT(cases); i++) {
         sinkattn_problem problem = causal_window(SINKATTN_FWD, 4000);
         problem.batch = cases[i].batch;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The general forward on sm_90 where tiles of 192 rows would leave multiprocessors idle: tiles of 64 and 128, the bits of the others:
-// kernel.cuh.
+// The general forward on sm_90 where tiles of 192 rows would leave multiprocessors idle: of 64 and 128, with the same bits: kernel.cuh.
 
 #include "cuda/fwd_sm90/cached.cuh"
 #include "cuda/fwd_sm90/kernel.cuh"

@@ -38,8 +38,8 @@ __device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned rou
     return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag, p.num_items);
 }
 
-// In the last two rounds of a counter a block takes its next item once its keys are sent: earlier it would take what an idle block could
-// begin at once. In others the counter's answer arrives while an item is described.
+// In a counter's last two rounds a block takes its next item once it has sent the keys of this one: taken earlier, it would be kept from
+// an idle block. In earlier rounds it takes it first, and the counter's answer arrives while this one is described.
 template <class C>
 __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
     const bool leader = threadIdx.x % 32 == 0;

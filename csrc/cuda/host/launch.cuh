@@ -97,6 +97,7 @@ template <auto kKernel> sinkattn_status clusters_at_once(int *count, unsigned cl
     return status;
 }
 
+// shared_bytes: the same in every call, or at most what allow_shared granted before.
 template <auto kKernel, class... Arguments>
 sinkattn_status launch_overlapping(
         const char *what, dim3 grid, unsigned threads, int shared_bytes, void *stream, const Arguments &...arguments) {
