@@ -29,9 +29,7 @@ def gpu_batch(name: str, longer: int = 8, dims: tuple[int, ...] = DIMS) -> Batch
 
 @pytest.mark.parametrize("block", range(10))
 def test_random_mixed_batches(block: int, seed: int) -> None:
-    """400 batches: each row has the bits of its sequence alone, in pages of any size, those of a plain cache, and those
-    beside sequences without rows.
-    """
+    """In 400 batches each row has the same bits alone, in any pages, in a plain cache, and among empty sequences."""
     for index in range(40 * block, 40 * block + 40):
         batch = gpu_batch(f"{seed}/{index}", (1, 8, 20)[index % 3])
         want = batch.alone()

@@ -60,7 +60,7 @@ static double busiest_steps(const sinkattn_problem *p, int64_t tile_q, int64_t t
     if (items > 2 * blocks) return INFINITY;
     double steps = item_steps(p, tokens, tile_k, 0);
     if (items > blocks) {
-        const int64_t firsts[] = {2 * blocks - items, blocks - 1}; /* of the blocks with two, the ends */
+        const int64_t firsts[] = {2 * blocks - items, blocks - 1}; /* the first and the last block with two */
         for (int i = 0; i < 2; i++)
             steps = fmax(steps, item_steps(p, tokens, tile_k, firsts[i]) + item_steps(p, tokens, tile_k, 2 * blocks - 1 - firsts[i]));
     }

@@ -100,7 +100,6 @@ sinkattn_status launch_keys(
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kBlockKeys, "k"));
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, kBlockKeys, "v"));
     const auto blocks = static_cast<unsigned>(sa_min(items, plan.workers));
-    SA_TRY(allow_shared<keys_kernel<C>>(sizeof(KeysSmem<C>)));
     return launch_overlapping<keys_kernel<C>>(
             "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(KeysSmem<C>), context.stream, args, maps, p);
 }

@@ -52,7 +52,7 @@ template <class C> struct Rows {
     static constexpr int kStored = C::kStoresBounds ? C::kTileQ : 1;
     Barrier full, empty;
     Work work;
-    // awaited: by the scheduler, until its keys are sent
+    // awaited: the scheduler waits until its keys are sent
     bool exists, awaited;
     sa_key_tiles warpgroup_tiles[C::kMathWarpgroups];                    // the tiles of work.tiles that rows of a math warpgroup see
     int begin[kStored], end[kStored], sink_end[kStored], first[kStored]; // of a token: keys() and first_tile()

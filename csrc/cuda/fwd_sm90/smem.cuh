@@ -13,7 +13,7 @@ template <class C> struct Smem {
     Rows<C> rows[C::kRowStages];
     alignas(2) bool nonfinite[C::kStages][C::kCheckers];
     Barriers<C::kQueries> q_full, q_empty;
-    // sent: awaited keys
+    // sent: the loader has sent awaited keys
     Barrier sent;
     Barriers<C::kStages> k_full, k_empty, v_full, v_ready, v_empty; // ready: checked for values that are not finite
     alignas(16) uint32_t offsets[2][C::Keys::kByThreads ? 128 : 1]; // of keys and of values of a tile, in the cache
