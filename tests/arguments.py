@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small arguments for the operators, shared by the tests of the torch surface."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures: the CPU level a test runs at, a seed that is printed and can be set, and a tiny gpt-oss."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the GPU tests of decode share: caches of gpt-oss's heads, the arguments and buffers of its operators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 A walk draws a sequence and its mask, computes its rows in one prefill, and some of them again in all other ways.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """New keys and values written into a cache: where they go, what is left alone, what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

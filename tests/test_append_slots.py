@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """New keys and values written to slots of a cache by number, as engines map tokens to pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward: dq, dk, dv and ds_aux of every CPU level against fp64 over a case table; the reference's own gradients."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -5,8 +5,6 @@ A row of that pass depends on no later token: where each token is its row's choi
 On CUDA, where attention is in half precision, that holds for a model that knows what comes next.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

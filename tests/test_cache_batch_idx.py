@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """cache_batch_idx: the row of a contiguous cache that each sequence uses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

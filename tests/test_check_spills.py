@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/check_spills.py, which reads what ptxas says of each kernel."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every command line prints its help, and says in one sentence what is wrong with an argument."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

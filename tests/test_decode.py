@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode from contiguous and paged caches, split or not, against fp64, and the cache that grows in place."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

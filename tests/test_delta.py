@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where dQ nearly cancels, delta, computed from a rounded out, causes its error: docs/numerics.md."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

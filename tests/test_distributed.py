@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of tokens that lie on several ranks, on four CPU processes, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import distributed_cases

@@ -4,8 +4,6 @@
 The python blocks of a page run one after another, in one namespace. CONTRIBUTING.md has the rest.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.util

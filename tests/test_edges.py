@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every edge of the contract by name, and one test for each known way of getting attention with sinks wrong."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.func: gradients, one sample's gradients, vmap; what it cannot have is refused in our words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

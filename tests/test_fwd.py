@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward: every CPU level against fp64 over a case table, and the reference against other writings of the function."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values appended to a cache on a CUDA device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward on a CUDA device. SINKATTN_GPU_REPEATS is the number of repeats that must agree."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise, product

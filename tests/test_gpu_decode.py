@@ -2,8 +2,6 @@
 """Decode on a CUDA device. SINKATTN_GPU_CASES is the number of random configurations, SINKATTN_GPU_REPEATS of repeats
 that must agree."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

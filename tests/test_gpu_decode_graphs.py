@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs and streams of decode on a CUDA device: lengths that change between replays, calls at the same time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_caches import arguments, assert_close, assert_same, buffers, decode_op, decode_out_op, make_cache

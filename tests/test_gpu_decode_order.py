@@ -4,8 +4,6 @@
 SINKATTN_ORDER_ROWS is how many rows of each dtype are decoded, each in batches from five page sizes.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -2,8 +2,6 @@
 """The decodes of many rows of a kv head on compute capability 9.0: against the CPU, and that without swapped operands
 bit for bit against the decode of 16 rows a tile, which SINKATTN_CUDA_ARCH=80 selects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariant decodes under windows that fit one key tile: a row has the bits of the prefill's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_caches import assert_same

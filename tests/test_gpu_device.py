@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of csrc/cuda/ptx, each alone on the GPU: tests/cuda, a program of its own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of tokens that lie on two GPUs, by NCCL, and on one what the ring relies on."""
 
-from __future__ import annotations
-
 import pytest
 from distributed_cases import DTENSORS, check_parts_of_the_keys, gpu_cases, outcomes
 from gpus import needs_gpus

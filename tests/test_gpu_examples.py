@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples on a CUDA device, in bf16."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 """The forward on a CUDA device; a case that is compared with fp64 has its gradients compared too. SINKATTN_GPU_CASES is
 the number of random ones, of which one in 32 has no s_aux, SINKATTN_GPU_REPEATS of repeats that must agree."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs and torch.compile around forwards and backwards."""
 
-from __future__ import annotations
-
 import torch
 from gpu_cases import gpt_oss_like
 from gpus import needs_gpus

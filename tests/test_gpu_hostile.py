@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence boundaries that are wrong, on a CUDA device: contained, and reported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_cases import gpt_oss_like

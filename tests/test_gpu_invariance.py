@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariant decode on a CUDA device: the bits of a prefill."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_caches import LENS, assert_same, decode_op, make_cache

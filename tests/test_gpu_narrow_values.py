@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values narrower than keys on a CUDA device. Random ones: test_gpu_fwd.py and test_gpu_decode.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CUDA decode's out in NVFP4: the bits of the reference quantiser."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_caches import LENS, arguments, make_cache, no_host_pages

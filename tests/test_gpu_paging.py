@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode on a CUDA device: the bits of a contiguous cache, and tables that are wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_caches import LENS, arguments, assert_same, buffers, decode_op, decode_out_op, make_cache

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every call on a CUDA device promises: its stream and device, what it allocates, waits, threads, offsets."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

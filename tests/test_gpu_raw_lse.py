@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """test_raw_lse.py on a CUDA device, for every kernel. SINKATTN_GPU_CASES is the number of random cases and of joins."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positional sink tokens beside a window, on a CUDA device: the windowed kernels of compute capability 9.0."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from itertools import pairwise

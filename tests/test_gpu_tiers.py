@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A paged cache half in pinned memory of the host, on a CUDA device: the bits of the same cache in one tier."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_caches import LENS, arguments, assert_same, decode_op, make_cache

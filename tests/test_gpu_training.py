@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models on a CUDA device. SINKATTN_GPU_STEPS is the number of steps of the training that must not grow."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

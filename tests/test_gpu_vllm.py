@@ -5,8 +5,6 @@ In chunks of prompts beside decoding sequences, prefixes that several sequences 
 has given back.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpus import captured, launched, needs_gpus

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Malformed calls: each raises a clean Python exception, none crashes. They run in child processes, many to a child."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make install`: its files, what the shared library exports, and programs that link as sinkattn.pc says."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

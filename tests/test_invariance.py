@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same bits: on repeats, for any number of threads, for a row anywhere; and what must agree but for rounding."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 

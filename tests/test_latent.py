@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One latent for all heads: keys of 576 columns whose first 512 are the values; every level's are in test_decode.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

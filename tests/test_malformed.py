@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every argument of every function, given what it cannot be: an error of ours that names it, and none of torch's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 The kernels' results at every level are in the case tables of test_fwd.py, test_bwd.py and test_decode.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode's out in NVFP4: the bits of the reference quantiser, applied to out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch surface: registration, derivatives, compilation, layouts, in-place variants. Refusals are a file apart."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

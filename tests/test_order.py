@@ -4,8 +4,6 @@
 Of CUDA's decodes, those with invariant=True give the prefill's row: tests/test_gpu_invariance.py.
 """
 
-from __future__ import annotations
-
 import math
 import os
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random configurations from a fresh seed, which is printed: SINKATTN_SEED in the environment gives the same ones."""
 
-from __future__ import annotations
-
 from gpu_cases import gpu_case
 
 from sinkattn._testing import Case, random_case, run_random

@@ -4,8 +4,6 @@
 test_gpu_raw_lse.py runs the same on a CUDA device.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever is wrong or unsupported raises, with the argument, the value got and the way out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/check_structure.py: the repository passes it, and each rule about kernels finds a line that breaks it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

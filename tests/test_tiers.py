@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A paged cache in two tiers of memory, against the same cache in one. On the CPU both are plain memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from arguments import decode_args

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed rows over a cache: mixed batches, as engines call them, against the reference and each sequence alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
