@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is measured, as data. An id such as w128-8192-d64-bf16 is window, length, head_dim, dtype."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

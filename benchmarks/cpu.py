@@ -5,8 +5,6 @@ SDPA computes a window as a boolean mask over all pairs, its only way. SDPA, fle
 flex's compilation is not timed.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """README's picture, as SVG: TFLOP/s against length, forward above and backward below, a column for each of SWEEPS."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape

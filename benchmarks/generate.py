@@ -6,8 +6,6 @@ what 32 more tokens take, over 32, on the host's clock. generate() itself compil
 each new row is compared with one prefill's of the final text, over the same keys and values.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import time

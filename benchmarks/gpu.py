@@ -5,8 +5,6 @@ Peers take turns in shuffled order. A call is timed between two events: where th
 time, unless the call is a captured graph.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

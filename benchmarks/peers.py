@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is measured: each peer in the memory layout it prefers, under one calling convention."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """README's picture and the tables of docs' pages, from what is kept; needs no GPU."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from types import ModuleType

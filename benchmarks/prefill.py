@@ -5,8 +5,6 @@ sinkattn, flex, eager and fa4 compute with a sink; fa2 and cudnn without, becaus
 checked before its time is taken. A target is the time we require on an H200.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables, drawn from rows. A ratio is a peer's time over sinkattn's with its sink: above 1 is faster."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

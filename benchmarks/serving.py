@@ -6,8 +6,6 @@ their own tensors. Graphs show the difference on the device, eager calls that on
 VLLM_BATCH_INVARIANT. Layers have gpt-oss's sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

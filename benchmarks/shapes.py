@@ -5,8 +5,6 @@ Calls are captured as graphs and start with a cold L2. All have a learned sink, 
 timed, as in the study prefill. FA4 has no positional sink tokens; such shapes stand beside our time for their window.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterable, Sequence

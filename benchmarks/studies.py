@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What studies share: the device that is here, its clock, what is kept and what is shown."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

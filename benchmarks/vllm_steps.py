@@ -4,8 +4,6 @@
 A replay makes queries and keys of any sizes for them, on any device, and calls sinkattn.vllm as the engine would.
 """
 
-from __future__ import annotations
-
 import io
 import lzma
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ Blocks marked as not run are left out. README has to pass as it is; other pages 
 without hints, and use a .grad that may be None.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -7,8 +7,6 @@ performance loss: wgmma made serial, setmaxnreg ignored. Exits with 1 if there i
     python tools/check_spills.py build/native/csrc/cuda/fwd_sm90/fwd_sm90.ptxas ...
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

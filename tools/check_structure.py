@@ -7,8 +7,6 @@ Prints one ``file:line: sentence`` for each finding and exits with 1 if there is
     python tools/check_structure.py [repository root]
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

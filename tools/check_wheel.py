@@ -5,8 +5,6 @@ Its tag serves every Python, libsinkattn has no symbol of torch and operators no
 files', no path of the building machine is inside, and a second build has the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -9,8 +9,6 @@ and exits with 1 if there is any. Needs cuobjdump, nvdisasm and c++filt.
     python tools/compare_sass.py --object fwd_sm90 build/before build/after
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import difflib

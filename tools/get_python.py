@@ -5,8 +5,6 @@ The one on PATH or of pyenv, or Debian's newest, which is unpacked into FOLDER w
 installed nowhere. Without one it exits with 1 and prints nothing.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

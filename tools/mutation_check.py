@@ -4,8 +4,6 @@
 All take minutes: a bug in C or C++ compiles the extension again.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bugs that tools/mutation_check.py plants, each with the test that must fail."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 FWD, BWD = "csrc/cpu/cpu_fwd.c", "csrc/cpu/cpu_bwd.c"

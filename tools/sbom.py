@@ -5,8 +5,6 @@ LIBRARIES is the folder that becomes sinkattn/_lib, TORCH the versions whose hea
 The same files give the same document: its time is SOURCE_DATE_EPOCH, or there is none, and its number is a digest.
 """
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import hashlib

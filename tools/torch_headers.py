@@ -4,8 +4,6 @@
 The whole wheel is downloaded, some 500 MB, and dropped again. The operators are compiled against headers alone.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

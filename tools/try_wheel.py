@@ -8,8 +8,6 @@ The package index has torch built for CUDA, whose import needs gigabytes of CUDA
 replaced by one whose functions return an error.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
