@@ -281,7 +281,7 @@ const char *sa_refusal_invariant_window(const sinkattn_problem *p, const sinkatt
 
 /* The decodes with the forward's bits. */
 static double chain_us(const sinkattn_problem *p) {
-    return 15 + tiles_each(p, 8) * (1.8 + 0.45 * reading_us(p) * (has_small_pages(p) ? 1.4 : 1)) + 0.6 * keys_seen(p);
+    return 13.5 + tiles_each(p, 8) * (1.8 + 0.45 * reading_us(p) * (has_small_pages(p) ? 1.4 : 1)) + 0.6 * keys_seen(p);
 }
 
 /* The forward's large tiles, of whole tokens, and the forward by tiles of tile_q rows. */
@@ -296,7 +296,8 @@ static double forward_us(const sinkattn_problem *p, int64_t tile_q) {
     const bool small = has_small_pages(p);
     const double keys = keys_seen(p), begin = small && p->head_dim <= 64 && keys < 0.16 ? 24 : 4;
     const double share = share_of_large_tiles(sa_min(tile_q, large_tile(p))) / share_of_large_tiles(large_tile(p));
-    return 6 + fmax(1, forward_tiles_each(p)) * (begin + (2 * keys + 0.92 * reading_us(p)) * (small ? 2 : 1)) * share;
+    const double tiles = fmax(1, forward_tiles_each(p)) * (begin + (2 * keys + 0.92 * reading_us(p)) * (small ? 2 : 1)) * share;
+    return sa_window_keys(&p->mask) < p->k_len ? 6 + tiles : fmax(6 + tiles, 15 + tiles / 2); /* no faster than that from few keys */
 }
 
 /* The forward serves rows of one q_len, and this is NULL, where no decode has its bits or where it is expected to take less time. */
