@@ -29,8 +29,10 @@
  *     LEAST     fewer than SA_FEW_BLOCKS                 SA_ROUND_BLOCKS        SA_LEAST_ROUND
  *     LONG      fewer than SA_FEW_BLOCKS                 SA_LONG_BLOCKS         SA_LONG_ROUND
  *     FILL      fewer than SA_FEW_BLOCKS                 SA_FILL_BLOCKS         SA_FILL_ROUND
- *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_SHORT_BLOCKS        SA_SHORT_ROUND
- *     THIN      else, at most SA_THIN_BLOCKS and under   SA_THIN_ROUNDS         SA_SHORT_ROUND
+ *     SCARCE    at most SA_SCARCE_BLOCKS                 about SA_SCARCE_ITEMS  room.short_round; above
+ *                                                        that have tiles        SA_FEWEST_BLOCKS at least
+ *                                                                               SA_SCARCE_ROUND
+ *     THIN      else, at most SA_THIN_BLOCKS and under   SA_THIN_ROUNDS         SA_THIN_ROUND
  *               two times SA_LEAST_ROUND tiles
  *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from four  SA_HALF_ROUND
  *                                                        times SA_HALF_ROUND
@@ -55,10 +57,13 @@ enum {
     SA_FILL_BLOCKS = 200,
     SA_FILL_ROUND = 16,
     SA_SCARCE_BLOCKS = 32,
-    SA_SHORT_BLOCKS = 128,
-    SA_SHORT_ROUND = 8,
+    SA_SCARCE_ITEMS = 108,
+    SA_SCARCE_ROUND = 6,
+    SA_FEWEST_BLOCKS = 4,
+    SA_SHORT_ROWS = 512, /* of room.short_round's tiles */
     SA_THIN_BLOCKS = 96,
     SA_THIN_ROUNDS = 192,
+    SA_THIN_ROUND = 8,
     SA_HALF_ROUND = 160,
     SA_WINDOW_BLOCKS = 64,
     SA_WINDOW_ITEMS = 132,
@@ -81,10 +86,11 @@ typedef struct sa_chain_room {
     int32_t copies;     /* sequences of the same lengths, whose chains are those of one sequence with so many times the heads */
     int32_t most_tiles; /* sequences above it have rounds of at most round_tiles */
     int32_t round_tiles;
-    int32_t num_slots; /* accumulator slots */
-    bool is_local;     /* under a window, whose items' tiles fit the slots */
-    int32_t span;      /* under a window: the most tiles that see a block without sink tokens */
-    int32_t blocks;    /* key blocks that all sequences and kv heads may have, at most SA_MANY_BLOCKS */
+    int32_t short_round; /* the least tiles of a round, where blocks are scarce */
+    int32_t num_slots;   /* accumulator slots */
+    bool is_local;       /* under a window, whose items' tiles fit the slots */
+    int32_t span;        /* under a window: the most tiles that see a block without sink tokens */
+    int32_t blocks;      /* key blocks that all sequences and kv heads may have, at most SA_MANY_BLOCKS */
 } sa_chain_room;
 
 typedef struct sa_chains {
@@ -104,19 +110,28 @@ typedef struct sa_chains {
  * multiprocessors, and a few more would be three for some. */
 SA_HD bool sa_fill_blocks(int32_t blocks) { return blocks == SA_FEW_BLOCKS || blocks >= SA_MANY_BLOCKS; }
 
-/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, and so many row tiles. Divisions are of 32 bits, since the
+/* Key blocks of which a row sees some, but for those with sink tokens alone. */
+SA_HD int32_t sa_blocks_of_row(const sa_band *band, sa_position_t row, sa_position_t keys) {
+    const sa_range seen = sa_row_band(band, row);
+    return sa_tile_from(seen.end, keys) - sa_tile_of(seen.begin, keys);
+}
+
+/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, and so many row tiles. seen: by the first row and by the last,
+ * of blocks in all heads. Divisions are of 32 bits, since the
  * threads of one block ask for every sequence of a launch. */
-SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles) {
+SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles, int32_t seen, int32_t short_round) {
     if (!blocks || sa_fill_blocks(blocks)) return 1;
     if (blocks > SA_FEW_BLOCKS) return tiles < 2 * SA_HALF_ROUND ? 1 : tiles < 4 * SA_HALF_ROUND ? 2 : 3;
     const bool is_thin = blocks <= SA_THIN_BLOCKS && tiles < 2 * SA_LEAST_ROUND;
     const int32_t most = (SA_ROUND_BLOCKS + blocks - 1) / blocks, most_long = (SA_LONG_BLOCKS + blocks - 1) / blocks,
-                  most_fill = (SA_FILL_BLOCKS + blocks - 1) / blocks,
-                  most_short = blocks <= SA_SCARCE_BLOCKS ? SA_SHORT_BLOCKS / blocks
-                               : is_thin                  ? SA_THIN_ROUNDS / blocks
-                                                          : 1;
+                  most_fill = (SA_FILL_BLOCKS + blocks - 1) / blocks;
     const sa_position_t rounds = sa_last(sa_first(most, tiles / SA_LEAST_ROUND), sa_first(most_long, tiles / SA_LONG_ROUND)),
-                        of_few = sa_last(sa_first(most_fill, tiles / SA_FILL_ROUND), sa_first(most_short, tiles / SA_SHORT_ROUND));
+                        short_ones = blocks <= SA_FEWEST_BLOCKS ? short_round : sa_last(short_round, SA_SCARCE_ROUND),
+                        scarce = sa_first(2 * SA_SCARCE_ITEMS / seen, tiles / short_ones),
+                        thin = sa_first(SA_THIN_ROUNDS / blocks, tiles / SA_THIN_ROUND),
+                        of_few = sa_last(sa_first(most_fill, tiles / SA_FILL_ROUND), blocks <= SA_SCARCE_BLOCKS ? scarce
+                                                                                     : is_thin                  ? thin
+                                                                                                                : 1);
     return (int32_t)sa_last(rounds, of_few);
 }
 
@@ -144,6 +159,9 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     const bool is_window = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles),
                has_window_rounds = is_window && !band->num_sink && all_blocks < SA_WINDOW_ITEMS && seeing <= room->most_tiles &&
                                    10 * sa_window_round(all_blocks, room->span) <= 7 * room->span;
+    const bool is_scarce = seeing > 0 && all_blocks <= SA_SCARCE_BLOCKS;
+    const int32_t ends = is_scarce ? sa_blocks_of_row(band, first, keys) + sa_blocks_of_row(band, band->q_len - 1, keys) : 1,
+                  seen = is_scarce ? room->num_heads * ends : 1;
     c.is_local = is_window && !has_window_rounds;
     const bool is_crowded = !is_window && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
                fits = room->is_local || c.tiles <= room->most_tiles;
@@ -155,7 +173,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     else if (has_window_rounds)
         c.rounds = (int32_t)sa_first(sa_tile_from(seeing, sa_window_round(all_blocks, room->span)), SA_LONG_BLOCKS / all_blocks);
     else if (!c.is_local)
-        c.rounds = sa_rounds_of(all_blocks, seeing);
+        c.rounds = sa_rounds_of(all_blocks, seeing, seen, room->short_round);
     if (is_crowded) c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(SA_CROWD_ROUNDS, tokens));
     if (!fits) {
         c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(seeing, room->round_tiles));
@@ -236,38 +254,10 @@ SA_HD sa_range sa_tiles_of_round(const sa_chains *c, int32_t round, bool is_roun
 /* Whether items leave dK and dV apart, if there is room. Items of fewer rounds rarely wait for a turn. */
 SA_HD bool sa_is_apart(const sa_chains *c) { return c->split && !c->is_long && c->rounds >= SA_APART_ROUNDS; }
 
-/* Key blocks that rows of a round see; of the last round also those that no row sees. */
-SA_HD sa_range sa_blocks_of_round(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t round) {
-    const sa_range tiles = sa_tiles_of_round(c, round, true);
-    sa_range blocks = {0, c->blocks};
-    if (round == c->rounds - 1) return blocks;
-    if (!band->num_sink) blocks.begin = sa_tile_of(sa_row_band(band, tiles.begin * tokens).begin, keys);
-    blocks.end = sa_tile_from(sa_row_band(band, tiles.end * tokens - 1).end, keys);
-    return blocks;
-}
-
-/* Places of one head for items that leave dK and dV apart, of the rounds before this one; of c->rounds all. */
-SA_HD int32_t sa_places_before(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t round) {
-    int32_t places = 0;
-    for (int32_t r = 0; r < round; r++) {
-        const sa_range blocks = sa_blocks_of_round(c, band, tokens, keys, r);
-        places += (int32_t)(blocks.end - blocks.begin);
-    }
-    return places;
-}
-
-/* The place of a block's item of a round, among those of its sequence. */
-SA_HD int32_t sa_place_of(
-        const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t head, int32_t round, int32_t block) {
-    const int32_t before = sa_places_before(c, band, tokens, keys, round),
-                  first = (int32_t)sa_blocks_of_round(c, band, tokens, keys, round).begin;
-    return (before + block - first) * c->heads + head;
-}
-
-/* From the place of a block in the round before to that in this one. */
-SA_HD int32_t sa_places_between(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t round) {
-    const sa_range before = sa_blocks_of_round(c, band, tokens, keys, round - 1), blocks = sa_blocks_of_round(c, band, tokens, keys, round);
-    return (int32_t)(before.end - blocks.begin) * c->heads;
+/* How many places items need that leave dK and dV apart, and the place of one. */
+SA_HD int64_t sa_num_places(const sa_chains *c) { return (int64_t)c->rounds * c->blocks * c->heads; }
+SA_HD int32_t sa_place_of(const sa_chains *c, int32_t head, int32_t round, int32_t block) {
+    return (round * c->blocks + block) * c->heads + head;
 }
 
 /* Places item n where a window has sink tokens. */
@@ -302,7 +292,8 @@ SA_HD sa_chain_place sa_place_in_set(
     const int32_t chain = first + place.nth;
     item->head = c->split ? chain / c->rounds : chain;
     item->round = c->split ? c->rounds - 1 - (chain - item->head * c->rounds) : 0;
-    const int32_t blocks = c->split ? (int32_t)sa_blocks_of_round(c, band, tokens, keys, item->round).end : c->blocks;
+    const sa_position_t end = sa_tiles_of_round(c, item->round, c->split).end * tokens;
+    const int32_t blocks = c->split && item->round < c->rounds - 1 ? sa_tile_from(sa_row_band(band, end - 1).end, keys) : c->blocks;
     item->exists = wave >= c->blocks - blocks;
     item->block = item->exists ? wave - (c->blocks - blocks) : blocks + wave;
     item->nth = item->round * c->blocks + item->block;

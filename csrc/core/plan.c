@@ -200,6 +200,8 @@ static int64_t most_busy(const sinkattn_problem *p, const sa_variant *row, const
         return p->num_kv_heads * (p->packed ? sa_packed_tiles(p->q_len, tokens, p->batch + 1) : p->batch * sa_ceil_div(p->q_len, tokens));
     }
     if (p->op != SINKATTN_BWD || info->backend != SINKATTN_CUDA) return plan->num_items;
+    if (row->workspace_bytes == sa_cuda_bwd_sm90_workspace)
+        return sa_min(plan->num_items, SA_MAX_WORKERS) * sa_min(sa_max(1, sa_ceil_div(p->k_len, info->tile_k)), SA_MAX_WORKERS);
     return sa_max(plan->num_items, p->num_kv_heads * (p->packed ? 1 : p->batch) * sa_ceil_div(p->k_len, info->tile_k));
 }
 

@@ -83,10 +83,12 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_ROUND_BYTES (INT64_C(18) << 20)
 #define SA_SLOTS_BYTES (INT64_C(64) << 20)
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
-#define SA_FULL_BLOCKS 2048                 /* so many key blocks of all kv heads, .. */
-#define SA_FULL_CHAIN 256                   /* .. so many of each, fill the machine with one round at a time */
-#define SA_APART_BYTES (INT64_C(128) << 20) /* at most, for dK and dV left apart */
-#define SA_SLICE_GAIN 8                     /* slices must fill over 1/8 of a tile's rows more */
+#define SA_FULL_BLOCKS 2048                /* so many key blocks of all kv heads, .. */
+#define SA_FULL_CHAIN 256                  /* .. so many of each, fill the machine with one round at a time */
+#define SA_APART_PLACES 2048               /* at most, for dK and dV left apart */
+#define SA_PARTS_BYTES (INT64_C(72) << 20) /* at most, for dQ left apart, .. */
+#define SA_PARTS_BLOCKS 32                 /* .. by fewer key blocks of all kv heads */
+#define SA_SLICE_GAIN 8                    /* slices must fill over 1/8 of a tile's rows more */
 
 static int64_t tile_bytes_of(const sinkattn_variant_info *info) { return info->tile_q * info->max_head_dim * 4; }
 
@@ -114,6 +116,7 @@ static sa_chain_room room_of(
     sa_chain_room room;
     room.num_heads = (int32_t)heads;
     room.copies = 1;
+    room.short_round = (int32_t)(SA_SHORT_ROWS / info->tile_q);
     room.most_tiles = (int32_t)most_tiles;
     room.round_tiles = (int32_t)round_tiles;
     room.is_local = span + (sinks ? SA_SINK_ROUND : 1) <= most_tiles && sinks <= SA_SINK_BLOCKS;
@@ -151,7 +154,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
         room->num_slots = (int32_t)sa_min(SA_SLOTS_BYTES / tile_bytes, sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
-    const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = INT64_C(2) * SA_SHORT_ROUND;
+    const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = INT64_C(2) * room->short_round;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
                may_merge =
@@ -169,19 +172,19 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
-    const int64_t sums_bytes = 2 * info->tile_k * info->max_head_dim * 4, most_places = SA_APART_BYTES / sums_bytes;
+    const int64_t sums_bytes = 2 * info->tile_k * info->max_head_dim * 4;
     const bool may_be_apart = may_split && room->blocks < SA_FEW_BLOCKS;
     to.places = 0;
     if (may_be_apart && p->packed) {
         /* Of sequences with tiles for so many rounds. */
-        const int64_t least = INT64_C(1) * SA_APART_ROUNDS * SA_SHORT_ROUND,
+        const int64_t least = INT64_C(1) * SA_APART_ROUNDS * room->short_round,
                       most_apart = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1)),
-                      of_head = sa_min(blocks * (longest / SA_SHORT_ROUND), blocks + most_apart * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1));
-        to.places = sa_min(most_places, of_head * heads);
+                      of_head = sa_min(
+                              blocks * (longest / room->short_round), blocks + most_apart * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1));
+        to.places = sa_min(SA_APART_PLACES, of_head * heads);
     } else if (may_be_apart && sa_is_apart(&dense)) {
-        const int64_t places = sa_max(p->batch, 1) * heads *
-                               sa_places_before(&dense, &band, (sa_position_t)tokens, (sa_position_t)info->tile_k, dense.rounds);
-        if (places <= most_places) to.places = places;
+        const int64_t places = sa_max(p->batch, 1) * sa_num_places(&dense);
+        if (places <= SA_APART_PLACES) to.places = places;
     }
     to.carries = may_split && (p->packed || !to.places) ? blocks * heads : 0;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
@@ -194,15 +197,20 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
         to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / room->most_tiles + 1);
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
-    to.dense = to.places ? sa_chains_of(&band, (sa_position_t)tokens, (sa_position_t)info->tile_k, room) : dense; /* then copies are few */
     to.own_carries = may_merge ? plan->workers : 0;
+    const int64_t reach = sa_min(sa_window_keys(&p->mask), 1 << 30) + tokens - 1,
+                  most_parts =
+                          sa_min(sa_ceil_div(p->k_len, info->tile_k), sink_blocks(p, info->tile_k) + sa_ceil_div(reach, info->tile_k) + 1);
+    to.parts = room->blocks < SA_PARTS_BLOCKS && to.tiles * most_parts <= SA_PARTS_BYTES / tile_bytes ? most_parts : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);
     to.turns_at = take(&at, (room->num_slots * INT64_C(2) + 1) * 8); /* of a slot in two parts, and the counter */
     to.carry_turns_at = take(&at, to.carries * 8);
+    to.tile_sums_at = take(&at, to.parts ? to.tiles * SA_BWD_SM90_TILE_SUM_BYTES : 0);
+    to.key_sums_at = take(&at, to.places ? blocks * p->num_kv_heads * SA_BWD_SM90_KEY_SUM_BYTES : 0);
     to.stats_at = take(&at, to.tiles * (p->s_aux_dtype ? 3 : 2) * info->tile_q * 4);
-    to.slots_at = take(&at, room->num_slots * tile_bytes);
+    to.slots_at = take(&at, (to.parts ? to.tiles * to.parts : room->num_slots) * tile_bytes);
     to.carries_at = take(&at, (to.carries + to.own_carries + to.places) * sums_bytes);
     to.row_terms_at = take(&at, p->s_aux_dtype ? group * to.tiles * 4 : 0);
     to.key_terms_at = take(&at, p->s_aux_dtype ? p->num_q_heads * to.items * 2 * 4 : 0); /* a math warpgroup's each */

@@ -19,6 +19,8 @@ enum {
     SA_BWD_SM80_STATS_BYTES = 8, /* of a row: lse and g - delta */
     SA_BWD_SM90_ENTRY_BYTES = 88,
     SA_BWD_SM90_ITEM_BYTES = 128,
+    SA_BWD_SM90_TILE_SUM_BYTES = 24,
+    SA_BWD_SM90_KEY_SUM_BYTES = 40,
     SA_BWD_WINDOW_PARTS = 12,           /* of ds_aux, a block and head, */
     SA_BWD_WINDOW_SINK_PARTS = 16,      /* with positional sink tokens; */
     SA_BWD_WINDOW_PARTIAL = 128,        /* floats of one sink token: dK, then dV */
@@ -50,13 +52,12 @@ int64_t sa_bwd_sm90_slices(const sinkattn_problem *problem, int64_t tile_q); /* 
 int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *problem, int64_t tile_q);
 
 /* heads: slices of all kv heads. entries, tiles, items, carries, own_carries: how many there are, items those of a slice. blocks: key
- * blocks of a head. places: carries of items that leave dK and dV apart, behind the others. dense: of each sequence, where rows are not
- * packed. */
+ * blocks of a head. places: carries of items that leave dK and dV apart, behind the others. */
 typedef struct sa_bwd_sm90_layout {
-    int64_t heads, entries, tiles, blocks, items, carries, own_carries, places;
-    int64_t entries_at, items_at, turns_at, carry_turns_at, stats_at, slots_at, carries_at, row_terms_at, key_terms_at, bytes;
+    int64_t heads, entries, tiles, blocks, items, carries, own_carries, places, parts;
+    int64_t entries_at, items_at, turns_at, carry_turns_at, tile_sums_at, key_sums_at, stats_at, slots_at, carries_at, row_terms_at,
+            key_terms_at, bytes;
     sa_chain_room room;
-    sa_chains dense;
 } sa_bwd_sm90_layout;
 
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);

@@ -34,6 +34,7 @@ static sequence pick_sequence(void) {
     s.room.copies = one_in(2) ? 1 : (int32_t)pick(1, 4);
     s.room.most_tiles = one_in(2) ? 1152 : 150;
     s.room.round_tiles = s.room.most_tiles == 150 ? 80 : 608;
+    s.room.short_round = one_in(2) ? 4 : 8;
     s.room.num_slots = s.room.most_tiles == 150 ? 150 : 2048;
     s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, s.tokens) + 1;
     s.room.is_local = has_window;
@@ -201,17 +202,25 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
  * which there are slots, two are side by side, of 7 three. */
 static void test_few_blocks_have_rounds(void) {
     const sinkattn_mask causal = {.has_right = true};
-    sa_chain_room room = {.num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .num_slots = 2048};
+    sa_chain_room room = {.num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .short_round = 4, .num_slots = 2048};
     sa_band band = sa_band_of(&causal, 4096, 4096);
     CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
     const struct {
         int32_t length, rounds;
-    } short_ones[] = {{128, 1}, {256, 2}, {512, 4}, {640, 4}, {900, 3}, {1000, 3}, {1024, 4}, {2000, 3}};
+    } short_ones[] = {{128, 1}, {256, 2}, {512, 5}, {640, 4}, {900, 3}, {1000, 3}, {1024, 4}, {2000, 3}},
+      of_one_head[] = {{64, 1}, {128, 2}, {512, 8}, {1024, 10}, {2048, 12}, {4096, 8}};
     for (size_t i = 0; i < sizeof short_ones / sizeof *short_ones; i++) {
         band = sa_band_of(&causal, short_ones[i].length, short_ones[i].length);
         const int32_t rounds = sa_chains_of(&band, 16, kKeys, &room).rounds;
         CHECK(rounds == short_ones[i].rounds, "%d tokens, 64:8: %d rounds", (int)short_ones[i].length, (int)rounds);
     }
+    room.num_heads = 1;
+    for (size_t i = 0; i < sizeof of_one_head / sizeof *of_one_head; i++) {
+        band = sa_band_of(&causal, of_one_head[i].length, of_one_head[i].length);
+        const int32_t rounds = sa_chains_of(&band, 16, kKeys, &room).rounds;
+        CHECK(rounds == of_one_head[i].rounds, "%d tokens, 8:1: %d rounds", (int)of_one_head[i].length, (int)rounds);
+    }
+    room.num_heads = 8;
     band = sa_band_of(&causal, 6144, 6144);
     CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 2, "6144 tokens, 64:8");
     band = sa_band_of(&causal, 10240, 10240);
@@ -241,7 +250,8 @@ static void test_few_blocks_have_rounds(void) {
 /* Under a window of 512, 4096 tokens of one kv head of 8 have a few rounds a block; 8 kv heads, or one of a single head, none. */
 static void test_few_blocks_of_a_window_have_rounds(void) {
     const sinkattn_mask window = {.has_left = true, .has_right = true, .left = 511};
-    sa_chain_room room = {.num_heads = 1, .copies = 1, .most_tiles = 1152, .num_slots = 1152, .is_local = true, .span = 41};
+    sa_chain_room room = {
+            .num_heads = 1, .copies = 1, .most_tiles = 1152, .short_round = 4, .num_slots = 1152, .is_local = true, .span = 41};
     const sa_band band = sa_band_of(&window, 4096, 4096);
     sa_chains chains = sa_chains_of(&band, 16, kKeys, &room);
     CHECK(chains.rounds == 16 && chains.split && !chains.is_local, "%d rounds", (int)chains.rounds);
@@ -262,8 +272,7 @@ static void test_items_are_found_by_block_and_round(void) {
         const sequence s = pick_sequence();
         const sa_chains *c = &s.chains;
         if (!c->split) continue;
-        const int32_t places = sa_places_before(c, &s.band, s.tokens, kKeys, c->rounds);
-        char *taken = calloc((size_t)places * (size_t)c->heads + 1, 1);
+        char *taken = calloc((size_t)sa_num_places(c) + 1, 1);
         int32_t *missing = calloc((size_t)c->heads * (size_t)c->blocks, sizeof *missing);
         for (int32_t n = 0; n < sa_num_chain_items(c); n++) {
             const sa_chain_item item = item_of(&s, n);
@@ -273,10 +282,8 @@ static void test_items_are_found_by_block_and_round(void) {
             const bool is_seen = rounds.begin < rounds.end;
             CHECK_ITEM(is_seen ? item.round >= rounds.begin && item.round < rounds.end : item.round == c->rounds - 1, &s, n);
             CHECK_ITEM(item.num_parts == (is_seen ? rounds.end - rounds.begin : 1), &s, n);
-            const sa_range blocks = sa_blocks_of_round(c, &s.band, s.tokens, kKeys, item.round);
-            const int32_t place = sa_place_of(c, &s.band, s.tokens, kKeys, item.head, item.round, item.block);
-            if (CHECK_ITEM(item.block >= blocks.begin && item.block < blocks.end && place < places * c->heads, &s, n))
-                CHECK_ITEM(!taken[place]++, &s, n);
+            const int32_t place = sa_place_of(c, item.head, item.round, item.block);
+            if (CHECK_ITEM(place >= 0 && place < sa_num_places(c), &s, n)) CHECK_ITEM(!taken[place]++, &s, n);
             int32_t *of_block = &missing[item.head * c->blocks + item.block];
             if (!*of_block) *of_block = item.num_parts;
             if (!--*of_block) *of_block = -1;
@@ -312,7 +319,6 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
     const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
     if (!strstr(info->name, "_sm90_d")) return;
     const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(p, &plan);
-    const int64_t most_places = (INT64_C(128) << 20) / (2 * info->tile_k * info->max_head_dim * 4);
     int64_t tiles = 0, items = 0, carries = 0, blocks = 0, places = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const sequence s = sequence_of(p, &plan, &layout.room, q_lens[b], k_lens[b]);
@@ -321,12 +327,13 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
         items += sa_num_chain_items(c);
         carries += (int64_t)sa_num_carries(c) * (c->is_long ? 1 : c->heads);
         blocks += c->blocks;
-        if (sa_is_apart(c) && layout.room.blocks < SA_FEW_BLOCKS)
-            places += (int64_t)c->heads * sa_places_before(c, &s.band, s.tokens, (sa_position_t)info->tile_k, c->rounds);
+        if (sa_is_apart(c) && layout.room.blocks < SA_FEW_BLOCKS) places += sa_num_places(c);
         CHECK(c->split || c->rounds == 1 || c->sinks || layout.own_carries, "%s: %d rounds", problem_text(p), (int)c->rounds);
+        for (int32_t t = c->blind; layout.parts && info->tile_k == kKeys && t < c->tiles; t++)
+            CHECK(blocks_before(&s, t, c->blocks) <= layout.parts, "%s: tile %d of %d parts", problem_text(p), (int)t, (int)layout.parts);
     }
     if (sa_bwd_sm90_slices(p, info->tile_q) > 1) carries += blocks * p->num_kv_heads;
-    CHECK(places <= layout.places || layout.places == most_places, "%s: places %d of %d", problem_text(p), (int)places, (int)layout.places);
+    CHECK(places <= layout.places || layout.places == 2048, "%s: places %d of %d", problem_text(p), (int)places, (int)layout.places);
     CHECK(tiles <= layout.tiles && items <= layout.items * layout.heads && carries <= layout.carries,
             "%s: tiles %d of %d, items %d of %d, carries %d of %d", problem_text(p), (int)tiles, (int)layout.tiles, (int)items,
             (int)(layout.items * layout.heads), (int)carries, (int)layout.carries);

@@ -253,6 +253,49 @@ template <class C, TermsOf kTerms> struct Math {
         end_round(dq, item, begin, begin < finish_end, 0);
     }
 
+    // Hands dK and dV of a round to bulk copies into the item's carry, or adds them there; what it held has been read. They leave from
+    // where the warpgroup writes its dS, which no product reads any more.
+    __device__ __forceinline__ void store_round(const Gradients &dk, const Gradients &dv, const Item &item, bool is_first) {
+        constexpr int kPieces = 4, kPieceFloat4s = 512; // the warpgroup's keys, of 64 rows in a stage
+        const int thread = pinned(threadIdx.x % 128);
+        const auto piece = [&](int i) { return reinterpret_cast<float4 *>(smem.ds[i / 2][i % 2] + 64 * math_warpgroup * kRowBytes); };
+        smem.ds_empty.acquire(ring);
+        smem.ds_empty.acquire(ring.next());
+#pragma unroll
+        for (int i = 0; i < kPieces; i++) {
+            const auto &d = i < 2 ? dk : dv;
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float *of = d + 16 * (i % 2) + 4 * n;
+                piece(i)[128 * n + thread] = {of[0], of[1], of[2], of[3]};
+            }
+        }
+        async_fence();
+        bar_sync<128>(kOwnBarrier + math_warpgroup);
+        if (thread > 0) return;
+        store_wait(); // the round before
+        float4 *to = own_carry<C>(buffers, carry_of(p, item), math_warpgroup);
+        for (int i = 0; i < kPieces; i++) {
+            if (is_first)
+                bulk_store(to + i * kPieceFloat4s, piece(i), kPieceFloat4s * sizeof(float4));
+            else
+                bulk_add(reinterpret_cast<float *>(to + i * kPieceFloat4s), reinterpret_cast<float *>(piece(i)),
+                        kPieceFloat4s * sizeof(float4));
+        }
+        store_commit();
+    }
+
+    // Until store_round's copies have left dS, or have arrived.
+    __device__ __forceinline__ void wait_for_round(bool has_arrived) const {
+        if (threadIdx.x % 128 == 0) {
+            if (has_arrived)
+                store_wait();
+            else
+                store_wait_read<0>();
+        }
+        bar_sync<128>(kOwnBarrier + math_warpgroup);
+    }
+
     // The token goes from the first warpgroup to the second and back in every tile.
     __device__ __forceinline__ void take_token() const { bar_sync<C::kMathThreads>(kTokenBarrier + math_warpgroup); }
     __device__ __forceinline__ void pass_token() const { bar_arrive<C::kMathThreads>(kTokenBarrier + 1 - math_warpgroup); }
@@ -263,6 +306,7 @@ template <class C, TermsOf kTerms> struct Math {
         Scores s, dp;
         begin_scores(s);
         begin_dp(dp);
+        wait_for_round(false);
         const int begin = warp_uniform(item.round_begin), end = warp_uniform(item.round_end), finish_end = warp_uniform(item.finish_end),
                   full_begin = warp_uniform(item.tiles.full_begin), full_end = warp_uniform(item.tiles.full_end);
         for (int t = item.round_end - 1;; t--) {
@@ -319,6 +363,7 @@ template <class C, TermsOf kTerms> struct Math {
             smem.item_full.wait(items);
             if (!item.exists) {
                 if (C::kIsLate && math_warpgroup == 0) take_token();
+                if (C::kIsLate) wait_for_round(false);
                 return;
             }
             Gradients dk, dv;
@@ -338,7 +383,11 @@ template <class C, TermsOf kTerms> struct Math {
                 else
                     meet_tiles(dk, dv, dq, item);
                 if (item.round_begin == item.tiles.begin) break;
-                add_round<C>(p, buffers, item, item.part_of(item.round_begin), dk, dv);
+                const int part = item.part_of(item.round_begin);
+                if (C::kIsLate && item.carry < 0) // then it is the first or one between
+                    store_round(dk, dv, item, part == 0);
+                else
+                    add_round<C>(p, buffers, item, part, dk, dv);
                 next_round<C>(item);
             }
             float poison[2] = {0.0f, 0.0f};
@@ -355,7 +404,12 @@ template <class C, TermsOf kTerms> struct Math {
                 add_poison(dk, poison);
                 add_poison(dv, poison);
             }
-            if (item.num_parts > 1 || is_apart) add_round<C>(p, buffers, item, part, dk, dv);
+            if (C::kIsLate && is_apart) {
+                store_round(dk, dv, item, true);
+            } else if (item.num_parts > 1 || is_apart) {
+                if (C::kIsLate && item.carry == -1) wait_for_round(true);
+                add_round<C>(p, buffers, item, part, dk, dv);
+            }
             if (!is_apart && part == item.num_parts - 1 && add_slice<C>(p, buffers, item, dk, dv))
                 write_keys<C>(dk, dv, poison, args, p, item, math_warpgroup);
             if constexpr (kTerms != kNoTerms) write_terms<C, kTerms>(smem, p, buffers, item, math_warpgroup);

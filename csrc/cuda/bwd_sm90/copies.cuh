@@ -78,12 +78,14 @@ struct Slot {
     }
 };
 
-// How many key blocks before the item's see row tile t: those of its sink prefix, and those from its window's first key on.
+// How many key blocks before the item's see row tile t.
 template <class C> __device__ __forceinline__ int find_turn(const Item &item, const BwdProblem &p, int t) {
-    const int first = t * p.tokens, last = min(first + p.tokens, item.band.q_len) - 1;
-    const int begin = sa_row_band(&item.band, first).begin, end = sa_row_band(&item.band, last).end;
-    const int sinks = sa_tile_from(min(min(item.band.num_sink, end), begin), C::kKeys), block = sa_tile_of(item.key, C::kKeys);
-    return block < sinks ? block : sinks + block - max(sa_tile_of(begin, C::kKeys), sinks);
+    return blocks_seen<C>(item.band, p, t).before(sa_tile_of(item.key, C::kKeys));
+}
+
+// Where an item that has parts leaves that of tile t.
+template <class C> __device__ __forceinline__ float *part_of_tile(const BwdBuffers &buffers, const BwdProblem &p, const Item &item, int t) {
+    return buffers.slots + static_cast<int64_t>(item.use - t * item.finish_end + find_turn<C>(item, p, t)) * C::kTileFloats;
 }
 
 __device__ __forceinline__ unsigned long long turn_value(unsigned generation, unsigned turn) {
@@ -169,32 +171,41 @@ __device__ __forceinline__ void load_tiles(
     }
 }
 
-// Run by kSums threads, each for every kSums-th tile: while one waits for its addition, the next waits for its turn.
+// Run by kSums threads, each for every kSums-th tile: while one waits for its addition, the next waits for its turn. Registers are short:
+// what is cheap to find again is not kept.
 template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
     const int num_slots = p.room.num_slots;
-    float *dq = smem.dq[nth];
+    const auto dq = [&] { return smem.dq[pinned(nth)]; };
     Ring<1> use;    // uses of dq
     int skip = nth; // tiles until this thread's next
     for (Ring<2> items;; items.n++) {
-        const Item &item = smem.items[items.stage()];
+        const auto item = [&]() -> const Item & { return smem.items[pinned(items.n) % 2]; };
         smem.item_full.wait(items);
-        if (!item.exists) return;
-        Slot slot(item.use, num_slots);
-        for (RowTileWalk tile(item.tiles); tile.exists(); tile.advance(), slot.advance(item.step, num_slots)) {
+        if (!item().exists) return;
+        Slot slot(item().use, num_slots);
+        for (int t = item().tiles.end - 1; t >= item().tiles.begin; t--, slot.advance(item().step, num_slots)) {
             // In flight: no copy of this thread; at most one of each other adder.
             if (skip-- > 0) continue;
             skip = C::kSums - 1;
-            const int turn = find_turn<C>(item, p, tile.t);
+            if (item().has_parts()) {
+                smem.dq_ready[nth].arrive();
+                smem.dq_full[nth].wait(Ring<1>{use.n++});
+                bulk_store(part_of_tile<C>(buffers, p, item(), t), dq(), C::kTileFloats * sizeof(float));
+                store_commit();
+                store_wait_read<0>();
+                continue;
+            }
+            const int turn = find_turn<C>(item(), p, t);
             unsigned long long *turns = buffers.turns + slot.index, value = turn_value(slot.generation, turn);
             float *sum = buffers.slots + static_cast<int64_t>(slot.index) * C::kTileFloats;
-            if (tile.t < item.finish_end) {
+            if (t < item().finish_end) {
                 wait_for_turn(turns, value);
                 smem.finish_alone[nth] = turn == 0;
                 if (turn == 0) {
                     smem.dq_ready[nth].arrive();
                 } else {
                     smem.dq_ready[nth].arrive_expect(C::kTileFloats * sizeof(float));
-                    bulk_load(dq, sum, C::kTileFloats * sizeof(float), smem.dq_ready[nth]);
+                    bulk_load(dq(), sum, C::kTileFloats * sizeof(float), smem.dq_ready[nth]);
                 }
                 smem.dq_full[nth].wait(Ring<1>{use.n++}); // the math has read the sum: the slot is free
                 store_release(turns, turn_value(slot.generation + 1, 0));
@@ -203,16 +214,16 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
                 wait_for_turn(turns, value);
                 smem.dq_full[nth].wait(Ring<1>{use.n++});
                 if (turn == 0)
-                    bulk_store(sum, dq, C::kTileFloats * sizeof(float));
+                    bulk_store(sum, dq(), C::kTileFloats * sizeof(float));
                 else
-                    bulk_add(sum, dq, C::kTileFloats * sizeof(float));
+                    bulk_add(sum, dq(), C::kTileFloats * sizeof(float));
                 store_commit();
                 store_wait();
                 store_release(turns, value + 1);
             }
         }
-        Slot idle(item.idle_use, num_slots);
-        for (int i = 0; i < item.idle && nth == 0; i++, idle.advance(item.step, num_slots)) {
+        Slot idle(item().idle_use, num_slots);
+        for (int i = 0; i < item().idle && nth == 0; i++, idle.advance(item().step, num_slots)) {
             wait_for_turn(buffers.turns + idle.index, turn_value(idle.generation, 0));
             store_release(buffers.turns + idle.index, turn_value(idle.generation + 1, 0));
         }
@@ -220,7 +231,7 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
     }
 }
 
-// The same with kIsLate, each for every kSums-th half of a tile. Registers are short: what is cheap to find again is not kept.
+// The same with kIsLate, each for every kSums-th half of a tile.
 template <class C> __device__ __forceinline__ void add_halves(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
     static_assert(C::kSums == 3, "uses of a buffer are 3 halves apart and tiles begin at even ones, so use and half ^ nth have one parity");
     constexpr int kFloats = C::kTileFloats / 2, kBytes = kFloats * sizeof(float);
@@ -237,6 +248,16 @@ template <class C> __device__ __forceinline__ void add_halves(Smem<C> &smem, con
             if (skip >= 0) continue;
             const auto half = [&] { return pinned(skip) + 2; };
             const auto buffer = [&] { return pinned(nth); };
+            if (item().has_parts()) {
+                const uint32_t use = half() ^ nth;
+                smem.dq_ready[buffer() + C::kSums * (use % 2)].arrive();
+                smem.dq_full[buffer()].wait(Ring<1>{use});
+                bulk_store(part_of_tile<C>(buffers, p, item(), t) + half() * kFloats, smem.dq[buffer()], kBytes);
+                store_commit();
+                store_wait_read<0>();
+                skip += C::kSums;
+                continue;
+            }
             const int turn = find_turn<C>(item(), p, t);
             unsigned long long *turns = buffers.turns + 2 * slot.index + half(), value = turn_value(slot.generation, turn);
             float *sum = buffers.slots + (2 * static_cast<int64_t>(slot.index) + half()) * kFloats;

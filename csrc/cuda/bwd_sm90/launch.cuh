@@ -35,11 +35,13 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.scale_log2 = p.scale * kLog2e;
     p.num_tiles = sizes.tiles / sizes.heads;
     p.num_items = sizes.items;
+    p.parts = static_cast<int>(sizes.parts);
     p.dense_tiles = static_cast<int>(sa_ceil_div(problem.q_len, p.tokens));
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
     const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at), reinterpret_cast<Item *>(base + sizes.items_at),
             reinterpret_cast<unsigned *>(turns), turns + 1, reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
+            reinterpret_cast<TileSum *>(base + sizes.tile_sums_at), reinterpret_cast<KeySum *>(base + sizes.key_sums_at),
             reinterpret_cast<float *>(base + sizes.stats_at), reinterpret_cast<float *>(base + sizes.slots_at),
             reinterpret_cast<float *>(base + sizes.carries_at),
             args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
@@ -55,7 +57,9 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, C::kKeys, "v"));
     const char *name = "sa_bwd_cuda_sm90";
     void *stream = context.stream;
-    if (problem.packed) SA_TRY(launch_blocks<table_kernel<C>>(name, 1, kTableThreads, 0, stream, args, p, buffers, error_word));
+    unsigned table_threads = 32;
+    while (table_threads < kTableThreads && table_threads <= p.num_entries) table_threads *= 2;
+    if (problem.packed) SA_TRY(launch_blocks<table_kernel<C>>(name, 1, table_threads, 0, stream, args, p, buffers, error_word));
     SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
     decltype(&launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>) launch_keys[] = {
             launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>,
@@ -65,10 +69,11 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     int of = args.ds_aux ? 1 : 0;
     while (of > 0 && of < kOfAny && 8 * of % p.group != 0) of++;
     SA_TRY(launch_keys[of](name, static_cast<unsigned>(plan.workers), C::kThreads, sizeof(Smem<C>), stream, args, maps, p, buffers));
-    const int64_t pieces = sizes.places ? sizes.blocks * problem.num_kv_heads * kCarryFloat4s<C> : 0,
-                  finishing = (args.ds_aux ? problem.num_q_heads : 0) + sa_ceil_div(pieces, kPiecesOfBlock<C>);
+    const FinishBlocks blocks = {args.ds_aux ? problem.num_q_heads : 0, sizes.parts ? sizes.tiles * kDqPieces<C> : 0,
+            sizes.places ? sizes.blocks * problem.num_kv_heads * kKeyPieces<C> : 0};
+    const int64_t finishing = blocks.heads + blocks.dq + blocks.keys;
     if (!finishing) return sa_ok();
-    return launch_blocks<finish_kernel<C>>(name, static_cast<unsigned>(finishing), kSinkThreads, 0, stream, args, p, buffers, sizes.dense);
+    return launch_blocks<finish_kernel<C>>(name, static_cast<unsigned>(finishing), kFinishThreads, 0, stream, args, p, buffers, blocks);
 }
 
 } // namespace sa::bwd_sm90

@@ -307,21 +307,26 @@ __device__ __forceinline__ void add_hidden(float (&dv)[kSize], const Smem<C> &sm
     }
 }
 
+// A math warpgroup's half of a carry: float4s of its 128 threads.
+template <class C> __device__ __forceinline__ float4 *own_carry(const BwdBuffers &buffers, int64_t carry, int math_warpgroup) {
+    return reinterpret_cast<float4 *>(buffers.carries) + (2 * carry + math_warpgroup) * (C::kKeys * C::kHeadDim / 4);
+}
+
 // Adds dK and dV in a carry to the sums, unless they are the first, and stores the sums for the next, unless they are the last.
 template <class C, class... Sums>
 __device__ __forceinline__ void add_carry(
         const BwdBuffers &buffers, int64_t carry, bool is_shared, unsigned turn, bool is_first, bool is_last, Sums &...sums) {
     unsigned long long *turns = buffers.carry_turns + carry;
     if (is_shared) wait_for_turn(turns, turn);
-    auto *at = reinterpret_cast<float4 *>(buffers.carries + carry * 2 * C::kKeys * C::kHeadDim) + threadIdx.x - 128;
+    float4 *at = own_carry<C>(buffers, carry, (threadIdx.x - 128) / 128) + threadIdx.x % 128;
     const auto add = [&](auto &d) {
         constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize % 32 == 0 ? 8 : 4; // loads in flight
 #pragma unroll
-        for (int first = 0; first < kSize; first += 4 * kBatch, at += kBatch * C::kMathThreads) {
+        for (int first = 0; first < kSize; first += 4 * kBatch, at += kBatch * 128) {
             if (!is_first) {
                 float4 before[kBatch];
 #pragma unroll
-                for (int i = 0; i < kBatch; i++) before[i] = __ldcg(at + i * C::kMathThreads);
+                for (int i = 0; i < kBatch; i++) before[i] = __ldcg(at + i * 128);
 #pragma unroll
                 for (int i = 0; i < kBatch; i++) {
                     d[first + 4 * i] += before[i].x;
@@ -334,7 +339,7 @@ __device__ __forceinline__ void add_carry(
 #pragma unroll
             for (int i = 0; i < kBatch; i++) {
                 const float *of = d + first + 4 * i;
-                __stcg(at + i * C::kMathThreads, float4{of[0], of[1], of[2], of[3]});
+                __stcg(at + i * 128, float4{of[0], of[1], of[2], of[3]});
             }
         }
     };
@@ -344,12 +349,16 @@ __device__ __forceinline__ void add_carry(
     if (threadIdx.x == 128) store_release(turns, turn + 1);
 }
 
+// The carry of an item: its place, that of its block of keys, which items share, or that of this block of threads.
+__device__ __forceinline__ int64_t carry_of(const BwdProblem &p, const Item &item) {
+    return item.has_place() ? p.places_at - 2 - item.carry : item.carry < 0 ? p.num_carries + blockIdx.x : item.carry;
+}
+
 // Adds dK and dV of the earlier rounds to those of round `part`, unless the item leaves its own apart.
 template <class C, class... Sums>
 __device__ __forceinline__ void add_round(const BwdProblem &p, const BwdBuffers &buffers, const Item &item, int part, Sums &...sums) {
     const bool is_apart = item.has_place(), is_last = part == item.num_parts - 1;
-    const int64_t carry = is_apart ? p.places_at - 2 - item.carry : item.carry < 0 ? p.num_carries + blockIdx.x : item.carry;
-    add_carry<C>(buffers, carry, item.carry >= 0, item.carry_turn, part == 0 || is_apart, is_last && !is_apart, sums...);
+    add_carry<C>(buffers, carry_of(p, item), item.carry >= 0, item.carry_turn, part == 0 || is_apart, is_last && !is_apart, sums...);
 }
 
 // Whether the last kernel writes dK and dV of the item's block.

@@ -54,6 +54,18 @@ template <class C> __device__ __forceinline__ void add_pieces(Smem<C> &smem, con
         Slot slot(item().use, num_slots);
         for (int t = item().tiles.end - 1; t >= item().tiles.begin; t--, slot.advance(item().step, num_slots)) {
             // In flight: no copy of this thread; at most one of the other adder.
+            if (item().has_parts()) {
+                float *to = part_of_tile<C>(buffers, p, item(), t) + part * (C::kTileFloats / C::kParts);
+#pragma unroll
+                for (int i = 0; i < 2; i++, use.n++) {
+                    smem.dq_ready[buffer()].arrive();
+                    smem.dq_full[buffer()].wait(use);
+                    bulk_store(to + i * C::kPieceFloats, smem.dq[buffer()], kBytes[i]);
+                    store_commit();
+                    store_wait_read<0>();
+                }
+                continue;
+            }
             const int turn = find_turn<C>(item(), p, t);
             unsigned long long *turns = buffers.turns + C::kParts * slot.index + part, value = turn_value(slot.generation, turn);
             float *sum = buffers.slots + (static_cast<int64_t>(C::kParts) * slot.index + part) * (C::kTileFloats / C::kParts);

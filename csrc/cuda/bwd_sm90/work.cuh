@@ -31,9 +31,9 @@ struct alignas(16) Item {
     int slice, key;              // slice: of all kv heads
     sa_band band;
     sa_row_tiles tiles;
-    int finish_end;         // tiles before it have no later key block
+    int finish_end;         // tiles before it have no later key block; -n where key blocks leave dQ apart, n parts a tile
     int first_tile;         // index of the head's first row tile
-    int use, step;          // slot use of the last tile, and what is added to it from a tile to the one before
+    int use, step;          // slot use of the last tile, and what is added to it from a tile to the one before; or the head's first part
     int idle_use, idle;     // uses that no tile has, which the item passes on
     int blind, round_tiles; // rounds begin at blind
     int part, num_parts;    // the first round that the item adds, and all of the block
@@ -45,6 +45,7 @@ struct alignas(16) Item {
 
     __device__ __forceinline__ bool has_tiles() const { return tiles.begin < tiles.end; }
     __device__ __forceinline__ bool has_place() const { return carry < -1; }
+    __device__ __forceinline__ bool has_parts() const { return finish_end < 0; }
     // The number among the block's rounds, later rows first, of the one with tile t.
     __device__ __forceinline__ int part_of(int t) const { return part + (tiles.end - 1 - blind) / round_tiles - (t - blind) / round_tiles; }
 };
@@ -55,8 +56,6 @@ __device__ __forceinline__ void set_round(Item &item, int end) {
     item.round_begin = max(sa_round_begin(item.blind, item.round_tiles, end), item.tiles.begin);
 }
 
-static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD_SM90_ITEM_BYTES, "as the planner counts them");
-
 struct BwdProblem {
     int64_t num_entries, num_carries; // carries that items share; one a block follows them
     int64_t places_at, num_places;    // carries of items that leave dK and dV apart, behind these
@@ -65,8 +64,24 @@ struct BwdProblem {
     float scale, scale_log2;
     int64_t num_tiles, num_items; // upper bounds for one slice
     int dense_tiles;              // of a slice of a sequence, where all are alike
+    int parts;                    // of dQ that a tile may have, which its key blocks leave apart; 0 where they add in turn
 
     __device__ __forceinline__ int heads_of(int slice) const { return min(group, num_q_heads - slice * group); }
+};
+
+// What the last kernel adds to dq of a row tile, and where that begins: the first token and head.
+struct TileSum {
+    const float4 *parts;
+    uint16_t *dq;
+    int count, tokens; // 0 parts: nothing to add; tokens that exist
+};
+
+// The same of a key block and kv head.
+struct KeySum {
+    const float4 *parts; // of the first slice; those of the next are one carry behind
+    int64_t step;        // from one to the next
+    uint16_t *dk, *dv;
+    int count, keys;
 };
 
 struct BwdBuffers {
@@ -74,8 +89,10 @@ struct BwdBuffers {
     Item *items;                             // in the order of work
     unsigned *counter;                       // items taken so far
     unsigned long long *turns, *carry_turns; // whose turn it is at each slot and carry
+    TileSum *tile_sums;                      // of each row tile and slice, where key blocks may leave parts of dQ apart
+    KeySum *key_sums;                        // of each key block and kv head, where items may leave dK and dV apart
     float *stats;                            // RowStats of each tile
-    float *slots, *carries;
+    float *slots, *carries;                  // slots: or the parts of each tile's dQ
     float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles], [num_q_heads][num_items][2]; NULL where it is not wanted
 };
 
@@ -91,6 +108,21 @@ __device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int
 __device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, const sa_band &band, int tokens) {
     const int64_t row = sa_first_seeing_row(&band);
     return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
+}
+
+// The key blocks that see a row tile: those of its sink prefix, and those from its window's first key on.
+struct BlocksSeen {
+    int sinks, begin, end;
+
+    // How many of them come before this one.
+    __device__ __forceinline__ int before(int block) const { return block < sinks ? block : sinks + block - begin; }
+};
+
+template <class C> __device__ __forceinline__ BlocksSeen blocks_seen(const sa_band &band, const BwdProblem &p, int t) {
+    const int first = t * p.tokens, last = min(first + p.tokens, band.q_len) - 1;
+    const int begin = sa_row_band(&band, first).begin, end = sa_row_band(&band, last).end;
+    const int sinks = sa_tile_from(min(min(band.num_sink, end), begin), C::kKeys);
+    return {sinks, max(sa_tile_of(begin, C::kKeys), sinks), sa_tile_from(end, C::kKeys)};
 }
 
 // The rows of the tail see no keys, its keys are seen by none.
@@ -112,7 +144,7 @@ template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const
     return x;
 }
 
-constexpr int kTableThreads = 1024;
+constexpr int kTableThreads = 1024; // at most: as many as sort the sequences
 
 // Joins the x of the block's threads up to this one; those of all threads are joined to `all`.
 template <class Join> __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t &all, const Join &join) {
@@ -122,7 +154,8 @@ template <class Join> __device__ __forceinline__ int64_t block_scan(int64_t x, i
     __syncthreads(); // the warps of the scan before have been read
     if (threadIdx.x % 32 == 31) warps[warp] = x;
     __syncthreads();
-    const int64_t up_to = warp_scan(warps[threadIdx.x % 32], join), before = __shfl_sync(0xffffffffu, up_to, warp > 0 ? warp - 1 : 0);
+    const int64_t up_to = warp_scan(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : int64_t{0}, join),
+                  before = __shfl_sync(0xffffffffu, up_to, warp > 0 ? warp - 1 : 0);
     if (warp > 0) x = join(before, x);
     x = join(all, x);
     all = join(all, __shfl_sync(0xffffffffu, up_to, 31));
@@ -168,7 +201,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
     const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
     const auto sum = [](int64_t a, int64_t b) { return a + b; };
     int64_t q_end = 0, k_end = 0;
-    for (int64_t base = 0; base <= p.num_entries; base += kTableThreads) {
+    for (int64_t base = 0; base <= p.num_entries; base += blockDim.x) {
         // Decreasing offsets are raised: sequences are disjoint, whatever memory holds.
         const int64_t b = base + threadIdx.x;
         const auto offset = [&](const int32_t *cu_seqlens, int64_t x, int64_t total) {
@@ -185,7 +218,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
     }
     __syncthreads();
     int64_t tiles = 0, uses = 0, items = 0, carries = 0, blocks = 0, all_places = 0;
-    for (int64_t base = 0; base <= p.num_entries; base += kTableThreads) {
+    for (int64_t base = 0; base <= p.num_entries; base += blockDim.x) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
         if (b <= p.num_entries) entry = buffers.entries[b];
@@ -202,9 +235,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
         entry.first_place = -1;
         if (p.num_places) { // one that finds no room leaves none to those behind it
             const bool is_apart = sa_is_apart(&chains);
-            const int64_t own_places =
-                    is_apart ? static_cast<int64_t>(chains.heads) * sa_places_before(&chains, &band, p.tokens, C::kKeys, chains.rounds) : 0;
-            const int64_t end = block_scan(own_places, all_places, sum);
+            const int64_t own_places = is_apart ? sa_num_places(&chains) : 0, end = block_scan(own_places, all_places, sum);
             if (is_apart && end <= p.num_places) entry.first_place = end - own_places;
         }
         if (b <= p.num_entries) buffers.entries[b] = entry;
@@ -224,6 +255,42 @@ template <class T> __device__ __forceinline__ int64_t find_entry(const Entry *en
     return low;
 }
 
+// The same by a warp, whose lanes have one n.
+template <class T>
+__device__ __forceinline__ int64_t find_entry_by_warp(const Entry *entries, int64_t num_entries, T Entry::*first, int64_t n) {
+    int64_t low = 0, length = num_entries + 1;
+    while (length > 1) {
+        const int64_t step = sa_ceil_div(length, 32), lane = threadIdx.x % 32 * step;
+        const int64_t before = (__popc(__ballot_sync(0xffffffffu, lane < length && entries[low + lane].*first <= n)) - 1) * step;
+        low += before;
+        length = sa_min(step, length - before);
+    }
+    return low;
+}
+
+static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD_SM90_ITEM_BYTES &&
+                      sizeof(TileSum) == SA_BWD_SM90_TILE_SUM_BYTES && sizeof(KeySum) == SA_BWD_SM90_KEY_SUM_BYTES,
+        "as the planner counts them");
+
+// The sum of a block's dK and dV whose items leave theirs at places: over rounds, later rows first. An item that has all writes it.
+template <class C>
+__device__ __forceinline__ KeySum key_sum_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers,
+        const Entry &entry, const sa_band &band, const sa_chains &chains, int64_t first_place, int head, int kv_head, int block) {
+    constexpr int kCarry = 2 * C::kKeys * C::kHeadDim / 4;
+    const int key = block * C::kKeys;
+    sa_range rounds =
+            sa_rounds_seeing(&chains, sa_keys_rows(&band, {key, sa_first(key + C::kKeys, band.k_len)}), p.tokens, chains.round_tiles);
+    if (rounds.begin == rounds.end) rounds = {chains.rounds - 1, chains.rounds}; // its item has zeros
+    const auto count = static_cast<int>(rounds.end - rounds.begin);
+    const int64_t place = p.places_at + first_place + sa_place_of(&chains, head, static_cast<int>(rounds.end) - 1, block);
+    const auto at = [&](const sinkattn_tensor &to) {
+        return static_cast<uint16_t *>(to.data) + sa_offset(&to, entry.sequence.batch, entry.sequence.k_begin + key, kv_head);
+    };
+    return {reinterpret_cast<const float4 *>(buffers.carries) + place * kCarry,
+            -static_cast<int64_t>(chains.blocks) * chains.heads * kCarry, at(args.dk), at(args.dv), count == 1 && p.slices == 1 ? 0 : count,
+            band.k_len - key};
+}
+
 template <class C>
 __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t n) {
     const bool is_packed = args.fwd.problem.packed;
@@ -234,7 +301,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
     const auto all = static_cast<int32_t>(sa_num_chain_items(&chains)); // the launcher has refused more
     if (!is_packed) {
-        if (n == 0) buffers.entries[p.num_entries] = {{}, p.num_tiles, 0, all, 0, false, 0, -1};
+        if (n == 0) buffers.entries[p.num_entries] = {{}, p.num_tiles, 0, all, 0, false, chains.blocks * p.room.copies, -1};
         if (n >= all) return;
     }
     const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, static_cast<int32_t>(n - entry.first_item));
@@ -262,8 +329,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     item.carry = -1;
     item.carry_turn = 0;
     if (entry.first_place >= 0) {
-        item.carry =
-                -2 - static_cast<int>(entry.first_place) - sa_place_of(&chains, &band, p.tokens, C::kKeys, own.head, own.round, own.block);
+        item.carry = -2 - static_cast<int>(entry.first_place) - sa_place_of(&chains, own.head, own.round, own.block);
     } else if (own.block < sa_num_carries(&chains)) {
         item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * sa_num_carries(&chains)) + own.block;
         item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
@@ -271,9 +337,21 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const auto kv_heads = static_cast<int>(args.fwd.problem.num_kv_heads); // the last carries are those between slices
     item.slice_carry =
             static_cast<int>(p.num_carries) - 1 - slice / p.slices - (of_copy.first_block + copy * chains.blocks + own.block) * kv_heads;
+    if (p.num_places && own.round == 0 && slice % p.slices == 0) {
+        const int kv_head = slice / p.slices;
+        KeySum &sum = buffers.key_sums[(of_copy.first_block + copy * chains.blocks + own.block) * kv_heads + kv_head];
+        sum = {};
+        if (entry.first_place >= 0)
+            sum = key_sum_of<C>(args, p, buffers, of_copy, band, chains, entry.first_place, own.head, kv_head, own.block);
+    }
     item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + copy * (all / chains.heads) + own.nth;
     const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)};
     item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
+    if (p.parts) {
+        item.finish_end = -p.parts;
+        item.use = item.first_tile * p.parts;
+        item.step = item.idle = 0;
+    }
     item.tiles.full_begin = item.tiles.full_end = 0;
     if (keys.end - keys.begin == C::kKeys) {
         const sa_range full = sa_row_tiles_full(&band, keys, p.tokens);
@@ -325,7 +403,9 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     const int heads = p.room.num_heads, n = static_cast<int>(blockIdx.x), nth_tile = n / heads, slice = n - nth_tile * heads;
     if (nth_tile >= p.num_tiles) return begin_items<C>(args, p, buffers, n - static_cast<int>(p.num_tiles) * heads);
     const bool is_packed = args.fwd.problem.packed;
-    const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile) : nth_tile / p.dense_tiles;
+    const int64_t e =
+            is_packed ? find_entry_by_warp(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile) : nth_tile / p.dense_tiles;
+    if (p.parts && threadIdx.x == 0) buffers.tile_sums[n] = {};
     if (e >= p.num_entries) return;
     const Entry entry = entry_of(args, p, buffers, e);
     const sa_sequence sequence = entry.sequence;
@@ -334,6 +414,13 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
               rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
     const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
     const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens), has_sink = buffers.row_terms && entry.has_sink;
+    const int64_t tile = heads * entry.first_tile + slice * num_tiles_of(sequence, p.tokens) + t;
+    if (threadIdx.x == 0 && p.parts && !blind) {
+        const BlocksSeen seen = blocks_seen<C>(band, p, t);
+        buffers.tile_sums[n] = {reinterpret_cast<const float4 *>(buffers.slots + tile * p.parts * C::kTileFloats),
+                static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, sequence.batch, sequence.q_begin + first, slice * p.group),
+                seen.before(seen.end), min(p.tokens, static_cast<int>(sequence.q_len) - first)};
+    }
     // Reads the row's statistics first: p_sink is computed from them while the longer reads of out and dO are in flight.
     const int row = threadIdx.x, token = row / p.group, first_head = slice * p.group, head = first_head + row - token * p.group;
     const bool is_row = row < rows && head < p.num_q_heads;
@@ -383,7 +470,6 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
         // p_sink (g - sum_j P dP) without its part -p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
         if (has_sink) term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
     }
-    const int64_t tile = heads * entry.first_tile + slice * num_tiles_of(sequence, p.tokens) + t;
     float *stats = buffers.stats + tile * stats_length<C>(buffers.row_terms);
     if (row < C::kRows) {
         stats[row] = lse;
