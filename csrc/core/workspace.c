@@ -135,6 +135,12 @@ static sa_chain_room room_of(
     return room;
 }
 
+/* Key blocks that may see a tile of so many tokens. */
+static int64_t most_parts(const sinkattn_problem *p, const sinkattn_variant_info *info, int64_t tokens) {
+    const int64_t reach = sa_min(sa_window_keys(&p->mask), 1 << 30) + tokens - 1, blocks = sa_ceil_div(p->k_len, info->tile_k);
+    return sa_min(blocks, sink_blocks(p, info->tile_k) + sa_ceil_div(reach, info->tile_k) + 1);
+}
+
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t slices = sa_bwd_sm90_slices(p, info->tile_q), heads = p->num_kv_heads * slices,
@@ -198,10 +204,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
     to.own_carries = may_merge ? plan->workers : 0;
-    const int64_t reach = sa_min(sa_window_keys(&p->mask), 1 << 30) + tokens - 1,
-                  most_parts =
-                          sa_min(sa_ceil_div(p->k_len, info->tile_k), sink_blocks(p, info->tile_k) + sa_ceil_div(reach, info->tile_k) + 1);
-    to.parts = room->blocks < SA_PARTS_BLOCKS && to.tiles * most_parts <= SA_PARTS_BYTES / tile_bytes ? most_parts : 0;
+    const int64_t parts = most_parts(p, info, tokens);
+    to.parts = room->blocks < SA_PARTS_BLOCKS && to.tiles * parts <= SA_PARTS_BYTES / tile_bytes ? parts : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);

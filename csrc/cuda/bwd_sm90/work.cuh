@@ -394,6 +394,17 @@ __device__ __forceinline__ void store_deltas(float *to, const uint4 (&out)[kBatc
     }
 }
 
+// The sum of a tile's dQ, which is the n-th of all slices, where key blocks leave their parts apart.
+template <class C>
+__device__ __forceinline__ TileSum tile_sum_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers,
+        const sa_sequence &sequence, const sa_band &band, int64_t n, int t, int slice) {
+    const BlocksSeen seen = blocks_seen<C>(band, p, t);
+    const int64_t row = static_cast<int64_t>(t) * p.tokens;
+    return {reinterpret_cast<const float4 *>(buffers.slots + n * p.parts * C::kTileFloats),
+            static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, sequence.batch, sequence.q_begin + row, slice * p.group),
+            seen.before(seen.end), static_cast<int>(sa_min(p.tokens, sequence.q_len - row))};
+}
+
 // A block prepares one row tile of a slice; the last blocks write items instead. Neighbouring heads have neighbouring blocks, as their
 // rows are neighbours in memory.
 template <class C>
@@ -415,12 +426,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
     const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens), has_sink = buffers.row_terms && entry.has_sink;
     const int64_t tile = heads * entry.first_tile + slice * num_tiles_of(sequence, p.tokens) + t;
-    if (threadIdx.x == 0 && p.parts && !blind) {
-        const BlocksSeen seen = blocks_seen<C>(band, p, t);
-        buffers.tile_sums[n] = {reinterpret_cast<const float4 *>(buffers.slots + tile * p.parts * C::kTileFloats),
-                static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, sequence.batch, sequence.q_begin + first, slice * p.group),
-                seen.before(seen.end), min(p.tokens, static_cast<int>(sequence.q_len) - first)};
-    }
+    if (threadIdx.x == 0 && p.parts && !blind) buffers.tile_sums[n] = tile_sum_of<C>(args, p, buffers, sequence, band, tile, t, slice);
     // Reads the row's statistics first: p_sink is computed from them while the longer reads of out and dO are in flight.
     const int row = threadIdx.x, token = row / p.group, first_head = slice * p.group, head = first_head + row - token * p.group;
     const bool is_row = row < rows && head < p.num_q_heads;
@@ -474,12 +480,10 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     if (row < C::kRows) {
         stats[row] = lse;
         stats[C::kRows + row] = bias;
-    }
-    if (!buffers.row_terms) return;
-    if (row < C::kRows) {
-        stats[2 * C::kRows + row] = p_sink;
+        if (buffers.row_terms) stats[2 * C::kRows + row] = p_sink;
         terms[row] = term;
     }
+    if (!buffers.row_terms) return;
     __syncthreads();
     if (row < p.heads_of(slice)) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = sum_head(terms, p, row);
 }
