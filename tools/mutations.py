@@ -149,6 +149,8 @@ MUTATIONS = [_planted(*row) for row in (
      "c->blocks + block) * c->heads + head / 2;", "test_c items_are_found_by_block_and_round"),
     ("a round's last block has another's place", "csrc/core/chains.h", "(round * c->blocks + block)",
      "(round * (c->blocks - 1) + block)", "test_c items_are_found_by_block_and_round"),
+    ("more rounds than items have room", "csrc/core/chains.h", "SA_LONG_BLOCKS / blocks), tiles / least_round",
+     "SA_LONG_BLOCKS), tiles / least_round", "test_c packed_batches_have_room"),
     ("a part of dQ too few", "csrc/core/workspace.c", "sa_ceil_div(reach, info->tile_k) + 1);",
      "sa_ceil_div(reach, info->tile_k));", "test_c packed_batches_have_room"),
     ("places of one head for all", "csrc/core/workspace.c", "sa_min(SA_APART_PLACES, of_head * heads);",

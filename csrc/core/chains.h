@@ -29,9 +29,10 @@
  *     LEAST     fewer than SA_FEW_BLOCKS                 SA_ROUND_BLOCKS        SA_LEAST_ROUND
  *     LONG      fewer than SA_FEW_BLOCKS                 SA_LONG_BLOCKS         SA_LONG_ROUND
  *     FILL      fewer than SA_FEW_BLOCKS                 SA_FILL_BLOCKS         SA_FILL_ROUND
- *     SCARCE    at most SA_SCARCE_BLOCKS                 about SA_SCARCE_ITEMS  room.short_round; above
- *                                                        that have tiles        SA_FEWEST_BLOCKS at least
- *                                                                               SA_SCARCE_ROUND
+ *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_LONG_BLOCKS, and    room.short_round; above
+ *                                                        such that about        SA_FEWEST_BLOCKS at least
+ *                                                        SA_SCARCE_ITEMS items  SA_SCARCE_ROUND
+ *                                                        have tiles
  *     THIN      else, at most SA_THIN_BLOCKS and under   SA_THIN_ROUNDS         SA_THIN_ROUND
  *               two times SA_LEAST_ROUND tiles
  *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from four  SA_HALF_ROUND
@@ -116,9 +117,9 @@ SA_HD int32_t sa_blocks_of_row(const sa_band *band, sa_position_t row, sa_positi
     return sa_tile_from(seen.end, keys) - sa_tile_of(seen.begin, keys);
 }
 
-/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, and so many row tiles. seen: by the first row and by the last,
- * of blocks in all heads. Divisions are of 32 bits, since the
- * threads of one block ask for every sequence of a launch. */
+/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, and so many row tiles. seen: the key blocks that the first
+ * seeing row and the last row see, added, over all heads. Divisions are of 32 bits, since the threads of one block ask for every sequence
+ * of a launch. */
 SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles, int32_t seen, int32_t short_round) {
     if (!blocks || sa_fill_blocks(blocks)) return 1;
     if (blocks > SA_FEW_BLOCKS) return tiles < 2 * SA_HALF_ROUND ? 1 : tiles < 4 * SA_HALF_ROUND ? 2 : 3;
@@ -126,8 +127,8 @@ SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles, int32_t seen, int32_t 
     const int32_t most = (SA_ROUND_BLOCKS + blocks - 1) / blocks, most_long = (SA_LONG_BLOCKS + blocks - 1) / blocks,
                   most_fill = (SA_FILL_BLOCKS + blocks - 1) / blocks;
     const sa_position_t rounds = sa_last(sa_first(most, tiles / SA_LEAST_ROUND), sa_first(most_long, tiles / SA_LONG_ROUND)),
-                        short_ones = blocks <= SA_FEWEST_BLOCKS ? short_round : sa_last(short_round, SA_SCARCE_ROUND),
-                        scarce = sa_first(2 * SA_SCARCE_ITEMS / seen, tiles / short_ones),
+                        least_round = blocks <= SA_FEWEST_BLOCKS ? short_round : sa_last(short_round, SA_SCARCE_ROUND),
+                        scarce = sa_first(sa_first(2 * SA_SCARCE_ITEMS / seen, SA_LONG_BLOCKS / blocks), tiles / least_round),
                         thin = sa_first(SA_THIN_ROUNDS / blocks, tiles / SA_THIN_ROUND),
                         of_few = sa_last(sa_first(most_fill, tiles / SA_FILL_ROUND), blocks <= SA_SCARCE_BLOCKS ? scarce
                                                                                      : is_thin                  ? thin

@@ -297,7 +297,7 @@ static double forward_us(const sinkattn_problem *p, int64_t tile_q) {
     const double keys = keys_seen(p), begin = small && p->head_dim <= 64 && keys < 0.16 ? 24 : 4;
     const double share = share_of_large_tiles(sa_min(tile_q, large_tile(p))) / share_of_large_tiles(large_tile(p));
     const double tiles = fmax(1, forward_tiles_each(p)) * (begin + (2 * keys + 0.92 * reading_us(p)) * (small ? 2 : 1)) * share;
-    return sa_window_keys(&p->mask) < p->k_len ? 6 + tiles : fmax(6 + tiles, 15 + tiles / 2); /* no faster than that from few keys */
+    return sa_window_keys(&p->mask) < p->k_len ? 6 + tiles : fmax(6 + tiles, 15 + tiles / 2); /* however few keys */
 }
 
 /* The forward serves rows of one q_len, and this is NULL, where no decode has its bits or where it is expected to take less time. */

@@ -166,10 +166,10 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                may_merge =
                        may_have_rounds && (p->packed ? room->blocks >= (room->is_local ? SA_WINDOW_BLOCKS : SA_FEW_BLOCKS) : !dense.split);
     const bool may_crowd = p->packed && tokens <= SA_CROWD_TOKENS;
+    const int64_t crowd = may_crowd ? sa_ceil_div(SA_CROWD_ROUNDS, tokens) : 1;
     if (p->packed) {
         /* Key blocks, times rounds where slots are few; and rounds of sequences of at least so many tiles, by the rules for few blocks. */
-        const int64_t crowd = may_crowd ? sa_ceil_div(SA_CROWD_ROUNDS, tokens) : 1,
-                      rounds = has_long ? sa_max(crowd, sa_ceil_div(longest, room->round_tiles)) + SA_SET_ROUNDS - 1 : crowd,
+        const int64_t rounds = has_long ? sa_max(crowd, sa_ceil_div(longest, room->round_tiles)) + SA_SET_ROUNDS - 1 : crowd,
                       least = may_split   ? least_tiles
                               : may_crowd ? SA_CROWD_TILES
                                           : room->most_tiles,
@@ -182,11 +182,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const bool may_be_apart = may_split && room->blocks < SA_FEW_BLOCKS;
     to.places = 0;
     if (may_be_apart && p->packed) {
-        /* Of sequences with tiles for so many rounds. */
-        const int64_t least = INT64_C(1) * SA_APART_ROUNDS * room->short_round,
-                      most_apart = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1)),
-                      of_head = sa_min(
-                              blocks * (longest / room->short_round), blocks + most_apart * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1));
+        const int64_t of_head = sa_min(to.items, blocks * sa_max(longest / room->short_round, crowd)); /* an item each, or fewer rounds */
         to.places = sa_min(SA_APART_PLACES, of_head * heads);
     } else if (may_be_apart && sa_is_apart(&dense)) {
         const int64_t places = sa_max(p->batch, 1) * sa_num_places(&dense);

@@ -52,7 +52,8 @@ int64_t sa_bwd_sm90_slices(const sinkattn_problem *problem, int64_t tile_q); /* 
 int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *problem, int64_t tile_q);
 
 /* heads: slices of all kv heads. entries, tiles, items, carries, own_carries: how many there are, items those of a slice. blocks: key
- * blocks of a head. places: carries of items that leave dK and dV apart, behind the others. */
+ * blocks of a head. places: carries of items that leave dK and dV apart, behind the others. parts: of dQ that a tile may have, where key
+ * blocks leave them apart, else 0. */
 typedef struct sa_bwd_sm90_layout {
     int64_t heads, entries, tiles, blocks, items, carries, own_carries, places, parts;
     int64_t entries_at, items_at, turns_at, carry_turns_at, tile_sums_at, key_sums_at, stats_at, slots_at, carries_at, row_terms_at,

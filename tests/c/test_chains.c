@@ -342,11 +342,12 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
 static void test_packed_batches_have_room(void) {
     sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .packed = true, .head_dim = 128, .mask = {.has_right = true}};
     const struct {
-        int64_t heads, kv_heads, batch, q_len, k_len;
-    } tight[] = {{32, 1, 1, 2400, 131072}, {112, 4, 1, 2400, 32768}, {80, 8, 3, 2299, 2944}};
+        int64_t heads, kv_heads, batch, q_len, k_len, window;
+    } tight[] = {{32, 1, 1, 2400, 131072, 0}, {112, 4, 1, 2400, 32768, 0}, {80, 8, 3, 2299, 2944, 0}, {32, 1, 1, 772, 4096, 256}};
     for (size_t i = 0; i < sizeof tight / sizeof *tight; i++) {
         const int64_t q = tight[i].q_len, k = tight[i].k_len;
         p.num_q_heads = tight[i].heads, p.num_kv_heads = tight[i].kv_heads, p.batch = tight[i].batch;
+        p.mask.has_left = tight[i].window > 0, p.mask.left = sa_max(tight[i].window - 1, 0);
         p.q_len = p.batch * q, p.k_len = p.batch * k;
         check_room(&p, (int64_t[]){q, q, q}, (int64_t[]){k, k, k});
     }
@@ -355,8 +356,8 @@ static void test_packed_batches_have_room(void) {
         int64_t q_lens[40], k_lens[40];
         const bool is_even = one_in(3);
         p.batch = pick(1, one_in(3) ? 3 : 40), p.head_dim = 1 << pick(6, 8), p.q_len = p.k_len = 0;
-        p.num_kv_heads = pick(1, one_in(2) ? 4 : 24), p.num_q_heads = p.num_kv_heads * pick(1, 24);
-        p.mask = (sinkattn_mask){.has_right = one_in(2), .num_sink_tokens = one_in(3) ? pick(1, 300) : 0};
+        p.num_kv_heads = pick(1, one_in(2) ? 4 : 24), p.num_q_heads = p.num_kv_heads * pick(1, 64);
+        p.mask = (sinkattn_mask){.has_right = one_in(2), .num_sink_tokens = one_in(3) ? pick(1, 1000) : 0};
         if (one_in(3)) p.mask.has_left = true, p.mask.left = pick(0, 3000);
         for (int64_t b = 0; b < p.batch; b++) {
             q_lens[b] = is_even && b ? q_lens[0] : one_in(3) ? pick(0, 200) : pick(0, most);

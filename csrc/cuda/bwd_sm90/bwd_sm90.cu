@@ -8,7 +8,7 @@
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
 //         2 warpgroups  S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dK += dS Q,  dQ = dS^T K       64 keys each
 //         adders        dQ of tiles, or of halves of them, added in fp32 to the sum of the key blocks before
-//     finish  ds_aux of a head, the sum of its row tiles' and key blocks' terms; dK and dV of blocks that items left apart
+//     finish  ds_aux of a head, the sum of its row tiles' and key blocks' terms; dQ, dK and dV that items left apart
 //
 // A row tile is tokens x the heads of a GQA group. Its dQ is the sum over key blocks, in ascending order, in an accumulator slot of fp32:
 // each block waits for its turn there; the first stores, the last rounds the sum to dq and frees the slot. Blocks take items in order, keys
@@ -274,6 +274,7 @@ template <class C, TermsOf kTerms> struct Math {
         bar_sync<128>(kOwnBarrier + math_warpgroup);
         if (thread > 0) return;
         store_wait(); // the round before
+        async_fence_global();
         float4 *to = own_carry<C>(buffers, carry_of(p, item), math_warpgroup);
         for (int i = 0; i < kPieces; i++) {
             if (is_first)
@@ -384,7 +385,7 @@ template <class C, TermsOf kTerms> struct Math {
                     meet_tiles(dk, dv, dq, item);
                 if (item.round_begin == item.tiles.begin) break;
                 const int part = item.part_of(item.round_begin);
-                if (C::kIsLate && item.carry < 0) // then it is the first or one between
+                if (C::kIsLate && item.carry < 0) // of this block of threads: the item's last round finds all others there
                     store_round(dk, dv, item, part == 0);
                 else
                     add_round<C>(p, buffers, item, part, dk, dv);
@@ -405,6 +406,7 @@ template <class C, TermsOf kTerms> struct Math {
                 add_poison(dv, poison);
             }
             if (C::kIsLate && is_apart) {
+                if (!item.has_tiles()) wait_for_round(false); // meet_tiles_late does
                 store_round(dk, dv, item, true);
             } else if (item.num_parts > 1 || is_apart) {
                 if (C::kIsLate && item.carry == -1) wait_for_round(true);

@@ -92,7 +92,7 @@ struct BwdBuffers {
     TileSum *tile_sums;                      // of each row tile and slice, where key blocks may leave parts of dQ apart
     KeySum *key_sums;                        // of each key block and kv head, where items may leave dK and dV apart
     float *stats;                            // RowStats of each tile
-    float *slots, *carries;                  // slots: or the parts of each tile's dQ
+    float *slots, *carries;                  // slots: accumulators, or each tile's parts of dQ
     float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles], [num_q_heads][num_items][2]; NULL where it is not wanted
 };
 
