@@ -79,7 +79,7 @@ def test_ds_aux_is_exact_where_it_cancels(s: float, left: int, dtype: str) -> No
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, cu: Tensor | None = None, **options: object
+    q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, cu: Tensor | list[Tensor] | None = None, **options: object
 ) -> tuple[Tensor, ...]:
     """dO and dLSE are made of a row's own q, so that it is the same row anywhere."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, s_aux)]
@@ -87,7 +87,7 @@ def gradients(
     if cu is None:
         out, lse = sinkattn.flash_attn_func(*leaves[:3], **options)
     else:
-        out, lse = sinkattn.flash_attn_varlen_func(*leaves[:3], cu, cu, **options)
+        out, lse = sinkattn.flash_attn_varlen_func(*leaves[:3], *(cu if isinstance(cu, list) else [cu, cu]), **options)
     dlse = q[..., 0].float().transpose(-1, -2).contiguous()
     return out.detach(), *torch.autograd.grad((out, lse), leaves, (q.roll(1, -1)[..., : v.shape[-1]], dlse))
 
@@ -175,6 +175,26 @@ def test_rounds_are_the_same_alone_and_in_whole_items(
         alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, **mask)
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole[:4], alone[:4], strict=True))
     assert all(torch.equal(x, y.flatten(0, 1)) for x, y in zip(packed[:4], whole[:4], strict=True))
+
+
+@pytest.mark.parametrize("length", [480, 516])
+@pytest.mark.parametrize(
+    ("head_dim", "ratio", "window"), [(64, 8, (-1, 0)), (64, 48, (0, -1)), (128, 8, (-1, 0)), (256, 8, (300, 0))]
+)
+def test_few_key_blocks_have_their_bits_among_many(
+    length: int, head_dim: int, ratio: int, window: tuple[int, int]
+) -> None:
+    """Alone they leave dQ apart, among many they add it in turn; keys that no row sees are items among the others."""
+    torch.manual_seed(0)
+    q = torch.randn(6, length, ratio, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 6, length + 128, 1, head_dim, device="cuda", dtype=torch.bfloat16)
+    s_aux = torch.randn(ratio, device="cuda")
+    cu = [torch.arange(7, dtype=torch.int32, device="cuda") * x.shape[1] for x in (q, k)]
+    packed = gradients(*(x.flatten(0, 1) for x in (q, k, v)), s_aux, cu, window_size=window)
+    for b in range(6):
+        alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, window_size=window)
+        for x, y in zip(packed[:4], alone[:4], strict=True):
+            assert torch.equal(x.unflatten(0, (6, -1))[b], y[0])
 
 
 @pytest.mark.parametrize("left", [15, 128])
