@@ -161,8 +161,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
                has_window_rounds = is_window && !band->num_sink && all_blocks < SA_WINDOW_ITEMS && seeing <= room->most_tiles &&
                                    10 * sa_window_round(all_blocks, room->span) <= 7 * room->span;
     const bool is_scarce = seeing > 0 && all_blocks <= SA_SCARCE_BLOCKS;
-    const int32_t ends = is_scarce ? sa_blocks_of_row(band, first, keys) + sa_blocks_of_row(band, band->q_len - 1, keys) : 1,
-                  seen = is_scarce ? room->num_heads * ends : 1;
+    const int32_t seen =
+            !is_scarce ? 1 : room->num_heads * (sa_blocks_of_row(band, first, keys) + sa_blocks_of_row(band, band->q_len - 1, keys));
     c.is_local = is_window && !has_window_rounds;
     const bool is_crowded = !is_window && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
                fits = room->is_local || c.tiles <= room->most_tiles;

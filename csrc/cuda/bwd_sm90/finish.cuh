@@ -118,10 +118,9 @@ __device__ __forceinline__ void add_keys(const sinkattn_bwd_args &args, const Bw
     if (!of.count) return;
     const int float4s = 2 * piece + static_cast<int>(threadIdx.x) / 128, math_warpgroup = float4s / kKeyPieces<C>,
               x = float4s - math_warpgroup * kKeyPieces<C>;
-    const float4 *parts = of.parts + math_warpgroup * (C::kKeys * C::kHeadDim / 4) + x * 128 + threadIdx.x % 128;
+    const float4 *parts = of.parts + math_warpgroup * kHalfCarry<C> + x * 128 + threadIdx.x % 128;
     float4 sum = add_parts(parts, of.count, of.step);
-    for (int slice = 1; slice < p.slices; slice++)
-        sum = sum + add_parts(parts + slice * (2 * C::kKeys * C::kHeadDim / 4), of.count, of.step);
+    for (int slice = 1; slice < p.slices; slice++) sum = sum + add_parts(parts + slice * 2 * kHalfCarry<C>, of.count, of.step);
     const Columns columns = columns_of<C>(x, math_warpgroup);
     const sinkattn_tensor &to = columns.is_dv ? args.dv : args.dk;
     const int64_t column = columns.first + fragment_column(),

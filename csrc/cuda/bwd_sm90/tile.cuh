@@ -309,7 +309,7 @@ __device__ __forceinline__ void add_hidden(float (&dv)[kSize], const Smem<C> &sm
 
 // A math warpgroup's half of a carry: float4s of its 128 threads.
 template <class C> __device__ __forceinline__ float4 *own_carry(const BwdBuffers &buffers, int64_t carry, int math_warpgroup) {
-    return reinterpret_cast<float4 *>(buffers.carries) + (2 * carry + math_warpgroup) * (C::kKeys * C::kHeadDim / 4);
+    return reinterpret_cast<float4 *>(buffers.carries) + (2 * carry + math_warpgroup) * kHalfCarry<C>;
 }
 
 // Adds dK and dV in a carry to the sums, unless they are the first, and stores the sums for the next, unless they are the last.

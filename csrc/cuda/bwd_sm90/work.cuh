@@ -272,11 +272,14 @@ static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD
                       sizeof(TileSum) == SA_BWD_SM90_TILE_SUM_BYTES && sizeof(KeySum) == SA_BWD_SM90_KEY_SUM_BYTES,
         "as the planner counts them");
 
+// Float4s of a carry, the sums of a block's dK and dV, that a math warpgroup holds.
+template <class C> constexpr int kHalfCarry = C::kKeys * C::kHeadDim / 4;
+
 // The sum of a block's dK and dV whose items leave theirs at places: over rounds, later rows first. An item that has all writes it.
 template <class C>
 __device__ __forceinline__ KeySum key_sum_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers,
         const Entry &entry, const sa_band &band, const sa_chains &chains, int64_t first_place, int head, int kv_head, int block) {
-    constexpr int kCarry = 2 * C::kKeys * C::kHeadDim / 4;
+    constexpr int64_t kCarry = 2 * kHalfCarry<C>;
     const int key = block * C::kKeys;
     sa_range rounds =
             sa_rounds_seeing(&chains, sa_keys_rows(&band, {key, sa_first(key + C::kKeys, band.k_len)}), p.tokens, chains.round_tiles);
@@ -286,9 +289,8 @@ __device__ __forceinline__ KeySum key_sum_of(const sinkattn_bwd_args &args, cons
     const auto at = [&](const sinkattn_tensor &to) {
         return static_cast<uint16_t *>(to.data) + sa_offset(&to, entry.sequence.batch, entry.sequence.k_begin + key, kv_head);
     };
-    return {reinterpret_cast<const float4 *>(buffers.carries) + place * kCarry,
-            -static_cast<int64_t>(chains.blocks) * chains.heads * kCarry, at(args.dk), at(args.dv), count == 1 && p.slices == 1 ? 0 : count,
-            band.k_len - key};
+    return {reinterpret_cast<const float4 *>(buffers.carries) + place * kCarry, -kCarry * chains.blocks * chains.heads, at(args.dk),
+            at(args.dv), count == 1 && p.slices == 1 ? 0 : count, band.k_len - key};
 }
 
 template <class C>
@@ -335,11 +337,10 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
         item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
     }
     const auto kv_heads = static_cast<int>(args.fwd.problem.num_kv_heads); // the last carries are those between slices
-    item.slice_carry =
-            static_cast<int>(p.num_carries) - 1 - slice / p.slices - (of_copy.first_block + copy * chains.blocks + own.block) * kv_heads;
+    const int kv_head = slice / p.slices, nth_block = (of_copy.first_block + copy * chains.blocks + own.block) * kv_heads + kv_head;
+    item.slice_carry = static_cast<int>(p.num_carries) - 1 - nth_block;
     if (p.num_places && own.round == 0 && slice % p.slices == 0) {
-        const int kv_head = slice / p.slices;
-        KeySum &sum = buffers.key_sums[(of_copy.first_block + copy * chains.blocks + own.block) * kv_heads + kv_head];
+        KeySum &sum = buffers.key_sums[nth_block];
         sum = {};
         if (entry.first_place >= 0)
             sum = key_sum_of<C>(args, p, buffers, of_copy, band, chains, entry.first_place, own.head, kv_head, own.block);
