@@ -38,7 +38,6 @@ template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, c
         smem.seen_by[first + i] = key < item.band.k_len ? sa_keys_rows(&item.band, {key, key + 1}) : sa_range{0, 0};
         smem.poisoned[first + i] = false;
     }
-    if (p.slices > 1 && i < C::kRows) smem.token[i] = i % p.group < p.heads_of(item.slice) ? i / p.group : kNoToken;
     meet();
 #pragma unroll 1
     for (int half = 0; half < C::kHalves; half++) {
@@ -248,9 +247,9 @@ __device__ __forceinline__ void finish_tile(float (&dq)[kSize], const float *sum
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int row = tile_row + warpgroup_row(r);
-        write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, first_column, args.fwd.problem.head_dim,
-                first + smem.token[row] < item.band.q_len);
+        const int row = tile_row + warpgroup_row(r), token = smem.token[row];
+        const bool is_real = first + token < item.band.q_len && row - token * p.group < p.heads_of(item.slice);
+        write_row<typename C::Element>(to + smem.dq_offset[row], dq, r, p.scale, first_column, args.fwd.problem.head_dim, is_real);
     }
 }
 
@@ -298,8 +297,8 @@ __device__ __forceinline__ void add_hidden(float (&dv)[kSize], const Smem<C> &sm
     for (int n = item.tiles.begin * C::kRows; n < item.tiles.end * C::kRows; n++) {
         const int t = n / C::kRows, row = n % C::kRows;
         const int64_t token = static_cast<int64_t>(t) * p.tokens + smem.token[row];
-        if ((t >= item.tiles.full_begin && t < item.tiles.full_end) || token >= item.band.q_len) continue;
         const int64_t head = item.slice * p.group + row % p.group;
+        if ((t >= item.tiles.full_begin && t < item.tiles.full_end) || token >= item.band.q_len || head >= p.num_q_heads) continue;
         add_nonfinite<typename C::Element>(dv,
                 static_cast<const uint16_t *>(args.dout.data) + sa_offset(&args.dout, item.batch, item.q_begin + token, head) +
                         first_column,
