@@ -18,7 +18,6 @@
 //
 // 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns through lse and g - delta;
 // in K they become 0 in every tile, and NaN returns through V.
-//
 // Shared memory and registers: docs/kernels/bwd_sm90.md, Budget.
 
 #include "cuda/bwd_sm90/copies.cuh"
@@ -70,6 +69,7 @@ template <class C, TermsOf kTerms> struct Math {
     const uint32_t begin; // address of smem, in a uniform register
     Ring<C::kStages> ring;
     Ring<C::kSumUses> dq_ring;
+    Round round;
 
     // Uniform, as operands of wgmma should be. With kIsLate it is found at each use, as ptxas would spill what it keeps.
     __device__ __forceinline__ uint32_t address(const void *at) const {
@@ -210,8 +210,7 @@ template <class C, TermsOf kTerms> struct Math {
         wgmma_wait<0>();
         pin(dq);
         const bool *own = smem.poisoned + first_key<C>(math_warpgroup) + warpgroup_row(0);
-        const bool hides = smem.hides[&item - smem.items],
-                   releases = item.round_begin == item.tiles.begin && p.slices == 1 && !hides && !own[0] && !own[8];
+        const bool hides = smem.hides[&item - smem.items], releases = round.is_last(item) && p.slices == 1 && !hides && !own[0] && !own[8];
         if (!__all_sync(0xffffffffu, releases)) return false;
         smem.kv_empty[0].arrive();
         return true;
@@ -221,11 +220,11 @@ template <class C, TermsOf kTerms> struct Math {
     __device__ __forceinline__ void meet_tiles(Gradients &dk, Gradients &dv, float (&dq)[32], const Item &item) {
         Scores s, dp;
         // Read once: a load from shared memory is slow beside wgmma.
-        const int begin = warp_uniform(item.round_begin), finish_end = warp_uniform(item.finish_end),
+        const int begin = warp_uniform(round.begin), finish_end = warp_uniform(item.finish_end),
                   full_begin = warp_uniform(item.tiles.full_begin), full_end = warp_uniform(item.tiles.full_end);
         begin_scores(s);
         begin_dp(dp);
-        for (int t = item.round_end - 1;; t--) {
+        for (int t = round.end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
             if (t >= full_begin && t < full_end)
@@ -308,9 +307,9 @@ template <class C, TermsOf kTerms> struct Math {
         begin_scores(s);
         begin_dp(dp);
         wait_for_round(false);
-        const int begin = warp_uniform(item.round_begin), end = warp_uniform(item.round_end), finish_end = warp_uniform(item.finish_end),
+        const int begin = warp_uniform(round.begin), end = warp_uniform(round.end), finish_end = warp_uniform(item.finish_end),
                   full_begin = warp_uniform(item.tiles.full_begin), full_end = warp_uniform(item.tiles.full_end);
-        for (int t = item.round_end - 1;; t--) {
+        for (int t = round.end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 2) handed to its adder, dS(t + 1) in shared memory.
             Operands weights, ds;
             find_operands_late(s, dp, weights, ds, t >= full_begin && t < full_end, item, t);
@@ -360,7 +359,7 @@ template <class C, TermsOf kTerms> struct Math {
         if (C::kIsLate) dq_ring.n = math_warpgroup;
         if (C::kIsLate && math_warpgroup == 1) pass_token();
         for (Ring<2> items;; items.n++) {
-            Item &item = smem.items[items.stage()];
+            const Item &item = smem.items[items.stage()];
             smem.item_full.wait(items);
             if (!item.exists) {
                 if (C::kIsLate && math_warpgroup == 0) take_token();
@@ -371,6 +370,7 @@ template <class C, TermsOf kTerms> struct Math {
             float dq[32];
             bool has_released = false;
             smem.kv_full.wait({items.n});
+            round.start(item);
             if (item.has_tiles()) {
                 prepare_keys<C>(smem, p, item, math_warpgroup);
                 for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
@@ -383,13 +383,13 @@ template <class C, TermsOf kTerms> struct Math {
                     has_released = meet_tiles_late(dk, dv, dq, item);
                 else
                     meet_tiles(dk, dv, dq, item);
-                if (item.round_begin == item.tiles.begin) break;
-                const int part = item.part_of(item.round_begin);
+                if (round.is_last(item)) break;
+                const int part = item.part_of(round.begin);
                 if (C::kIsLate && item.carry < 0) // of this block of threads: the item's last round finds all others there
                     store_round(dk, dv, item, part == 0);
                 else
                     add_round<C>(p, buffers, item, part, dk, dv);
-                next_round<C>(item);
+                round.advance(item);
             }
             float poison[2] = {0.0f, 0.0f};
             if (!has_released) {
@@ -459,7 +459,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void bwd_kernel(const __grid_consta
     } else {
         registers_up<C::kMathRegisters>();
         const int math_warpgroup = warp_uniform(threadIdx.x / 128 - 1);
-        Math<C, kTerms>{smem, args, p, buffers, math_warpgroup, warp_uniform_register(shared_address(shared)), {}, {}}.run();
+        Math<C, kTerms>{smem, args, p, buffers, math_warpgroup, warp_uniform_register(shared_address(shared)), {}, {}, {}}.run();
     }
 #else
     __trap();

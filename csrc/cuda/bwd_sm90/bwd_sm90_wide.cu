@@ -54,6 +54,7 @@ template <class C, TermsOf kTerms> struct WideMath {
     const uint32_t begin; // address of smem, in a uniform register
     Ring<C::kStages> ring;
     Ring<C::kSums> dq_ring;
+    Round round;
 
     // Uniform, as operands of wgmma should be.
     __device__ __forceinline__ uint32_t address(const void *at) const {
@@ -137,11 +138,11 @@ template <class C, TermsOf kTerms> struct WideMath {
     // Walks over the row tiles of a round of the item, the last one first.
     __device__ __forceinline__ void meet_tiles(KeyGradients<C> &sums, const Item &item) {
         Scores s, dp;
-        const int begin = warp_uniform(item.round_begin), finish_end = warp_uniform(item.finish_end),
+        const int begin = warp_uniform(round.begin), finish_end = warp_uniform(item.finish_end),
                   full_begin = warp_uniform(item.tiles.full_begin), full_end = warp_uniform(item.tiles.full_end);
         begin_scores(s);
         begin_dp(dp);
-        for (int t = item.round_end - 1;; t--) {
+        for (int t = round.end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
             if (t >= full_begin && t < full_end)
@@ -188,11 +189,12 @@ template <class C, TermsOf kTerms> struct WideMath {
 
     __device__ __forceinline__ void run() {
         for (Ring<2> items;; items.n++) {
-            Item &item = smem.items[items.stage()];
+            const Item &item = smem.items[items.stage()];
             smem.item_full.wait(items);
             if (!item.exists) return;
             KeyGradients<C> sums;
             smem.kv_full.wait({items.n});
+            round.start(item);
             if (item.has_tiles()) {
                 prepare_keys<C>(smem, p, item, math_warpgroup);
                 for (int i = 0; i < kNumTerms<C, kTerms>; i++) smem.terms[i][threadIdx.x - 128] = 0.0f;
@@ -201,9 +203,9 @@ template <class C, TermsOf kTerms> struct WideMath {
                 sums.clear();
                 if (!item.has_tiles()) break;
                 meet_tiles(sums, item);
-                if (item.round_begin == item.tiles.begin) break;
-                sums.carry(p, buffers, item, item.part_of(item.round_begin));
-                next_round<C>(item);
+                if (round.is_last(item)) break;
+                sums.carry(p, buffers, item, item.part_of(round.begin));
+                round.advance(item);
             }
             if (item.has_tiles() && smem.hides[items.stage()]) {
                 const int first_column = KeyGradients<C>::kWidthV * math_warpgroup;
@@ -265,7 +267,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wide_kernel(const __grid_const
     } else {
         registers_up<C::kMathRegisters>();
         const int math_warpgroup = warp_uniform(threadIdx.x / 128 - 1);
-        WideMath<C, kTerms>{smem, args, p, buffers, math_warpgroup, warp_uniform_register(shared_address(shared)), {}, {}}.run();
+        WideMath<C, kTerms>{smem, args, p, buffers, math_warpgroup, warp_uniform_register(shared_address(shared)), {}, {}, {}}.run();
     }
 #else
     __trap();

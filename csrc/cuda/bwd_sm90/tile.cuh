@@ -22,12 +22,6 @@ __device__ __forceinline__ void zero_rows(unsigned char *rows, int bytes, int i,
         if (zero_nonfinite<typename C::Element, 1>(rows + 16 * x, 16, 0)) bad(x / 8);
 }
 
-template <class C> __device__ __forceinline__ void next_round(Item &item) {
-    bar_sync<C::kMathThreads>(kMathBarrier); // every warp is done with the round
-    if (threadIdx.x == 128) set_round(item, item.round_begin);
-    bar_sync<C::kMathThreads>(kMathBarrier);
-}
-
 // Finds the rows that see each key. Zeroes elements of K that are not finite and puts NaN into that key's V: it returns through dP. A
 // warpgroup with keys of its own does not wait for the other: it meets the other's keys in dQ alone, behind the other's dS.
 template <class C> __device__ __forceinline__ void prepare_keys(Smem<C> &smem, const BwdProblem &p, const Item &item, int math_warpgroup) {

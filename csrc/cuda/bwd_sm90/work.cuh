@@ -41,7 +41,7 @@ struct alignas(16) Item {
     unsigned carry_turn;        // whose turn it is there when the item's first round is added
     int slice_carry;            // where dK and dV of the block are handed from slice to slice
     int nth;                    // index of the item's terms in its head
-    int round_begin, round_end; // tiles of the round that the math works on, which sets them after the first
+    int round_begin, round_end; // tiles of the first round
 
     __device__ __forceinline__ bool has_tiles() const { return tiles.begin < tiles.end; }
     __device__ __forceinline__ bool has_place() const { return carry < -1; }
@@ -50,11 +50,14 @@ struct alignas(16) Item {
     __device__ __forceinline__ int part_of(int t) const { return part + (tiles.end - 1 - blind) / round_tiles - (t - blind) / round_tiles; }
 };
 
-// By one thread: the round of the tiles before `end`.
-__device__ __forceinline__ void set_round(Item &item, int end) {
-    item.round_end = end;
-    item.round_begin = max(sa_round_begin(item.blind, item.round_tiles, end), item.tiles.begin);
-}
+// The tiles of an item's rounds, one after another.
+struct Round {
+    int begin, end;
+
+    __device__ __forceinline__ void start(const Item &item) { *this = {item.round_begin, item.round_end}; }
+    __device__ __forceinline__ bool is_last(const Item &item) const { return begin == item.tiles.begin; }
+    __device__ __forceinline__ void advance(const Item &item) { *this = {max(begin - item.round_tiles, item.tiles.begin), begin}; }
+};
 
 struct BwdProblem {
     int64_t num_entries, num_carries; // carries that items share; one a block follows them
@@ -359,7 +362,10 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
         item.tiles.full_begin = full.begin;
         item.tiles.full_end = full.end;
     }
-    if (item.has_tiles()) set_round(item, item.tiles.end);
+    if (item.has_tiles()) {
+        item.round_end = item.tiles.end;
+        item.round_begin = max(sa_round_begin(item.blind, item.round_tiles, item.round_end), item.tiles.begin);
+    }
     buffers.items[n] = item;
     if (item.exists || !buffers.row_terms) return;
     for (int i = 0; i < 2 * p.heads_of(slice); i++)
