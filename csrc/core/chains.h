@@ -38,9 +38,7 @@
  *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from four  SA_HALF_ROUND
  *                                                        times SA_HALF_ROUND
  *
- * Under a window, in a sequence longer than two spans without sink tokens: as many rounds as keep items at about SA_WINDOW_ITEMS, of about
- * SA_WINDOW_ROUND tiles or more, if an item then has at most 7/10 of a block's tiles; blocks times rounds are at most SA_LONG_BLOCKS. In a
- * launch of more than SA_WINDOW_BLOCKS blocks, seen by at most SA_WINDOW_SPAN tiles each, an item has all rounds of its block.
+ * Under a window, in a sequence longer than two spans without sink tokens: sa_window_round.
  *
  * And where slots are what lacks. Those of 64 MiB are taken by 16 key blocks for each token of a tile, where rows are as many as keys.
  *
@@ -66,11 +64,12 @@ enum {
     SA_THIN_ROUNDS = 192,
     SA_THIN_ROUND = 8,
     SA_HALF_ROUND = 160,
-    SA_WINDOW_BLOCKS = 64,
     SA_WINDOW_ITEMS = 132,
-    SA_WINDOW_ROUND = 16,
-    SA_WINDOW_SPAN = 64,
+    SA_WINDOW_ROUND = 8,
+    SA_WINDOW_LONG_ROUND = 32,
+    SA_WINDOW_PARTS = 8, /* a round has at least such a part of what sees a block */
     SA_APART_ROUNDS = 5,
+    SA_SIDE_CHAINS = 66, /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
     SA_CROWD_TOKENS = 6,
     SA_CROWD_TILES = 384,
     SA_CROWD_ROUNDS = 12,
@@ -103,6 +102,8 @@ typedef struct sa_chains {
     bool split;                  /* a chain is a round, not all of them */
     int32_t heads;               /* of all copies */
     int32_t count, together;     /* chains of all heads; worked on side by side */
+    int32_t unseen;              /* blocks before the first that a row sees, where these are items beside the chains' */
+    int32_t waves, parts;        /* the most blocks of a chain; the most rounds of a block */
     int32_t uses;                /* slot uses of a chain: its tiles, and in a shorter round idle ones */
     int32_t sinks, lead;         /* under a window: blocks with sink tokens, which alone have rounds, and how early they come, in tiles */
 } sa_chains;
@@ -136,10 +137,15 @@ SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles, int32_t seen, int32_t 
     return (int32_t)sa_last(rounds, of_few);
 }
 
-/* Tiles of a round under a window, of fewer than SA_WINDOW_ITEMS blocks in all heads, each seen by `span` tiles. */
+/* Tiles of a round under a window, of so many blocks in all heads, each seen by `span` tiles: what each of SA_WINDOW_ITEMS multiprocessors
+ * gets, within limits. 0 where whole blocks take at most a ninth longer: rounds take about `each`, a quarter of one and 3 tiles, but no
+ * less than one; of whole blocks a multiprocessor gets so many, with 2 tiles for the ends of each. */
 SA_HD int32_t sa_window_round(int32_t blocks, int32_t span) {
-    const int32_t others = SA_WINDOW_ITEMS - blocks;
-    return (int32_t)sa_last((span * blocks + others - 1) / others, SA_WINDOW_ROUND);
+    const int32_t each = (blocks * span + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS,
+                  most = (int32_t)sa_last(SA_WINDOW_LONG_ROUND, (span + SA_WINDOW_PARTS - 1) / SA_WINDOW_PARTS),
+                  tiles = (int32_t)sa_within(each, SA_WINDOW_ROUND, most),
+                  whole = (blocks + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS * (span + 2);
+    return 10 * (sa_last(each + tiles / 4, tiles) + 3) <= 9 * whole ? tiles : 0;
 }
 
 /* The largest divisor of count up to most, which is at least 1. */
@@ -156,14 +162,16 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.tiles = sa_tile_from(band->q_len, tokens);
     c.blind = first < band->q_len ? sa_tile_of(first, tokens) : c.tiles;
     const int32_t seeing = c.tiles - c.blind;
-    const int32_t all_blocks = (int32_t)sa_min((int64_t)c.blocks * room->num_heads, SA_MANY_BLOCKS);
+    const bool has_span = room->is_local && !band->num_sink && seeing > 0;
+    const int32_t unseen = has_span ? sa_tile_of(sa_row_band(band, first).begin, keys) : 0,
+                  all_blocks = (int32_t)sa_min((int64_t)(c.blocks - unseen) * room->num_heads, SA_MANY_BLOCKS);
     const bool is_window = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles),
-               has_window_rounds = is_window && !band->num_sink && all_blocks < SA_WINDOW_ITEMS && seeing <= room->most_tiles &&
-                                   10 * sa_window_round(all_blocks, room->span) <= 7 * room->span;
+               may_have_rounds = is_window && has_span && all_blocks < SA_FEW_BLOCKS && seeing <= room->most_tiles;
+    const int32_t window_round = may_have_rounds ? sa_window_round(all_blocks, room->span) : 0;
     const bool is_scarce = seeing > 0 && all_blocks <= SA_SCARCE_BLOCKS;
     const int32_t seen =
             !is_scarce ? 1 : room->num_heads * (sa_blocks_of_row(band, first, keys) + sa_blocks_of_row(band, band->q_len - 1, keys));
-    c.is_local = is_window && !has_window_rounds;
+    c.is_local = is_window && !window_round;
     const bool is_crowded = !is_window && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
                fits = room->is_local || c.tiles <= room->most_tiles;
     c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
@@ -171,8 +179,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.rounds = 1;
     if (c.sinks)
         c.rounds = sa_tile_from(seeing, SA_SINK_ROUND);
-    else if (has_window_rounds)
-        c.rounds = (int32_t)sa_first(sa_tile_from(seeing, sa_window_round(all_blocks, room->span)), SA_LONG_BLOCKS / all_blocks);
+    else if (window_round)
+        c.rounds = sa_tile_from(seeing, window_round);
     else if (!c.is_local)
         c.rounds = sa_rounds_of(all_blocks, seeing, seen, room->short_round);
     if (is_crowded) c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(SA_CROWD_ROUNDS, tokens));
@@ -183,19 +191,29 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.rounds = (int32_t)sa_last(c.rounds, 1);
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
-    const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && c.round_tiles < SA_SPLIT_ROUND) ||
-                        (has_window_rounds && room->blocks > SA_WINDOW_BLOCKS && room->span <= SA_WINDOW_SPAN);
+    const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && (window_round || c.round_tiles < SA_SPLIT_ROUND));
     c.is_long = !fits || (is_crowded && merges);
     c.split = !c.sinks && c.rounds > 1 && (c.is_long || !merges);
     c.heads = room->num_heads * room->copies;
     c.count = (int32_t)((int64_t)c.heads * (c.split ? c.rounds : 1));
     c.uses = c.split ? c.round_tiles : seeing;
+    c.parts = c.rounds;
+    c.unseen = 0;
+    c.waves = c.blocks;
+    if (has_span && c.split) {
+        c.parts = (int32_t)sa_first(c.parts, (room->span - 1) / c.round_tiles + 2);
+        c.unseen = unseen;
+        c.waves -= unseen;
+        if (sa_row_band(band, band->q_len - 1).end > (c.blocks - 1) * keys) /* else blocks that no row sees are the last waves */
+            c.waves = (int32_t)sa_first(c.waves, (c.round_tiles + room->span) * tokens / keys + 2);
+    }
     c.together = 1;
     if (c.is_long && c.uses) {
         /* Of one head, whose items come before those of the next: dK and dV of both take the same places. */
         c.together = sa_largest_divisor(c.rounds, (int32_t)sa_within(room->num_slots / c.uses, 1, c.rounds));
     } else if (!c.is_local && c.uses) {
-        const int32_t most = (int32_t)sa_within(room->num_slots / c.uses, 1, c.count);
+        const int32_t side = c.split ? c.count : (int32_t)sa_first(c.count, SA_SIDE_CHAINS),
+                      most = (int32_t)sa_within(room->num_slots / c.uses, 1, side);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
         /* Sets of one size, of more than half of `most`: a smaller last one has too few items for the machine. */
         const int32_t even = c.split ? 0 : sa_largest_divisor(c.count, most);
@@ -223,7 +241,9 @@ typedef struct sa_chain_item {
 } sa_chain_item;
 
 /* The number of items, also those that do not exist. */
-SA_HD int64_t sa_num_chain_items(const sa_chains *c) { return (int64_t)c->count * (c->sinks * c->rounds + c->blocks - c->sinks); }
+SA_HD int64_t sa_num_chain_items(const sa_chains *c) {
+    return (int64_t)c->count * (c->sinks * c->rounds + c->waves - c->sinks) + (int64_t)c->heads * c->unseen;
+}
 
 /* Blocks of a head whose dK and dV items hand on. */
 SA_HD int32_t sa_num_carries(const sa_chains *c) { return c->split ? c->blocks : c->rounds > 1 ? c->sinks : 0; }
@@ -242,6 +262,7 @@ SA_HD int32_t sa_rounds_before(const sa_chains *c, const sa_band *band, sa_posit
 /* Where an item stands: the number of its set of chains, of its chain in the set, and how many chains the set has. */
 typedef struct sa_chain_place {
     int32_t set, nth, together;
+    bool is_first; /* of its chain */
 } sa_chain_place;
 
 /* The row tiles of a round, or of all. */
@@ -255,10 +276,11 @@ SA_HD sa_range sa_tiles_of_round(const sa_chains *c, int32_t round, bool is_roun
 /* Whether items leave dK and dV apart, if there is room. Items of fewer rounds rarely wait for a turn. */
 SA_HD bool sa_is_apart(const sa_chains *c) { return c->split && !c->is_long && c->rounds >= SA_APART_ROUNDS; }
 
-/* How many places items need that leave dK and dV apart, and the place of one. */
-SA_HD int64_t sa_num_places(const sa_chains *c) { return (int64_t)c->rounds * c->blocks * c->heads; }
-SA_HD int32_t sa_place_of(const sa_chains *c, int32_t head, int32_t round, int32_t block) {
-    return (round * c->blocks + block) * c->heads + head;
+/* How many places items need that leave dK and dV apart, and the place of one; earlier: how many of its block's rounds come before its
+ * rows. */
+SA_HD int64_t sa_num_places(const sa_chains *c) { return (int64_t)c->parts * c->blocks * c->heads; }
+SA_HD int32_t sa_place_of(const sa_chains *c, int32_t head, int32_t earlier, int32_t block) {
+    return (earlier * c->blocks + block) * c->heads + head;
 }
 
 /* Places item n where a window has sink tokens. */
@@ -275,7 +297,7 @@ SA_HD sa_chain_place sa_place_beside_sinks(
     }
     const bool is_plain = low < all && low + c->sinks * sa_rounds_before(c, band, tokens, keys, low) == row;
     const int32_t x = is_plain ? low : row - low, each = is_plain ? plain : c->sinks * c->rounds, set = x / each, in_set = x - set * each;
-    const sa_chain_place place = {set, n - row * c->together, c->together};
+    const sa_chain_place place = {set, n - row * c->together, c->together, false};
     item->head = set * c->together + place.nth;
     item->round = is_plain ? 0 : in_set / c->sinks;
     item->block = is_plain ? c->sinks + in_set : in_set - item->round * c->sinks;
@@ -284,20 +306,33 @@ SA_HD sa_chain_place sa_place_beside_sinks(
     return place;
 }
 
+/* Places an item behind the chains': a block that no row sees. */
+SA_HD sa_chain_place sa_place_unseen(const sa_chains *c, int32_t n, sa_chain_item *item) {
+    const int32_t x = n - c->count * c->waves;
+    item->head = x / c->unseen;
+    item->block = x - item->head * c->unseen;
+    item->round = c->rounds - 1;
+    item->nth = c->rounds * c->waves + item->block;
+    item->exists = true;
+    return (sa_chain_place){0, 0, 1, false};
+}
+
 /* Places item n elsewhere. Chains end together: a chain of earlier rows, whose rows see fewer blocks, begins later. */
 SA_HD sa_chain_place sa_place_in_set(
         const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n, sa_chain_item *item) {
-    const int32_t set = n / (c->together * c->blocks), in_set = n - set * c->together * c->blocks, first = set * c->together,
+    const int32_t set = n / (c->together * c->waves), in_set = n - set * c->together * c->waves, first = set * c->together,
                   together = (int32_t)sa_first(c->together, c->count - first), wave = in_set / together;
-    const sa_chain_place place = {set, in_set - wave * together, together};
+    sa_chain_place place = {set, in_set - wave * together, together, false};
     const int32_t chain = first + place.nth;
     item->head = c->split ? chain / c->rounds : chain;
     item->round = c->split ? c->rounds - 1 - (chain - item->head * c->rounds) : 0;
     const sa_position_t end = sa_tiles_of_round(c, item->round, c->split).end * tokens;
     const int32_t blocks = c->split && item->round < c->rounds - 1 ? sa_tile_from(sa_row_band(band, end - 1).end, keys) : c->blocks;
-    item->exists = wave >= c->blocks - blocks;
-    item->block = item->exists ? wave - (c->blocks - blocks) : blocks + wave;
-    item->nth = item->round * c->blocks + item->block;
+    const int32_t late = c->waves - blocks; /* waves before the chain's first block, or blocks that see nothing of it */
+    item->exists = wave >= late;
+    item->block = item->exists ? wave - late : blocks + wave;
+    item->nth = item->round * c->waves + (item->exists ? wave - (int32_t)sa_last(late, 0) : blocks + wave);
+    place.is_first = wave == sa_last(late, 0);
     return place;
 }
 
@@ -313,8 +348,9 @@ SA_HD sa_range sa_rounds_seeing(const sa_chains *c, sa_range rows, sa_position_t
 /* Item n in the order in which they are taken. */
 SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t n) {
     sa_chain_item item;
-    const sa_chain_place place =
-            c->sinks ? sa_place_beside_sinks(c, band, tokens, keys, n, &item) : sa_place_in_set(c, band, tokens, keys, n, &item);
+    const sa_chain_place place = c->sinks                   ? sa_place_beside_sinks(c, band, tokens, keys, n, &item)
+                                 : n >= c->count * c->waves ? sa_place_unseen(c, n, &item)
+                                                            : sa_place_in_set(c, band, tokens, keys, n, &item);
     const bool is_sink = item.block < c->sinks, is_round = c->split || is_sink;
     const sa_range of_block = {item.block * keys, sa_first((item.block + 1) * keys, band->k_len)}, rows = sa_keys_rows(band, of_block),
                    of_round = sa_tiles_of_round(c, item.round, is_round);
@@ -334,7 +370,7 @@ SA_HD sa_chain_item sa_chain_item_of(const sa_chains *c, const sa_band *band, sa
         item.use = first_use + (c->is_local ? item.tiles.end - 1 - c->blind : end - item.tiles.end) * place.together;
     else
         item.tiles.begin = item.tiles.end = 0;
-    if (item.block == 0 && item.exists && !c->sinks) {
+    if (place.is_first) {
         item.idle = c->uses - (end - begin);
         item.idle_use = first_use + (end - begin) * place.together;
     }

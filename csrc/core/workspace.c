@@ -83,12 +83,14 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_ROUND_BYTES (INT64_C(18) << 20)
 #define SA_SLOTS_BYTES (INT64_C(64) << 20)
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
-#define SA_FULL_BLOCKS 2048                /* so many key blocks of all kv heads, .. */
-#define SA_FULL_CHAIN 256                  /* .. so many of each, fill the machine with one round at a time */
-#define SA_APART_PLACES 2048               /* at most, for dK and dV left apart */
-#define SA_PARTS_BYTES (INT64_C(72) << 20) /* at most, for dQ left apart, .. */
-#define SA_PARTS_BLOCKS 32                 /* .. by fewer key blocks of all kv heads */
-#define SA_SLICE_GAIN 8                    /* slices must fill over 1/8 of a tile's rows more */
+#define SA_FULL_BLOCKS 2048                      /* so many key blocks of all kv heads, .. */
+#define SA_FULL_CHAIN 256                        /* .. so many of each, fill the machine with one round at a time */
+#define SA_APART_PLACES 2048                     /* at most, for dK and dV left apart */
+#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* at most, for dQ left apart, .. */
+#define SA_PARTS_BLOCKS 32                       /* .. by fewer key blocks of all kv heads */
+#define SA_LONG_PARTS_BYTES (INT64_C(256) << 20) /* the same for so few row tiles of all kv heads that turns at their dQ .. */
+#define SA_PARTS_TILES 64                        /* .. take longer than all else */
+#define SA_SLICE_GAIN 8                          /* slices must fill over 1/8 of a tile's rows more */
 
 static int64_t tile_bytes_of(const sinkattn_variant_info *info) { return info->tile_q * info->max_head_dim * 4; }
 
@@ -163,8 +165,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = INT64_C(2) * room->short_round;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
-               may_merge =
-                       may_have_rounds && (p->packed ? room->blocks >= (room->is_local ? SA_WINDOW_BLOCKS : SA_FEW_BLOCKS) : !dense.split);
+               may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
     const bool may_crowd = p->packed && tokens <= SA_CROWD_TOKENS;
     const int64_t crowd = may_crowd ? sa_ceil_div(SA_CROWD_ROUNDS, tokens) : 1;
     if (p->packed) {
@@ -175,6 +176,9 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                                           : room->most_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
         to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
+        /* Waves of a window's round reach over it and a span. */
+        if (room->is_local && may_split)
+            to.items += (SA_WINDOW_PARTS + 2) * sa_packed_tiles(p->q_len, info->tile_k, p->batch) + 2 * to.tiles / heads / SA_WINDOW_ROUND;
     } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
@@ -182,7 +186,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const bool may_be_apart = may_split && room->blocks < SA_FEW_BLOCKS;
     to.places = 0;
     if (may_be_apart && p->packed) {
-        const int64_t of_head = sa_min(to.items, blocks * sa_max(longest / room->short_round, crowd)); /* an item each, or fewer rounds */
+        const int64_t rounds = sa_max(longest / room->short_round + (room->is_local ? 2 : 0), crowd);
+        const int64_t of_head = room->is_local ? blocks * rounds : sa_min(to.items, blocks * rounds); /* an item each, or fewer rounds */
         to.places = sa_min(SA_APART_PLACES, of_head * heads);
     } else if (may_be_apart && sa_is_apart(&dense)) {
         const int64_t places = sa_max(p->batch, 1) * sa_num_places(&dense);
@@ -201,7 +206,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
     to.own_carries = may_merge ? plan->workers : 0;
     const int64_t parts = most_parts(p, info, tokens);
-    to.parts = room->blocks < SA_PARTS_BLOCKS && to.tiles * parts <= SA_PARTS_BYTES / tile_bytes ? parts : 0;
+    const int64_t parts_bytes = to.tiles <= SA_PARTS_TILES ? SA_LONG_PARTS_BYTES : room->blocks < SA_PARTS_BLOCKS ? SA_PARTS_BYTES : 0;
+    to.parts = to.tiles * parts <= parts_bytes / tile_bytes ? parts : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);

@@ -47,7 +47,8 @@ static sequence pick_sequence(void) {
         mask.num_sink_tokens = 0;
         s.band = sa_band_of(&mask, q_len, k_len);
         s.room.num_heads = (int32_t)pick(1, 2);
-        s.room.most_tiles = s.room.num_slots = 4000;
+        s.room.most_tiles = 4000;
+        s.room.num_slots = one_in(2) ? 4000 : (int32_t)sa_ceil_div(q_len, s.tokens) + SA_SINK_ROUND + (int32_t)pick(0, 1000);
     }
     s.chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
     return s;
@@ -247,23 +248,30 @@ static void test_few_blocks_have_rounds(void) {
             (int)chains.together);
 }
 
-/* Under a window of 512, 4096 tokens of one kv head of 8 have a few rounds a block; 8 kv heads, or one of a single head, none. */
+/* Under a window of 512: rounds of 10 tiles for 4096 tokens of one kv head of 8, of twice as many for two kv heads or twice as many
+ * tokens; none where blocks are about as many as multiprocessors, and for a kv head of a single head. A round's waves are the few blocks
+ * that see it. */
 static void test_few_blocks_of_a_window_have_rounds(void) {
     const sinkattn_mask window = {.has_left = true, .has_right = true, .left = 511};
-    sa_chain_room room = {
-            .num_heads = 1, .copies = 1, .most_tiles = 1152, .short_round = 4, .num_slots = 1152, .is_local = true, .span = 41};
-    const sa_band band = sa_band_of(&window, 4096, 4096);
-    sa_chains chains = sa_chains_of(&band, 16, kKeys, &room);
-    CHECK(chains.rounds == 16 && chains.split && !chains.is_local, "%d rounds", (int)chains.rounds);
-    room.blocks = SA_WINDOW_BLOCKS + 1;
-    chains = sa_chains_of(&band, 16, kKeys, &room);
-    CHECK(chains.rounds == 16 && !chains.split, "the same in a large batch: %d rounds", (int)chains.rounds);
-    room.num_heads = 8;
-    chains = sa_chains_of(&band, 16, kKeys, &room);
-    CHECK(chains.rounds == 1 && chains.is_local, "64:8: %d rounds", (int)chains.rounds);
-    room.num_heads = 1, room.span = 6;
-    chains = sa_chains_of(&band, 128, kKeys, &room);
-    CHECK(chains.rounds == 1, "1:1: %d rounds", (int)chains.rounds);
+    sa_chain_room room = {.copies = 1, .most_tiles = 1152, .short_round = 4, .num_slots = 1152, .is_local = true};
+    const struct {
+        int32_t length, heads, tokens, rounds, waves;
+    } cases[] = {{4096, 1, 16, 26, 8}, {4096, 2, 16, 13, 9}, {8192, 1, 16, 26, 9}, {2048, 8, 16, 1, 16}, {4096, 8, 16, 1, 32},
+            {4096, 1, 128, 1, 32}, {2048, 1, 16, 16, 8}, {3000, 8, 16, 6, 11}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sa_band band = sa_band_of(&window, cases[i].length, cases[i].length);
+        room.num_heads = cases[i].heads, room.span = (512 + kKeys - 1 + cases[i].tokens - 1) / cases[i].tokens + 1, room.blocks = 0;
+        sa_chains chains = sa_chains_of(&band, cases[i].tokens, kKeys, &room);
+        CHECK(chains.rounds == cases[i].rounds && chains.waves == cases[i].waves && chains.split == (chains.rounds > 1),
+                "%d tokens: %d rounds, %d waves", (int)cases[i].length, (int)chains.rounds, (int)chains.waves);
+        band = sa_band_of(&window, cases[i].length, cases[i].length + 700);
+        chains = sa_chains_of(&band, cases[i].tokens, kKeys, &room);
+        CHECK(chains.split ? chains.unseen == 1 && chains.waves <= 11 : chains.waves == chains.blocks, "%d tokens behind 700: %d waves",
+                (int)cases[i].length, (int)chains.waves);
+        room.blocks = SA_FEW_BLOCKS;
+        chains = sa_chains_of(&band, cases[i].tokens, kKeys, &room);
+        CHECK(!chains.split && chains.waves == chains.blocks, "the same in a large batch: %d waves", (int)chains.waves);
+    }
 }
 
 /* Where the last kernel looks for what items leave apart: each has a place of its own, and the rounds that see a block are all there. */
@@ -282,7 +290,8 @@ static void test_items_are_found_by_block_and_round(void) {
             const bool is_seen = rounds.begin < rounds.end;
             CHECK_ITEM(is_seen ? item.round >= rounds.begin && item.round < rounds.end : item.round == c->rounds - 1, &s, n);
             CHECK_ITEM(item.num_parts == (is_seen ? rounds.end - rounds.begin : 1), &s, n);
-            const int32_t place = sa_place_of(c, item.head, item.round, item.block);
+            CHECK_ITEM(item.part == (is_seen ? rounds.end - 1 - item.round : 0), &s, n);
+            const int32_t place = sa_place_of(c, item.head, item.num_parts - 1 - item.part, item.block);
             if (CHECK_ITEM(place >= 0 && place < sa_num_places(c), &s, n)) CHECK_ITEM(!taken[place]++, &s, n);
             int32_t *of_block = &missing[item.head * c->blocks + item.block];
             if (!*of_block) *of_block = item.num_parts;
@@ -294,9 +303,10 @@ static void test_items_are_found_by_block_and_round(void) {
     }
 }
 
-/* 125 row tiles are 3 rounds of 42: chains of all 8 heads and rounds are side by side all the same. */
+/* 125 row tiles are 3 rounds of 42: chains of all 8 heads and rounds are side by side all the same. Of 256 chains of all rounds 64 are, of
+ * whose rows some stay in the L2. 8 row tiles leave dQ apart for 512 key blocks, 65 for none. */
 static void test_rounds_have_room(void) {
-    const sinkattn_problem problem = {.op = SINKATTN_BWD,
+    sinkattn_problem problem = {.op = SINKATTN_BWD,
             .dtype = SINKATTN_BF16,
             .batch = 1,
             .num_q_heads = 64,
@@ -307,9 +317,17 @@ static void test_rounds_have_room(void) {
             .mask = {.has_right = true}};
     sinkattn_plan plan;
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
-    const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&problem, &plan);
-    const sa_chains chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
+    sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&problem, &plan);
+    sa_chains chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
     CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
+    problem.batch = problem.num_q_heads = problem.num_kv_heads = 16, problem.q_len = problem.k_len = 1024;
+    layout = sa_bwd_sm90_layout_of(&problem, &plan);
+    chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
+    CHECK(chains.count == 256 && chains.together == 64, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
+    problem.batch = problem.num_kv_heads = 1, problem.num_q_heads = 8, problem.q_len = 128, problem.k_len = 65536;
+    CHECK(sa_bwd_sm90_layout_of(&problem, &plan).parts == 512, "8 tiles");
+    problem.q_len = 65 * 16, problem.k_len = 8192;
+    CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "65 tiles");
 }
 
 /* What the sequences of a packed batch need is what the workspace has room for. */

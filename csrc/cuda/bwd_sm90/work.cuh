@@ -284,11 +284,10 @@ __device__ __forceinline__ KeySum key_sum_of(const sinkattn_bwd_args &args, cons
         const Entry &entry, const sa_band &band, const sa_chains &chains, int64_t first_place, int head, int kv_head, int block) {
     constexpr int64_t kCarry = 2 * kHalfCarry<C>;
     const int key = block * C::kKeys;
-    sa_range rounds =
+    const sa_range rounds =
             sa_rounds_seeing(&chains, sa_keys_rows(&band, {key, sa_first(key + C::kKeys, band.k_len)}), p.tokens, chains.round_tiles);
-    if (rounds.begin == rounds.end) rounds = {chains.rounds - 1, chains.rounds}; // its item has zeros
-    const auto count = static_cast<int>(rounds.end - rounds.begin);
-    const int64_t place = p.places_at + first_place + sa_place_of(&chains, head, static_cast<int>(rounds.end) - 1, block);
+    const int count = max(static_cast<int>(rounds.end - rounds.begin), 1); // that of a block that no row sees has zeros
+    const int64_t place = p.places_at + first_place + sa_place_of(&chains, head, count - 1, block);
     const auto at = [&](const sinkattn_tensor &to) {
         return static_cast<uint16_t *>(to.data) + sa_offset(&to, entry.sequence.batch, entry.sequence.k_begin + key, kv_head);
     };
@@ -333,16 +332,16 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     item.num_parts = own.num_parts;
     item.carry = -1;
     item.carry_turn = 0;
-    if (entry.first_place >= 0) {
-        item.carry = -2 - static_cast<int>(entry.first_place) - sa_place_of(&chains, own.head, own.round, own.block);
-    } else if (own.block < sa_num_carries(&chains)) {
+    if (entry.first_place >= 0 && own.num_parts) {
+        item.carry = -2 - static_cast<int>(entry.first_place) - sa_place_of(&chains, own.head, own.num_parts - 1 - own.part, own.block);
+    } else if (entry.first_place < 0 && own.block < sa_num_carries(&chains)) {
         item.carry = static_cast<int>(entry.first_carry) + (chains.is_long ? 0 : own.head * sa_num_carries(&chains)) + own.block;
         item.carry_turn = (chains.is_long ? own.head * own.num_parts : 0) + own.part;
     }
     const auto kv_heads = static_cast<int>(args.fwd.problem.num_kv_heads); // the last carries are those between slices
     const int kv_head = slice / p.slices, nth_block = (of_copy.first_block + copy * chains.blocks + own.block) * kv_heads + kv_head;
     item.slice_carry = static_cast<int>(p.num_carries) - 1 - nth_block;
-    if (p.num_places && own.round == 0 && slice % p.slices == 0) {
+    if (p.num_places && own.exists && own.part == 0 && own.num_parts > 0 && slice % p.slices == 0) {
         KeySum &sum = buffers.key_sums[nth_block];
         sum = {};
         if (entry.first_place >= 0)
