@@ -335,7 +335,7 @@ __device__ __forceinline__ void compute_share(
         for (int64_t h = threadIdx.x / 16; h < args.fwd.problem.num_q_heads; h += kThreads / 16)
             if (threadIdx.x % 16 < C::kParts) p.sums[(h * gridDim.x + blockIdx.x) * C::kParts + threadIdx.x % 16] = 0.0f;
     if (blockIdx.x == 0 && !C::kHide) check_lengths(args.fwd, error_word);
-    start_walk<kThreads>(smem.walk, smem.scan, args.fwd, p);
+    start_walk<kThreads, C::kShared>(smem.walk, smem.scan, args.fwd, p);
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<80>();
@@ -430,7 +430,10 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kKeys, "k"));
     SA_TRY(map_keys(&maps.v, problem, args.fwd.v, kKeys, "v"));
     const char *name = "sa_bwd_cuda_sm90_window";
-    const auto blocks = static_cast<unsigned>(plan.workers);
+    const int64_t tiles =
+            problem.packed ? sa_packed_tiles(problem.q_len, kKeys, problem.batch) : problem.batch * sa_ceil_div(problem.q_len, kKeys);
+    p.owners = First::kShared && 2 * tiles * problem.num_kv_heads <= plan.workers ? 2 : 1;
+    const auto blocks = static_cast<unsigned>(plan.workers / p.owners * p.owners);
     SA_TRY(launch_overlapping<bwd_window_kernel<First>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word));
     return launch_overlapping<bwd_window_kernel<Second>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word);
 }

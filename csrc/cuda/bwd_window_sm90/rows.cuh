@@ -40,7 +40,7 @@ __device__ __forceinline__ bool load_steps(
             if (next_newest(smem.walk) > finished + 2) return true;
             smem.step_empty.acquire(use);
             __syncwarp();
-            if (lane == 0) next_heads(smem.steps[stage], smem.walk, args.fwd, p);
+            if (lane == 0) next_heads<C::kShared>(smem.steps[stage], smem.walk, args.fwd, p);
             if (C::kSinkTokens && lane == 0) describe_sink_step(smem, stage, args.fwd, p);
             __syncwarp();
             step = smem.steps[stage];

@@ -6,7 +6,8 @@
 // tiles of all sequences of the first kv head, then of the next, are cut into shares, one a thread block, without regard to sequences. A
 // share has whole tiles and as many steps as the others: a tile without rows, as before the rows of a chunk, takes one. A segment is the
 // part of a share in one sequence and kv head. The block owns dQ, dK and dV of its tiles. It also visits up to two tiles after a segment,
-// whose rows see its last keys, and loads the keys of up to two tiles before it, which its first rows see.
+// whose rows see its last keys, and loads the keys of up to two tiles before it, which its first rows see. Where tiles are so few that
+// there are two blocks for each, every share has two: the one owns dK and dV, the other dQ.
 //
 // A step is 64 rows of a tile: the heads of a GQA group in parts of a power of two, times tokens.
 #pragma once
@@ -23,6 +24,10 @@ struct WalkShape {
     int max_distance;      // a row sees its own position's key and this many before
     int tiles_before;      // key tiles before its own that a row may see
     int group, head_shift; // q heads of a kv head; a step has 1 << head_shift of them, and 64 >> head_shift tokens
+    int owners;            // thread blocks of a share: 1, or with kShared 2, the first for dK and dV, the second for dQ
+
+    template <bool kShared> __device__ __forceinline__ bool owns_keys() const { return !kShared || owners == 1 || blockIdx.x % 2 == 0; }
+    template <bool kShared> __device__ __forceinline__ bool owns_rows() const { return !kShared || owners == 1 || blockIdx.x % 2 == 1; }
 
     // Whether a row sees the key `distance` before its own position's.
     __device__ __forceinline__ bool sees(int distance) const {
@@ -117,13 +122,13 @@ __device__ __forceinline__ void open_tile(ShareWalk &walk, const WalkShape &p) {
 }
 
 // From the sequence's step n on. False where the share ends in that step's tile, which is the next share's.
-__device__ __forceinline__ bool open_segment(ShareWalk &walk, const WalkShape &p, int64_t n) {
+template <bool kShared> __device__ __forceinline__ bool open_segment(ShareWalk &walk, const WalkShape &p, int64_t n) {
     const sa_range tiles = tiles_of(walk.sequence);
     const int64_t steps = num_steps(walk.sequence, p) - n;
     walk.begin = walk.tile = n ? tile_of_step(walk.sequence, tiles, n, p) : tiles.begin;
     walk.end = walk.remaining < steps ? tile_of_step(walk.sequence, tiles, n + walk.remaining, p) : tiles.end;
     walk.remaining -= sa_min(walk.remaining, steps);
-    walk.last = walk.end > 0 ? sa_min(walk.end + p.tiles_before, tiles.end) : walk.end;
+    walk.last = walk.end > 0 && p.owns_keys<kShared>() ? sa_min(walk.end + p.tiles_before, tiles.end) : walk.end;
     if (walk.begin == walk.end) {
         walk.heads = walk.num_heads = 0;
         walk.last = walk.tile;
@@ -145,6 +150,7 @@ __device__ __forceinline__ int token_flags(const Step &step, int tokens) {
 }
 
 // The first step of the next part of the heads, or of the next tile; flags 0 at the end of the share.
+template <bool kShared>
 __device__ __forceinline__ void next_heads(Step &step, ShareWalk &walk, const sinkattn_fwd_args &args, const WalkShape &p) {
     step.flags = 0;
     if (is_tile_done(walk)) {
@@ -163,15 +169,15 @@ __device__ __forceinline__ void next_heads(Step &step, ShareWalk &walk, const si
                 walk.sequence = sequence_or_tails(args, walk.index);
                 tiles = tiles_of(walk.sequence);
             } while (tiles.begin == tiles.end);
-            if (!open_segment(walk, p, 0)) return;
+            if (!open_segment<kShared>(walk, p, 0)) return;
         }
         walk.newest++;
     }
-    const bool begins = walk.heads == 0, owns_rows = walk.tile < walk.end;
+    const bool begins = walk.heads == 0, owns_rows = p.owns_rows<kShared>() && walk.tile < walk.end;
     int seen = 0, owned = 0;
     for (int age = 0; age < kSeenTiles; age++) {
         const int64_t tile = walk.tile - age;
-        const bool own = tile >= sa_max(walk.begin, 0) && tile < walk.end;
+        const bool own = p.owns_keys<kShared>() && tile >= sa_max(walk.begin, 0) && tile < walk.end;
         owned |= own << age;
         seen |= (tile >= 0 && age <= p.tiles_before && (owns_rows || own)) << age;
     }
@@ -212,7 +218,7 @@ __device__ __forceinline__ bool next_tokens(Step &step, const Step &before, cons
 }
 
 // Starts at the first tile of the block's share. All threads sum up steps; the one whose sequences hold the first writes the walk.
-template <int kThreads>
+template <int kThreads, bool kShared>
 __device__ __forceinline__ void start_walk(
         ShareWalk &walk, int64_t (&scan)[kThreads / 32], const sinkattn_fwd_args &args, const WalkShape &p) {
     const int64_t count = num_sequences(args.problem), each = sa_ceil_div(count, kThreads);
@@ -234,8 +240,8 @@ __device__ __forceinline__ void start_walk(
         if (warp < static_cast<int>(threadIdx.x / 32)) before += scan[warp];
         total += scan[warp];
     }
-    const int64_t all = total * args.problem.num_kv_heads, begin = all * blockIdx.x / gridDim.x,
-                  share_end = all * (blockIdx.x + 1) / gridDim.x;
+    const unsigned owners = kShared ? p.owners : 1, share = blockIdx.x / owners, shares = gridDim.x / owners;
+    const int64_t all = total * args.problem.num_kv_heads, begin = all * share / shares, share_end = all * (share + 1) / shares;
     if (begin == share_end) {
         if (threadIdx.x == 0) {
             walk.remaining = 0;
@@ -257,7 +263,7 @@ __device__ __forceinline__ void start_walk(
     walk.sequence = sequence_or_tails(args, b);
     walk.newest = kSeenTiles - 1; // the number of its first tile: two older ones may be loaded with it
     walk.new_kv_head = true;
-    open_segment(walk, p, at);
+    open_segment<kShared>(walk, p, at);
 }
 
 } // namespace sa::bwd_window_sm90
