@@ -67,7 +67,7 @@ enum {
     SA_WINDOW_ITEMS = 132,
     SA_WINDOW_ROUND = 8,
     SA_WINDOW_LONG_ROUND = 32,
-    SA_WINDOW_PARTS = 8, /* a round has at least such a part of what sees a block */
+    SA_WINDOW_PARTS = 8, /* longer ones have at most such a part of what sees a block */
     SA_APART_ROUNDS = 5,
     SA_SIDE_CHAINS = 66, /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
     SA_CROWD_TOKENS = 6,
@@ -166,7 +166,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     const int32_t unseen = has_span ? sa_tile_of(sa_row_band(band, first).begin, keys) : 0,
                   all_blocks = (int32_t)sa_min((int64_t)(c.blocks - unseen) * room->num_heads, SA_MANY_BLOCKS);
     const bool is_window = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles),
-               may_have_rounds = is_window && has_span && all_blocks < SA_FEW_BLOCKS && seeing <= room->most_tiles;
+               may_have_rounds = is_window && !band->num_sink && all_blocks < SA_FEW_BLOCKS && seeing <= room->most_tiles &&
+                                 seeing >= 2 * room->short_round;
     const int32_t window_round = may_have_rounds ? sa_window_round(all_blocks, room->span) : 0;
     const bool is_scarce = seeing > 0 && all_blocks <= SA_SCARCE_BLOCKS;
     const int32_t seen =
@@ -201,11 +202,9 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.unseen = 0;
     c.waves = c.blocks;
     if (has_span && c.split) {
-        c.parts = (int32_t)sa_first(c.parts, (room->span - 1) / c.round_tiles + 2);
+        c.parts = (int32_t)sa_first(c.parts, (room->span - 2) / c.round_tiles + 2);
         c.unseen = unseen;
-        c.waves -= unseen;
-        if (sa_row_band(band, band->q_len - 1).end > (c.blocks - 1) * keys) /* else blocks that no row sees are the last waves */
-            c.waves = (int32_t)sa_first(c.waves, (c.round_tiles + room->span) * tokens / keys + 2);
+        c.waves = (int32_t)sa_first(c.blocks - unseen, (c.round_tiles + room->span) * tokens / keys + 1);
     }
     c.together = 1;
     if (c.is_long && c.uses) {
@@ -331,7 +330,7 @@ SA_HD sa_chain_place sa_place_in_set(
     const int32_t late = c->waves - blocks; /* waves before the chain's first block, or blocks that see nothing of it */
     item->exists = wave >= late;
     item->block = item->exists ? wave - late : blocks + wave;
-    item->nth = item->round * c->waves + (item->exists ? wave - (int32_t)sa_last(late, 0) : blocks + wave);
+    item->nth = item->round * c->waves + wave;
     place.is_first = wave == sa_last(late, 0);
     return place;
 }

@@ -176,7 +176,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                                           : room->most_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
         to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
-        /* Waves of a window's round reach over it and a span. */
+        /* Waves of a window's round reach over it and a span: SA_WINDOW_PARTS rounds, or more of few blocks, within SA_LONG_BLOCKS. */
         if (room->is_local && may_split)
             to.items += (SA_WINDOW_PARTS + 2) * sa_packed_tiles(p->q_len, info->tile_k, p->batch) + 2 * to.tiles / heads / SA_WINDOW_ROUND;
     } else {
@@ -186,9 +186,9 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const bool may_be_apart = may_split && room->blocks < SA_FEW_BLOCKS;
     to.places = 0;
     if (may_be_apart && p->packed) {
-        const int64_t rounds = sa_max(longest / room->short_round + (room->is_local ? 2 : 0), crowd);
-        const int64_t of_head = room->is_local ? blocks * rounds : sa_min(to.items, blocks * rounds); /* an item each, or fewer rounds */
-        to.places = sa_min(SA_APART_PLACES, of_head * heads);
+        const bool has_span = room->is_local && !p->mask.num_sink_tokens;
+        const int64_t most = longest / room->short_round, rounds = sa_max(has_span ? sa_min(most, room->span / 4) + 2 : most, crowd);
+        to.places = sa_min(SA_APART_PLACES, (has_span ? blocks * rounds : sa_min(to.items, blocks * rounds)) * heads);
     } else if (may_be_apart && sa_is_apart(&dense)) {
         const int64_t places = sa_max(p->batch, 1) * sa_num_places(&dense);
         if (places <= SA_APART_PLACES) to.places = places;

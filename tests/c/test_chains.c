@@ -256,8 +256,8 @@ static void test_few_blocks_of_a_window_have_rounds(void) {
     sa_chain_room room = {.copies = 1, .most_tiles = 1152, .short_round = 4, .num_slots = 1152, .is_local = true};
     const struct {
         int32_t length, heads, tokens, rounds, waves;
-    } cases[] = {{4096, 1, 16, 26, 8}, {4096, 2, 16, 13, 9}, {8192, 1, 16, 26, 9}, {2048, 8, 16, 1, 16}, {4096, 8, 16, 1, 32},
-            {4096, 1, 128, 1, 32}, {2048, 1, 16, 16, 8}, {3000, 8, 16, 6, 11}};
+    } cases[] = {{4096, 1, 16, 26, 7}, {4096, 2, 16, 13, 8}, {8192, 1, 16, 26, 8}, {2048, 8, 16, 1, 16}, {4096, 8, 16, 1, 32},
+            {4096, 1, 128, 1, 32}, {2048, 1, 16, 16, 7}, {3000, 8, 16, 6, 10}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sa_band band = sa_band_of(&window, cases[i].length, cases[i].length);
         room.num_heads = cases[i].heads, room.span = (512 + kKeys - 1 + cases[i].tokens - 1) / cases[i].tokens + 1, room.blocks = 0;
@@ -266,7 +266,7 @@ static void test_few_blocks_of_a_window_have_rounds(void) {
                 "%d tokens: %d rounds, %d waves", (int)cases[i].length, (int)chains.rounds, (int)chains.waves);
         band = sa_band_of(&window, cases[i].length, cases[i].length + 700);
         chains = sa_chains_of(&band, cases[i].tokens, kKeys, &room);
-        CHECK(chains.split ? chains.unseen == 1 && chains.waves <= 11 : chains.waves == chains.blocks, "%d tokens behind 700: %d waves",
+        CHECK(chains.split ? chains.unseen == 1 && chains.waves <= 10 : chains.waves == chains.blocks, "%d tokens behind 700: %d waves",
                 (int)cases[i].length, (int)chains.waves);
         room.blocks = SA_FEW_BLOCKS;
         chains = sa_chains_of(&band, cases[i].tokens, kKeys, &room);
@@ -361,7 +361,8 @@ static void test_packed_batches_have_room(void) {
     sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .packed = true, .head_dim = 128, .mask = {.has_right = true}};
     const struct {
         int64_t heads, kv_heads, batch, q_len, k_len, window;
-    } tight[] = {{32, 1, 1, 2400, 131072, 0}, {112, 4, 1, 2400, 32768, 0}, {80, 8, 3, 2299, 2944, 0}, {32, 1, 1, 772, 4096, 256}};
+    } tight[] = {{32, 1, 1, 2400, 131072, 0}, {112, 4, 1, 2400, 32768, 0}, {80, 8, 3, 2299, 2944, 0}, {32, 1, 1, 772, 4096, 256},
+            {23, 23, 1, 836, 836, 93}};
     for (size_t i = 0; i < sizeof tight / sizeof *tight; i++) {
         const int64_t q = tight[i].q_len, k = tight[i].k_len;
         p.num_q_heads = tight[i].heads, p.num_kv_heads = tight[i].kv_heads, p.batch = tight[i].batch;
@@ -370,13 +371,13 @@ static void test_packed_batches_have_room(void) {
         check_room(&p, (int64_t[]){q, q, q}, (int64_t[]){k, k, k});
     }
     for (int i = 0; i < 2000; i++) {
-        const int64_t most = one_in(2) ? 6000 : 2000, most_keys = one_in(3) ? 40000 : most;
+        const int64_t most = one_in(3) ? 6000 : one_in(2) ? 2000 : 900, most_keys = one_in(3) ? 40000 : most;
         int64_t q_lens[40], k_lens[40];
         const bool is_even = one_in(3);
         p.batch = pick(1, one_in(3) ? 3 : 40), p.head_dim = 1 << pick(6, 8), p.q_len = p.k_len = 0;
         p.num_kv_heads = pick(1, one_in(2) ? 4 : 24), p.num_q_heads = p.num_kv_heads * pick(1, 64);
         p.mask = (sinkattn_mask){.has_right = one_in(2), .num_sink_tokens = one_in(3) ? pick(1, 1000) : 0};
-        if (one_in(3)) p.mask.has_left = true, p.mask.left = pick(0, 3000);
+        if (one_in(2)) p.mask.has_left = true, p.mask.left = pick(0, one_in(2) ? 3000 : 200), p.mask.right = one_in(3) ? pick(0, 99) : 0;
         for (int64_t b = 0; b < p.batch; b++) {
             q_lens[b] = is_even && b ? q_lens[0] : one_in(3) ? pick(0, 200) : pick(0, most);
             k_lens[b] = is_even || one_in(2) ? q_lens[b] : pick(0, most_keys);

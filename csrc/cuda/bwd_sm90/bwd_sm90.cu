@@ -18,6 +18,7 @@
 //
 // 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns through lse and g - delta;
 // in K they become 0 in every tile, and NaN returns through V.
+//
 // Shared memory and registers: docs/kernels/bwd_sm90.md, Budget.
 
 #include "cuda/bwd_sm90/copies.cuh"
@@ -401,10 +402,7 @@ template <class C, TermsOf kTerms> struct Math {
             }
             const int part = item.has_tiles() ? item.part_of(item.tiles.begin) : 0;
             const bool is_apart = is_left_apart(p, item);
-            if (is_apart) {
-                add_poison(dk, poison);
-                add_poison(dv, poison);
-            }
+            if (is_apart) add_poison(dk, poison), add_poison(dv, poison);
             if (C::kIsLate && is_apart) {
                 if (!item.has_tiles()) wait_for_round(false); // meet_tiles_late does
                 store_round(dk, dv, item, true);

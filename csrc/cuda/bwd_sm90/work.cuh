@@ -341,7 +341,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const auto kv_heads = static_cast<int>(args.fwd.problem.num_kv_heads); // the last carries are those between slices
     const int kv_head = slice / p.slices, nth_block = (of_copy.first_block + copy * chains.blocks + own.block) * kv_heads + kv_head;
     item.slice_carry = static_cast<int>(p.num_carries) - 1 - nth_block;
-    if (p.num_places && own.exists && own.part == 0 && own.num_parts > 0 && slice % p.slices == 0) {
+    if (p.num_places && own.part == 0 && own.num_parts > 0 && slice % p.slices == 0) {
         KeySum &sum = buffers.key_sums[nth_block];
         sum = {};
         if (entry.first_place >= 0)
