@@ -5,8 +5,6 @@ The operators are another library's, of which sinkattn/_lib has one for each tor
 `import sinkattn` loads it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import operator
 from collections.abc import Mapping

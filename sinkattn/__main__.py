@@ -5,8 +5,6 @@ python -m sinkattn plan: which kernel serves given sizes, and why.
 python -m sinkattn doctor: why an import or a plan fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

@@ -16,8 +16,6 @@ forward without a cache sees them at their own distance too. dynamic and static 
 here.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

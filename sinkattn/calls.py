@@ -4,8 +4,6 @@
 Checks that torch makes at every call are not repeated in front of it: the good path has none of them.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

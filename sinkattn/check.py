@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is installed here, what it can run, why the planner chose what it chose, and what went wrong on a device."""
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

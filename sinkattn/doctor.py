@@ -4,8 +4,6 @@
 The first three run before the rest of the package is imported, so that an import that fails is explained too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

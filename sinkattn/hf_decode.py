@@ -6,8 +6,6 @@ sequence; of COLUMNS, some keys of each sequence, because padding lies among the
 end as well. What is in use is computed from the cache's own count, which a graph reads on the device at each replay.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of the batch rows that transformers passes form a sequence: bounds for flash_attn_varlen_func."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

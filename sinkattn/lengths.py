@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys each sequence has: arguments of packed rows and of caches that exclude each other."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

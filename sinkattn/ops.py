@@ -27,8 +27,6 @@ Arguments that every function takes:
 ValueError says which argument breaks which rule; NotImplementedError names what is not supported, and the way out.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any, Literal, overload
 

@@ -9,8 +9,6 @@ and s the logit of a head,
     LSE_i = log(sum_j exp(S_ij) + exp(s))    P_ij = exp(S_ij - LSE_i)    O_i = sum_j P_ij v_j
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -5,8 +5,6 @@ torch's transforms do not take an autograd function that is written in C++, as t
 they meet comes here; torch.compile breaks its graph there. vmap calls the operators once a sample.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

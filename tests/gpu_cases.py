@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the GPU tests share: cases there against fp64, random ones, gpt-oss's shapes, a small model."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

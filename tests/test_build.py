@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the build leaves behind: facts it reports, the public header on its own, what installs that cannot work say."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every CUDA kernel by itself: every head_dim, every edge, lengths around its tiles, the exact keys it sees."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

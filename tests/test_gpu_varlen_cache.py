@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed rows over a cache on a CUDA device: mixed batches with the bits of each sequence alone."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed rows over a cache: random mixed batches, and what becomes of each of their sequences alone."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

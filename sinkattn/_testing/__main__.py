@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random configurations on the CPU against fp64, from a printed seed; --case ID runs one again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A case's inputs, an explicit fp64 evaluation with its backward, and the tolerance that results are held to."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random partials, joined by merge_attn_states and apply_sink: results and gradients against the formulas in fp64."""
 
-from __future__ import annotations
-
 import math
 import random
 

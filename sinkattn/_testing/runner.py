@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a case at a CPU level, or many random ones in processes of their own."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing as mp
 import os

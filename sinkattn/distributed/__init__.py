@@ -12,8 +12,6 @@ over the group is the whole, and the data-parallel reduction over the group form
 Importing this module lets the functions of sinkattn take DTensors that are sharded over heads or over the batch.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -5,8 +5,6 @@ Heads are sharded where every rank gets whole kv heads, whose query heads go wit
 batch, and it alone, ds_aux is a partial sum.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

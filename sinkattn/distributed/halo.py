@@ -6,8 +6,6 @@ that belong to other sequences form sequences without rows. To the right of a ra
 since rows stand at the end of their keys; what they give is dropped.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

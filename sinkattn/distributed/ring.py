@@ -9,8 +9,6 @@ ds_aux belongs to the rank that owns the row. Of one block the operator finds wh
 what its keys add; the first counts once. So of every further block it is taken off again, as the operator finds it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

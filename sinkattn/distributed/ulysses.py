@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ulysses: from some tokens of all heads to all tokens of some heads, plain attention there, and back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
