@@ -57,10 +57,7 @@ def apply(*, invariant: bool | None = None) -> None:
     from sinkattn import hf
 
     # What register() writes to; transformers has no public way to take a name out.
-    registries = (
-        transformers.AttentionInterface._global_mapping,
-        transformers.AttentionMaskInterface._global_mapping,
-    )
+    registries = (transformers.AttentionInterface._global_mapping, transformers.AttentionMaskInterface._global_mapping)
     before = [(registry, registry.get(hf.NAME)) for registry in registries]
     hf.register(invariant=invariant)
     hf.register_attention(attention_forward, None)

@@ -188,10 +188,7 @@ class Step:
         if apart is not None:
             decodes, others = apart
             count = len(decodes.seq_lens)
-            apart = (
-                decodes._replace(block_table=table[:count]),
-                others and others._replace(block_table=table[count:]),
-            )
+            apart = (decodes._replace(block_table=table[:count]), others and others._replace(block_table=table[count:]))
         return replace(self, packed=self.packed._replace(block_table=table), apart=apart)
 
 

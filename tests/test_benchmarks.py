@@ -206,13 +206,7 @@ def test_a_file_has_a_line_a_row(tmp_path: Path, count: int) -> None:
     assert text.count('"none"') == (count > 0)
     lines = text.partition('"rows": [\n')[2].splitlines()[:-2]
     if count == 5:
-        assert [line.strip(",") for line in lines] == [
-            '["case 0",0]',
-            "[]",
-            "[1]",
-            '["case 1",1]',
-            "[2]",
-        ]
+        assert [line.strip(",") for line in lines] == ['["case 0",0]', "[]", "[1]", '["case 1",1]', "[2]"]
 
 
 def gpu_row(case: str, impl: str, ms: float | None, direction: str = "forward", note: str = "") -> gpu.Row:

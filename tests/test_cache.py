@@ -14,13 +14,7 @@ from hf_cases import assert_close, tokens
 from packaging.version import Version
 from tiny_gpt_oss import tiny_gpt_oss
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    GptOssForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, GptOssForCausalLM
 from transformers.masking_utils import eager_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 

@@ -99,10 +99,7 @@ def test_what_is_not_served_is_refused(name: str) -> None:
         "jvp": (lambda: jvp(lambda q: f(q, k, v, s_aux), (q,), (q,)), "forward-mode differentiation"),
         "jacfwd": (lambda: jacfwd(f)(q, k, v, s_aux), "forward-mode differentiation"),
         "hessian": (lambda: hessian(f)(q, k, v, s_aux), "forward-mode differentiation"),
-        "grad of grad": (
-            lambda: grad(lambda q: grad(f)(q, k, v, s_aux).sum())(q),
-            "double backward is not supported",
-        ),
+        "grad of grad": (lambda: grad(lambda q: grad(f)(q, k, v, s_aux).sum())(q), "double backward is not supported"),
         "decode": (lambda: grad(lambda q: decode(q).sum())(rows), "flash_decode has no backward"),
     }
     call, message = calls[name]

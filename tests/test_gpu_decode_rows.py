@@ -120,13 +120,7 @@ MASKS: dict[str, dict[str, int]] = {
     "causal": {}, "window": {"left": 900}, "sink": {"left": 800, "num_sink_tokens": 4},
     "prefix": {"left": 64, "num_sink_tokens": 700},
 }  # fmt: skip
-ROWS = {
-    "128x4": (128, 4),
-    "16x4": (16, 4),
-    "33x1": (33, 1),
-    "17x3": (17, 3),
-    "5x13": (5, 13),
-}
+ROWS = {"128x4": (128, 4), "16x4": (16, 4), "33x1": (33, 1), "17x3": (17, 3), "5x13": (5, 13)}
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -8,14 +8,7 @@ import pytest
 import torch
 from arguments import Calls
 
-from benchmarks import (
-    generate,
-    harness,
-    plot,
-    report,
-    serving,
-    vllm_steps,
-)
+from benchmarks import generate, harness, plot, report, serving, vllm_steps
 from benchmarks.__main__ import main
 
 PAGE = plot.PAGE.read_text()
