@@ -6,8 +6,6 @@ Warm: a node's time in a captured graph of 50, as a generating model sees it. Co
 the L2 of the cache. Every result is held against fp64 before it is timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable
@@ -109,7 +107,7 @@ class Cache:
     block_table: Tensor
 
     @staticmethod
-    def of(case: DecodeCase) -> Cache:
+    def of(case: DecodeCase) -> "Cache":
         generator = torch.Generator("cuda").manual_seed(0)
         pages = case.batch * case.length // PAGE_SIZE
 

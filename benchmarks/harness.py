@@ -5,8 +5,6 @@ Within a case all peers take turns, call by call, on the same threads, in an ord
 machine and a neighbour's caches affect all alike. The median of each is kept.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -75,7 +73,7 @@ class Inputs:
     s_aux: Tensor
 
     @staticmethod
-    def of(case: Case) -> Inputs:
+    def of(case: Case) -> "Inputs":
         generator = torch.Generator(case.device).manual_seed(0)
 
         def normal(*size: int) -> Tensor:

@@ -19,8 +19,6 @@ It has five dimensions, since a caller's own masks have two or four. No size is 
 mask to its scores gets an error from the shapes, not a result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,10 +73,10 @@ class _Seen(_Symbol):
     ) -> None:
         self.left, self.right, self.sequences, self.positions = left, right, sequences, positions
 
-    def to(self, *args: Any, **kwargs: Any) -> _Seen:
+    def to(self, *args: Any, **kwargs: Any) -> "_Seen":
         return self
 
-    def __and__(self, other: Any) -> _Seen:
+    def __and__(self, other: Any) -> "_Seen":
         if not isinstance(other, _Seen):
             raise _UnknownMask
         return _Seen(
@@ -105,7 +103,7 @@ class _Index(_Symbol):
             return _Difference(self.table)
         return _Index(self.is_key, self.back + _whole(other), self.table)
 
-    def __add__(self, other: Any) -> _Index:
+    def __add__(self, other: Any) -> "_Index":
         return _Index(self.is_key, self.back - _whole(other), self.table)
 
     def __eq__(self, other: Any) -> Any:
@@ -146,7 +144,7 @@ class _Difference(_Symbol):
     def __init__(self, table: Tensor | None, size: bool = False) -> None:
         self.table, self.size = table, size
 
-    def __abs__(self) -> _Difference:
+    def __abs__(self) -> "_Difference":
         return _Difference(self.table, True)
 
     def __le__(self, other: Any) -> _Seen:

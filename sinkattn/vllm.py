@@ -9,8 +9,6 @@ run on sinkattn where that name is asked for:
 A model or an option that sinkattn does not serve then raises, and never gets another attention.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -172,7 +170,7 @@ class Step:
     apart: tuple[Decodes, Packed | None] | None = None
 
     @classmethod
-    def of(cls, num_tokens: int, packed: Packed, max_seq_len: int, decodes: int, rows: int) -> Step:
+    def of(cls, num_tokens: int, packed: Packed, max_seq_len: int, decodes: int, rows: int) -> "Step":
         """The first `decodes` sequences have `rows` rows each, and go apart where that is faster."""
         starts, lens, table = packed
         if decodes == 0 or (decodes < len(lens) and max_seq_len < LONG):
@@ -182,7 +180,7 @@ class Step:
             others = Packed(starts[decodes:] - decodes * rows, lens[decodes:], table[decodes:])
         return cls(num_tokens, packed, (Decodes(rows, lens[:decodes], table[:decodes]), others))
 
-    def with_block_table(self, table: Tensor) -> Step:
+    def with_block_table(self, table: Tensor) -> "Step":
         """The same sequences in other pages."""
         apart = self.apart
         if apart is not None:

@@ -9,8 +9,6 @@ fp32 with its own eager attention: logits and gradients, padding on both sides, 
 rows with each sequence alone. Exits with 1 when a model is silently wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import inspect
@@ -237,7 +235,7 @@ class Asked:
     def __init__(self) -> None:
         self.count = 0
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> "Asked":
         def attend(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             return hf.attention_forward(*args, **kwargs)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations: a case is its id, and a random one its seed."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -103,7 +101,7 @@ class Case:
         return "-".join(words)
 
     @staticmethod
-    def parse(text: str) -> Case:
+    def parse(text: str) -> "Case":
         """The case of an id. Raises ValueError on a word that is none."""
         found: dict[str, Any] = {}
         for word in text.split("-"):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens each rank holds, and where the sequences of a packed row lie in them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,13 +33,13 @@ class Shards:
             raise ValueError(f"sinkattn: shards are {self.ranges}; the ranges of a rank must ascend")
 
     @staticmethod
-    def contiguous(lengths: Sequence[int]) -> Shards:
+    def contiguous(lengths: Sequence[int]) -> "Shards":
         """Rank r holds the lengths[r] tokens that follow those of rank r - 1."""
         ends = [sum(lengths[: r + 1]) for r in range(len(lengths))]
         return Shards(tuple(((end - n, end),) if n else () for n, end in zip(lengths, ends, strict=True)))
 
     @staticmethod
-    def zigzag(total: int, ranks: int) -> Shards:
+    def zigzag(total: int, ranks: int) -> "Shards":
         """Rank r holds parts r and 2 * ranks - 1 - r of 2 * ranks, so that causal rows cost every rank the same."""
         cuts = [i * total // (2 * ranks) for i in range(2 * ranks + 1)]
 
@@ -54,7 +52,7 @@ class Shards:
         return Shards(tuple(held(r, 2 * ranks - 1 - r) for r in range(ranks)))
 
     @staticmethod
-    def gathered(length: int, group: dist.ProcessGroup | None, device: torch.device) -> Shards:
+    def gathered(length: int, group: dist.ProcessGroup | None, device: torch.device) -> "Shards":
         """Contiguous shards of the lengths that the ranks tell each other: a collective, for which the host waits."""
         lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
         dist.all_gather(lengths, torch.tensor([length], device=device), group=group)
