@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def readme(text: str, results: Path = harness.RESULTS) -> str:
-    """README's text with the tables that the kept results give."""
     tables = []
     for path in sorted(results.glob(f"*/{SUITE}.json")):
         machine, rows = harness.load(path, harness.Row)

@@ -46,7 +46,6 @@ class DecodeCase:
 
     @property
     def cache_bytes(self) -> int:
-        """K and V of the keys that are seen."""
         seen = self.batch * min(self.length, self.window or self.length)
         return seen * self.num_kv_heads * sum(self.widths) * 2
 
@@ -135,7 +134,6 @@ def _plan(case: DecodeCase, num_splits: int) -> dict[str, object]:
 
 
 def prepare(case: DecodeCase, cache: Cache, num_splits: int = 0) -> Call:
-    """sinkattn's decode into tensors made beforehand."""
     workspace_bytes = _plan(case, num_splits)["workspace_bytes"]
     assert isinstance(workspace_bytes, int)
     scratch = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
@@ -208,7 +206,6 @@ def replay_ms(graph: torch.cuda.CUDAGraph, rounds: int, prepare: Callable[[], ob
 
 
 def captured(call: Call, nodes: int) -> torch.cuda.CUDAGraph:
-    """As many calls behind each other; replayed once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # captured where it was warmed up
         call()

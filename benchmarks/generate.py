@@ -149,7 +149,6 @@ def launches(run: Callable[[int], float], tokens: int = FEW) -> tuple[float, flo
 
 
 def seconds_of(model: Any, keys: int, static: bool) -> Callable[[int], float]:
-    """How long so many tokens take."""
     ids = torch.randint(model.config.vocab_size, (1, keys + 1), device=studies.device())
     synchronize: Callable[[], None] = torch.cuda.synchronize if studies.device() == "cuda" else lambda: None
 

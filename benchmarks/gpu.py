@@ -130,7 +130,6 @@ def capture(calls: dict[Name, Call], notes: dict[Name, str]) -> None:
 
 
 def peak_bytes(call: Callable[[], Item]) -> tuple[Item, int]:
-    """What a call returns, and what it allocates at its peak."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -186,6 +185,5 @@ def measure(
 
 
 def machine() -> dict[str, object]:
-    """What the times depend on beside the code."""
     facts = torch.cuda.get_device_properties(0)
     return {"gpu": facts.name, "sms": facts.multi_processor_count, "cuda": torch.version.cuda, "build": _C.build_info()}

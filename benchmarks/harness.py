@@ -319,12 +319,10 @@ def measure(suite: str, case: Case, direction: str, peers: Sequence[Peer], secon
 
 
 def walk(work: Sequence[tuple[Case, str]]) -> Iterator[tuple[Case, str]]:
-    """Each case and direction, behind a progress bar."""
     return progress(work, lambda item: f"{item[0].id} {item[1]}")
 
 
 def progress(work: Sequence[Item], describe: Callable[[Item], str] = str) -> Iterator[Item]:
-    """Each item, behind a progress bar; in a log, a line each."""
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=len(work))
         for item in work:

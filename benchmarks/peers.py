@@ -44,12 +44,10 @@ class Peer:
 
 
 def row_bounds(case: Case) -> Tensor:
-    """cu_seqlens of a packed case."""
     return torch.tensor([0, *accumulate(case.packed)], dtype=torch.int32, device=case.device)
 
 
 def packed_options(case: Case) -> dict[str, Any]:
-    """What varlen functions take of a packed case."""
     bounds, longest = row_bounds(case), max(case.packed)
     return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
 

@@ -40,7 +40,6 @@ def chosen(names: list[str] | None, quick: bool) -> list[cases.Case]:
 
 
 def readme(text: str, results: Path = harness.RESULTS) -> str:
-    """README's text with the tables and the picture that the kept results give."""
     shown = []
     for path in sorted(results.glob(f"*/{SUITE}.json")):
         machine, rows = harness.load(path, gpu.Row)
@@ -53,7 +52,6 @@ def readme(text: str, results: Path = harness.RESULTS) -> str:
 
 
 def is_shown(row: gpu.Row) -> bool:
-    """In README's table or picture."""
     return row.case in cases.TARGETS or (row.ms is not None and row.impl in report.LINES)
 
 

@@ -55,7 +55,6 @@ def ratio(row: Row | None, ours: Row) -> str:
 
 
 def table(rows: Sequence[Row], unit: str = "GFLOP/s", targets: Targets | None = None) -> Table:
-    """For the terminal: every row, with the times of all peers."""
     impls = list(dict.fromkeys(row.impl for row in rows))
     shown = Table(title=f"ms ({unit} of visible pairs); peers: ms (their time / sinkattn's)")
     shown.caption = "\n".join(dict.fromkeys(f"{row.impl}, {row.direction}: {row.note}" for row in rows if row.note))
@@ -79,7 +78,6 @@ def table(rows: Sequence[Row], unit: str = "GFLOP/s", targets: Targets | None = 
 
 
 def show(table: Table) -> None:
-    """Prints it; a log has room for every column."""
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 

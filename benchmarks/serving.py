@@ -50,7 +50,6 @@ def describe(recorded: Recorded) -> str:
 def operators(
     layer: Layer, rows: tuple[Tensor, Tensor, Tensor], slots: Tensor, step: vllm.Step
 ) -> Callable[[], Tensor]:
-    """What the backend calls, and nothing else."""
     q, k, v = rows
     pages = vllm.cache_pages(layer.kv_cache, layer.head_dim)
     scale, s_aux, window = (layer.options[x] for x in ("scale", "s_aux", "sliding_window"))

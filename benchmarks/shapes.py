@@ -34,7 +34,6 @@ Found = dict[tuple[str, str], dict[str, gpu.Row]]
 
 
 def by_shape(rows: Iterable[gpu.Row]) -> Found:
-    """impl -> row, by shape and direction."""
     found: Found = {}
     for row in rows:
         found.setdefault((row.case, row.direction), {})[row.impl] = row
@@ -146,7 +145,6 @@ def markdown(machine: dict[str, object], rows: Sequence[gpu.Row]) -> list[str]:
 
 
 def line(case: cases.Case, direction: str, rows: Sequence[gpu.Row]) -> str:
-    """What a log says of a shape as soon as it is measured."""
     found = {row.impl: row for row in rows}
     said = [f"{case.id} {direction}: {_ours(found.get(report.OURS))}"]
     for impl, heading in COLUMNS[direction].items():

@@ -26,7 +26,6 @@ def one_stream() -> AbstractContextManager[object]:
 
 
 def take_turns(calls: dict[Name, Call], seconds: float) -> dict[Name, float]:
-    """Median time of each in ms."""
     if device() == "cuda":
         return gpu.take_turns(calls, seconds)
     return harness.take_turns(calls, seconds)
@@ -37,14 +36,12 @@ def machine() -> dict[str, object]:
 
 
 def where(machine: dict[str, object], rows: Sequence[Any]) -> str:
-    """What was measured on, and of what."""
     gpu, cpu = "{gpu}, CUDA {cuda}", "{cpu}, {threads} threads"
     place = (gpu if "gpu" in machine else cpu).format_map(machine)
     return f"{place}, torch {rows[0].torch}, commit {rows[0].commit}."
 
 
 def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """As markdown."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
@@ -60,7 +57,6 @@ def add_output(parser: argparse.ArgumentParser, suite: str) -> None:
 
 
 def place(suite: str, options: argparse.Namespace) -> Path | None:
-    """Where rows go."""
     facts = machine()
     name = str(facts["gpu"]) if "gpu" in facts else f"{facts['cpu']} {facts['threads']} threads"
     kept: Path | None = options.json or (None if options.quick else harness.results_path(suite, name))
@@ -68,12 +64,10 @@ def place(suite: str, options: argparse.Namespace) -> Path | None:
 
 
 def show(shown: Sequence[str]) -> None:
-    """Markdown on the terminal; a log has room for every column."""
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown("\n\n".join(shown)))
 
 
 def keep(path: Path | None, rows: Sequence[Any]) -> None:
-    """The rows as JSON, where there is a place for them."""
     if path:
         harness.save(path, rows, machine())
         print(f"wrote {path}; python -m benchmarks plot draws what benchmarks/results keeps")

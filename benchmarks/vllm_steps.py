@@ -90,7 +90,6 @@ class Layer:
         self.options = {"scale": head_dim**-0.5, "sliding_window": 128 if kind == "sliding" else None, "s_aux": s_aux}
 
     def rows(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, as views of one projection."""
         q_heads, kv_heads = self.heads
         shape = tokens, q_heads + 2 * kv_heads, self.head_dim
         rows = torch.randn(shape, device=self.device, generator=self.generator).to(self.dtype)
@@ -98,7 +97,6 @@ class Layer:
         return q, k, v
 
     def run(self, rows: tuple[Tensor, Tensor, Tensor], slots: Tensor, step: vllm.Step, output: Tensor) -> None:
-        """What the engine calls for a layer: the backend's do_kv_cache_update and forward."""
         q, k, v = rows
         vllm.write_cache(k, v, self.kv_cache, slots)
         vllm.attend(q, self.kv_cache, step, output, **self.options)

@@ -308,7 +308,6 @@ def work(rank: int, ranks: int, port: int, name: str, args: argparse.Namespace) 
 
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One of RUNS, in processes of its own."""
     for log in args.output.glob(f"{name}.[0-9j]*"):
         log.unlink()
     ranks = RUNS[name][2]
@@ -322,7 +321,6 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(results: dict[str, Any]) -> None:
-    """Add to each run how far it is from the reference."""
     want = {key: torch.tensor(results[REFERENCE][key]) for key in ("losses", "gradients", "sinks")}
     for name, run in results.items():
         got = {key: torch.tensor(run[key]) for key in want}

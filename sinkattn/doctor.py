@@ -65,7 +65,6 @@ def self_test(device: str) -> str:
 
 
 def self_tests() -> Iterator[str]:
-    """A line a device."""
     for device in devices():
         yield f"self-test {device}: {self_test(device)}"
 

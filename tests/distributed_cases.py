@@ -69,7 +69,6 @@ def inputs_of(case: Case, device: str) -> Inputs:
 
 
 def outputs(call: Callable[..., tuple[Tensor, Tensor]], case: Case, x: Inputs) -> Inputs:
-    """out, lse and all gradients of a call of q, k, v with s_aux."""
     leaves = {name: x[name].detach().clone().requires_grad_() for name in ("q", "k", "v", "s_aux")}
     if not case.has_s_aux:
         del leaves["s_aux"]
@@ -334,7 +333,6 @@ def check_dtensor(
 
 
 def check_dtensor_call(mesh: DeviceMesh, call: Callable[..., tuple[Tensor, ...]], sinks: int = 0) -> None:
-    """The results and gradients of a call of q, k, v and `sinks` sinks that are sharded by heads."""
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     given = [torch.randn(2, 9, 8, 64, device=mesh.device_type, dtype=dtype) for _ in range(3)]
     given += [torch.randn(8, device=mesh.device_type) for _ in range(sinks)]

@@ -58,7 +58,6 @@ def arguments(
 def buffers(
     t: dict[str, Tensor | None], left: int = -1, num_sink_tokens: int = 0, num_splits: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and scratch of flash_decode_out."""
     q, k, v, table = t["q"], t["k"], t["v"], t["block_table"]
     assert q is not None
     assert k is not None

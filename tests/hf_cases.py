@@ -32,7 +32,6 @@ def one_by_one(model: Any, ids: Tensor, lengths: list[int]) -> Tensor:
 
 
 def loss(logits: Tensor) -> Tensor:
-    """A scalar that every logit moves, differently."""
     weight = torch.sin(torch.arange(logits.numel(), dtype=torch.float32)).view_as(logits)
     return (logits.float() * weight).sum() / logits.numel()
 

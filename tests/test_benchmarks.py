@@ -111,7 +111,6 @@ def test_absent_peers_say_why() -> None:
 
 
 def test_absent_peers_of_a_gpu_say_why() -> None:
-    """Those that can be asked without one."""
     absent = {
         ("cudnn", "w128-16384", "forward"): "not supported: SDPA's cuDNN has neither windows nor packed sequences",
         ("flex", "w128-512", "forward"): "not run: it compiles for seconds a shape, so only where there is a target",

@@ -11,7 +11,6 @@ CALL = {"causal": True, "window_size": (63, 0)}
 
 
 def gradient(attend: object, q: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """out and dQ in fp64."""
     q = q.clone().requires_grad_()
     out = attend(q)  # type: ignore[operator]
     return out.detach().double(), torch.autograd.grad(out, q, dout.to(out.dtype))[0].double()

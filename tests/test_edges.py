@@ -174,7 +174,6 @@ def test_offsets_beyond_2_31_elements(level: str, gap: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_beyond_2_31_elements(level: str, page_size: int, tmp_path: Path) -> None:
-    """Known failure: int32 overflow of page offsets."""
     num_pages = (2**32 + 2**28) // (page_size * 2 * 64)
     shape = (num_pages, page_size, 2, 64)
     size = math.prod(shape)
@@ -415,7 +414,6 @@ def test_a_visible_infinite_value_is_the_output(level: str) -> None:
 
 
 def test_gradient_of_the_lse_reaches_q_k_and_the_sink(level: str) -> None:
-    """dLSE dropped."""
     leaves, s_aux = qkv(), sinks(1.0, 2.0, 3.0, 4.0)
     _, lse = sinkattn.flash_attn_func(*leaves, s_aux=s_aux, return_lse=True)
     dq, dk, dv, ds_aux = torch.autograd.grad(lse.sum(), [*leaves, s_aux])

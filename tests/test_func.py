@@ -19,8 +19,6 @@ ALL = (0, 1, 2, 3)
 
 
 def loss(module: Any, packing: bool = False, **options: Any) -> Callable[..., Tensor]:
-    """A number from q, k, v, s_aux (and offsets), by the functions of sinkattn or of the reference."""
-
     def computed(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor, *offsets: Tensor) -> Tensor:
         attend = module.flash_attn_varlen_func if packing else module.flash_attn_func
         arguments = {"causal": True, "window_size": (3, 0), "num_sink_tokens": 1, "return_lse": True} | options

@@ -90,7 +90,6 @@ def served(op: str) -> list[tuple[str, str]]:
 
 
 def check_variant(name: str, case: str, **options: bool) -> None:
-    """A kernel at its level against fp64, at each head_dim that it serves."""
     row = next(row for row in _C.variants() if row["name"] == name)
     with at_level(LEVELS[row["arch"]]):
         for head_dim in (*HEAD_DIMS, 512):

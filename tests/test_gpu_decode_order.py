@@ -57,7 +57,6 @@ def test_chunks_of_a_large_capacity(head_dim: int, batch: int) -> None:
 def rows_of_a_prefill(
     dtype: torch.dtype, size: float, left: int, signs: float, keys: int, head_dim: int = 64
 ) -> tuple[Tensor, ...]:
-    """q, k, v, s_aux, and out and lse of all rows."""
     generator = torch.Generator("cuda").manual_seed(1)
     q, k, v = (
         torch.randn(1, keys, heads, head_dim, generator=generator, device="cuda", dtype=dtype) for heads in (16, 2, 2)

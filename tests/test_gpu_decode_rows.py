@@ -82,7 +82,6 @@ def decode(t: dict[str, Any], left: int = -1, num_sink_tokens: int = 0, num_spli
 
 
 def on_cpu(t: dict[str, Any], **options: Any) -> Any:
-    """In fp32."""
     pages = int(t["cache_seqlens"].max()) // t["k"].shape[1] + 1
     there = {
         name: None if x is None else x.float().cpu() if x.is_floating_point() else x.cpu() for name, x in t.items()

@@ -34,8 +34,6 @@ def served() -> bool:
 
 
 class Sequence:
-    """A prefill, and its rows as decodes of one batch."""
-
     def __init__(self, shape: str, dtype: torch.dtype, s_aux: bool = True) -> None:
         self.tokens, self.heads, self.kv_heads, self.head_dim, self.left, self.num_sink, factor = SHAPES[shape]
         generator = torch.Generator("cuda").manual_seed(self.tokens)

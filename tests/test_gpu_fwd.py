@@ -76,7 +76,6 @@ def test_windows_of_one_key_tile(ratio: int, left: int, right: int, layout: str)
 @pytest.mark.parametrize(("left", "right"), [(-1, 0), (299, 0), (-1, -1), (150, 80)])
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_wide_windows(widths: tuple[int, int], left: int, right: int, ratio: int) -> None:
-    """What the kernels for every mask serve; k and v expanded over the batch."""
     head_dim, values = widths[0], f"-v{widths[1]}" * (widths[1] < widths[0])
     case = Case.parse(f"d{head_dim}{values}-g{ratio}-q400x2-k530x2-expanded-bf16-seed{ratio}")
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
@@ -153,7 +152,6 @@ def test_scores_that_grow_or_fall_with_the_key(slope: float, widths: tuple[int, 
 )
 @pytest.mark.parametrize("unseen", [0.0, float("nan")])
 def test_sequences_without_queries(group: int, k_len: int, count: int, length: int, unseen: float) -> None:
-    """Many before one that has some: their keys and values are nobody's, whatever they are."""
     torch.manual_seed(0)
     q = torch.randn(length, 8 * group, 64, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, count * k_len + length, 8, 64, device="cuda", dtype=torch.bfloat16)

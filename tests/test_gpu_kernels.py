@@ -87,7 +87,6 @@ def planned(op: str, head_dim: int, device: dict[str, Any], **sizes: Any) -> dic
 
 
 def check_every_kernel_is_in_these_tables(hopper: dict[str, Any]) -> None:
-    """By test_build.py, which asks without a device."""
     met = set()
     for kind in KINDS.values():
         sizes = {"batch": MANY, "num_q_heads": kind.kv_heads * kind.ratio, "num_kv_heads": kind.kv_heads}
@@ -181,7 +180,6 @@ def test_head_counts(name: str, num_q_heads: int, num_kv_heads: int) -> None:
 @pytest.mark.parametrize("op", ["fwd", "bwd"])
 @pytest.mark.parametrize("name", BY_CASE)
 def test_lengths_around_every_tile_size(name: str, op: str) -> None:
-    """Known failures: a tile size assumed in two places, rows of a partial tile normalised by garbage."""
     kind, head_dim = KINDS[name], KINDS[name].largest - 24
     sizes = {"num_q_heads": 2, "window_size_left": kind.left, "head_dim_v": kind.head_dim_v}
     plan = planned(op, head_dim, _C.query_cuda(0), **sizes)
@@ -215,7 +213,7 @@ def joined(x: Tensor, length: int) -> Tensor:
 @pytest.mark.parametrize("num_sink_tokens", [0, 4, 300])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_key_sets_are_exact(head_dim: int, lengths: tuple[int, int], num_sink_tokens: int) -> None:
-    """Known failures: a window off by one, causal alignment when q_len != k_len. Masks choose the kernel."""
+    """Masks choose the kernel."""
     q_len, k_len = lengths
     rows, keys = one_hot(q_len, head_dim), one_hot(k_len, head_dim)
     chunks = max(len(rows), len(keys))
@@ -263,7 +261,6 @@ def test_key_sets_of_decode_are_exact(head_dim: int, page_size: int, num_splits:
 
 
 def everything(leaves: list[Tensor], s_aux: Tensor | None, left: int, dout: Tensor, **options: Any) -> list[Tensor]:
-    """out, lse, and the gradients of the leaves and s_aux."""
     out, lse = sinkattn.flash_attn_func(*leaves, s_aux=s_aux, window_size=(left, 0), return_lse=True, **options)
     dlse = torch.ones_like(lse).masked_fill(torch.isinf(lse), 0)
     inputs = leaves if s_aux is None else [*leaves, s_aux]
@@ -324,7 +321,6 @@ def test_small_tiles_have_the_bits_of_large_ones(head_dim: int, mask: tuple[int,
 
 @pytest.mark.parametrize("name", TUNED)
 def test_fp16_products_of_large_dout_and_v_do_not_overflow(name: str) -> None:
-    """Known failure: dO . v in fp16. Here it is 2.5e6 and more for every key alike, so dQ and dK are rounding."""
     q, k, v, _ = (x.half() for x in gpt_oss_like(1, 300, KINDS[name].largest))
     leaves = [x.requires_grad_() for x in (q, k, torch.full_like(v, 200.0))]
     out = sinkattn.flash_attn_func(*leaves, window_size=(KINDS[name].left, 0))
@@ -374,7 +370,6 @@ def test_every_stride_gives_the_same_bits(name: str, strides: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", TUNED)
 def test_a_row_s_lse_and_bits_are_its_own(name: str, dtype: torch.dtype, num_sink_tokens: int) -> None:
-    """A row alone, in a chunk, in a batch, packed, and in a captured graph."""
     *qkv, s_aux = gpt_oss_like(3, 500, KINDS[name].largest)
     q, k, v = (x.to(dtype) for x in qkv)
     options = {"window_size": (KINDS[name].left, 0), "s_aux": s_aux, "num_sink_tokens": num_sink_tokens,

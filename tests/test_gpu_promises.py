@@ -76,7 +76,6 @@ def new_memory_full_of_nan() -> Iterator[None]:
 
 
 def test_dirty_memory_has_no_effect() -> None:
-    """A workspace dirty from an earlier run, an output left unwritten."""
     for name, call in all_calls().items():
         want = call()
         with new_memory_full_of_nan():

@@ -24,7 +24,6 @@ LAYOUTS = {"dense": "q200x2-k260x2", "varlen": "varlen-q190.0.7.101.3.20-k190.5.
 @pytest.mark.parametrize("num_sink_tokens", [1, 4, 8, 9, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_windows_against_fp64(ratio: int, left: int, right: int, num_sink_tokens: int, layout: str) -> None:
-    """Out, LSE and gradients; chunks, sequences shorter than the sink tokens, rows before all keys, a tail."""
     case = Case.parse(f"d64-sink{num_sink_tokens}-g{ratio}-{LAYOUTS[layout]}-poison-bf16-seed{ratio}")
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
@@ -119,7 +118,6 @@ def test_values_that_are_not_finite_stay_where_they_are_seen(name: str, value: f
 
 
 def test_ds_aux_is_exact_where_it_cancels() -> None:
-    """Also the sink tokens' part of the sum."""
     lens = (2048,)
     case = Case(
         left=127, right=0, num_sink_tokens=8, ratio=2, q_lens=lens, k_lens=lens, dlse=False, dtype="bf16", seed=3

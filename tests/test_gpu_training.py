@@ -42,7 +42,6 @@ def test_gpt_oss_trains() -> None:
     """What bf16 costs against fp32 is what it costs eager. Every expert is used, so none is chosen differently."""
 
     def train(implementation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """The first step's gradients, and every step's loss."""
         model = small_gpt_oss(num_local_experts=2).to(dtype).train()
         model.set_attn_implementation(implementation)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

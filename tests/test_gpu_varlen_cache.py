@@ -27,7 +27,6 @@ def gpu_batch(name: str, longer: int = 8, dims: tuple[int, ...] = DIMS) -> Batch
 
 @pytest.mark.parametrize("block", range(10))
 def test_random_mixed_batches(block: int, seed: int) -> None:
-    """In 400 batches each row has the same bits alone, in any pages, in a plain cache, and among empty sequences."""
     for index in range(40 * block, 40 * block + 40):
         batch = gpu_batch(f"{seed}/{index}", (1, 8, 20)[index % 3])
         want = batch.alone()
@@ -63,7 +62,6 @@ def test_random_mixed_batches_against_the_reference(seed: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [1, 2, 16, 48, 64, 256])
 def test_one_row_has_one_bit_pattern(page_size: int, head_dim: int, seed: int) -> None:
-    """A prompt in chunks, then single and speculative rows, beside neighbours: the bits of one call."""
     random = Random(f"{seed}/{page_size}/{head_dim}")
     torch.manual_seed(seed)
     length, dtype = 900, random.choice(HALVES)

@@ -314,7 +314,6 @@ def test_static_cache_is_cut_to_what_is_used() -> None:
 
 
 def test_a_mask_is_asked_for_twice() -> None:
-    """generate() makes the masks of a static cache before a forward that asks for them again."""
     mask = hf.attention_mask(2, 6, 6)
     assert hf.attention_mask(2, 6, 6, attention_mask=mask) is mask
 

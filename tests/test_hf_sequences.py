@@ -62,7 +62,6 @@ def test_a_sequence_goes_on_behind_padding(position_ids: Any) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_packed_positions_beside_padding(model: GptOssForCausalLM, eager: GptOssForCausalLM, side: str) -> None:
-    """One padded column, and a row's sequences must not see each other."""
     ids, position_ids = tokens(1, sum(LENGTHS)), positions(LENGTHS)
     want = one_by_one(eager, ids, LENGTHS)
     at = {"left": 0, "right": ids.shape[1], "between": LENGTHS[0]}[side]

@@ -59,7 +59,6 @@ def test_gpt_oss(name: str) -> None:
 
 
 def test_continuous_batching() -> None:
-    """generate_batch: each of several requests gets the tokens that it gets alone from eager attention."""
     model, eager = tiny_gpt_oss(ASKED_FOR), tiny_gpt_oss("eager")
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (5, 12, 30, 3)]
     config = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)

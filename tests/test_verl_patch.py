@@ -22,7 +22,6 @@ REGISTRIES = (AttentionInterface._global_mapping, AttentionMaskInterface._global
 
 @pytest.fixture(autouse=True)
 def unregistered() -> Iterator[None]:
-    """Each test starts without sinkattn in transformers and leaves things as it found them."""
     verl_patch.remove()
     before = [registry.pop("sinkattn", None) for registry in REGISTRIES]
     yield

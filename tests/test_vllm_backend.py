@@ -128,7 +128,6 @@ def test_decodes_have_few_rows(heads: tuple[int, int], drafts: int, most: int | 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_layer(run: str) -> None:
-    """The class that vLLM calls writes and computes what sinkattn.vllm's functions do."""
     mine, other = (Layer("sliding", DEVICE, torch.nan, HEADS, 32) for _ in range(2))
     builder, options = make_builder(3 if run == "drafts" else 0), mine.options
     impl = SinkAttentionImpl(

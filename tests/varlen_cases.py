@@ -32,7 +32,6 @@ class Batch:
         self, seed: str, dtype: torch.dtype | None = None, device: str = "cpu", dims: tuple[int, ...] = (8, 64, 64, 72),
         longer: int = 1,
     ) -> None:  # fmt: skip
-        """longer: by how much the longest sequences are longer."""
         random = self.random = Random(seed)
         pick = random.choice
         generator = torch.Generator().manual_seed(random.randrange(2**31))

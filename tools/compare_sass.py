@@ -57,7 +57,6 @@ def read_object(text: str) -> list[tuple[str, str, list[str]]]:
 
 
 def read_build(build: Path, part: str) -> Kernels:
-    """The kernels of all objects in a build folder whose path contains `part`."""
     kernels: Kernels = collections.defaultdict(list)
     for path in sorted((build / "csrc/cuda").rglob("*.cu.o")):
         if part not in path.as_posix():

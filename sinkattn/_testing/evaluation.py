@@ -365,7 +365,6 @@ def compare_ds_aux(got: Tensor, ref: Tensor, terms: Tensor, products: Tensor) ->
 def compare_all(
     case: Case, t: Inputs, got: dict[str, Tensor], ref: dict[str, Tensor], low: dict[str, Tensor]
 ) -> list[Finding]:
-    """Every output of run_ops against the evaluations in fp64 and in the case's dtype."""
     dtype = DTYPES[case.dtype]
     lse_dtype = torch.float64 if case.dtype == "fp64" else torch.float32
     found: list[Finding] = []

@@ -132,14 +132,11 @@ def check_at(case: Case, level: str) -> Outcome:
 
 
 def random_outcome(seed: int, index: int, levels: tuple[str, ...]) -> Outcome:
-    """The index-th random configuration of a seed."""
     case = random_case(f"{seed}/{index}")
     return check_at(case, random.Random(f"{seed}/{index}/level").choice(levels))
 
 
 class Summary:
-    """What a run of many cases found."""
-
     def __init__(self) -> None:
         self.failed: list[Outcome] = []
         self.counts: Counter[str] = Counter()

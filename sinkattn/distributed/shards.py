@@ -72,7 +72,6 @@ class Shards:
         return torch.cat(held, dim) if len(held) > 1 else held[0] if held else whole.narrow(dim, 0, 0)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole, from what each rank holds."""
         pieces: list[tuple[int, Tensor]] = []
         for held, part in zip(self.ranges, parts, strict=True):
             split = torch.split(part, [end - begin for begin, end in held], dim) if held else ()
