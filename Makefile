@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   make         libsinkattn.a: the C core, the CPU backend and, where nvcc is found, the CUDA half
-#   make demo    fine-tune a small gpt-oss on real text       make test    the C suite, then pytest
-#   make lint    every style check                            make clean   remove what was built
-#   make docs    the pages and the API reference, strictly, into build/docs
-#   make wheel   dist/*.whl, for every torch of TORCHES and any Python
 #   make install PREFIX=/usr/local DESTDIR=    header, static and shared library, sinkattn.pc
-#   make test-c | test-newest | test-vllm | test-sanitize | test-gpu | test-gpu-sanitize | check-spills | fuzz FUZZ_SECONDS=60
 #
+# CONTRIBUTING.md lists the other targets; clean removes what was built.
 # demo, docs, test and lint make .venv by themselves. PYTHON=... names an interpreter that has everything already; then nothing is
 # installed. NVCC= leaves the CUDA half out, V=1 shows commands. Builds that differ in flags go to BUILD folders of their own.
 
