@@ -144,8 +144,9 @@ SA_HD int32_t sa_window_round(int32_t blocks, int32_t span) {
     const int32_t each = (blocks * span + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS,
                   most = (int32_t)sa_last(SA_WINDOW_LONG_ROUND, (span + SA_WINDOW_PARTS - 1) / SA_WINDOW_PARTS),
                   tiles = (int32_t)sa_within(each, SA_WINDOW_ROUND, most),
-                  whole = (blocks + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS * (span + 2);
-    return 10 * (sa_last(each + tiles / 4, tiles) + 3) <= 9 * whole ? tiles : 0;
+                  whole = (blocks + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS * (span + 2),
+                  cut = (int32_t)sa_last(each + tiles / 4, tiles) + 3;
+    return 10 * cut <= 9 * whole ? tiles : 0;
 }
 
 /* The largest divisor of count up to most, which is at least 1. */
