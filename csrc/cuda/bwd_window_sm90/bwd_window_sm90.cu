@@ -430,9 +430,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kKeys, "k"));
     SA_TRY(map_keys(&maps.v, problem, args.fwd.v, kKeys, "v"));
     const char *name = "sa_bwd_cuda_sm90_window";
-    const int64_t tiles =
-            problem.packed ? sa_packed_tiles(problem.q_len, kKeys, problem.batch) : problem.batch * sa_ceil_div(problem.q_len, kKeys);
-    p.owners = First::kShared && 2 * tiles * problem.num_kv_heads <= plan.workers ? 2 : 1;
+    const int64_t tiles = num_row_tiles(problem, int64_t{kKeys} * p.group) * problem.num_kv_heads;
+    p.owners = First::kShared && 2 * tiles <= plan.workers ? 2 : 1;
     const auto blocks = static_cast<unsigned>(plan.workers / p.owners * p.owners);
     SA_TRY(launch_overlapping<bwd_window_kernel<First>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word));
     return launch_overlapping<bwd_window_kernel<Second>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word);
