@@ -58,7 +58,12 @@ def steps(run: str) -> Iterator[Recorded]:
     with np.load(io.BytesIO(lzma.decompress(PATH.read_bytes()))) as file:
         found = {name.removeprefix(f"{run}."): torch.from_numpy(file[name]) for name in file if name.startswith(run)}
     tables = {kind: found[f"{kind}.block_table"].cumsum(1).int() for kind in KINDS}
-    slots = {kind: found[f"{kind}.slot_mapping"].cumsum(0) for kind in KINDS}
+    new, lengths = found["query_start_loc"], found["seq_lens"]
+    owner = torch.arange(len(new)).repeat_interleave(new)
+    at = torch.arange(len(owner)) - (new.cumsum(0) - lengths)[owner]
+    # The file has a slot's distance from the place of its key in the sequence's pages.
+    places = {kind: tables[kind].long()[owner, at // BLOCK] * BLOCK + at % BLOCK for kind in KINDS}
+    slots = {kind: places[kind] + found[f"{kind}.slot_mapping"] for kind in KINDS}
     sequence = token = 0
     for num_reqs, tokens, max_query_len, max_seq_len in found["numbers"].tolist():
         of, rows = slice(sequence, sequence + num_reqs), slice(token, token + tokens)
