@@ -92,12 +92,14 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
         if (!rows.exists) return;
         const Work &work = rows.work;
         const int first = threadIdx.x % 32 * cache.box;
+        bool awaited = rows.awaited && threadIdx.x % 32 == 0;
         KeyTileWalk tile(work.tiles);
         Box next = find_box<C>(work, cache, tile.t, first);
         if constexpr (!kIsValues) load_queries_of_warp<C>(smem, maps, p, {tiles.n}, work);
         for (; tile.exists(); ring.n++) {
             const Box box = next;
             const int t = tile.t;
+            if (!kIsValues) announce(smem, awaited, work.tiles.end - t);
             tile.advance();
             if (tile.exists()) next = find_box<C>(work, cache, tile.t, first);
             const uint32_t stage = ring.stage();
@@ -109,7 +111,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
                 copy_boxes<C, C::kHalves>(smem.keys[stage], maps.k, smem.k_full[stage], work, t, cache, box, error_word);
             }
         }
-        if (!kIsValues && threadIdx.x % 32 == 0 && rows.awaited) smem.sent.arrive();
+        if (!kIsValues) announce(smem, awaited, 0);
         rows.empty.arrive();
     }
 }

@@ -35,41 +35,54 @@ namespace sa::fwd_sm90 {
 // Which block computes a tile does not change its bits.
 __device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned round) {
     if (!p.counter) return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag, p.num_items);
+    return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag);
 }
 
-// In a counter's last two rounds a block takes its next item once it has sent the keys of this one: taken earlier, it would be kept from
-// an idle block. In earlier rounds it takes it first, and the counter's answer arrives while this one is described.
+// Where sequences over a cache begin or end with ones of few rows, say decodes, these come first: each is one item, of all its keys.
+template <class C> __device__ __forceinline__ bool begins_with_first_sequence(const sinkattn_fwd_args &args) {
+    if (!C::Keys::kCached || !args.problem.packed || args.problem.batch < 2) return false;
+    const int32_t *ends = args.cu_seqlens_q;
+    return ends[1] - ends[0] < ends[args.problem.batch] - ends[args.problem.batch - 1];
+}
+
+// With a counter, a block takes its next item once at most kUnsent key tiles of this one are left to send: taken earlier, it would be kept
+// from an idle block, and later, it would not be described in time. Behind tiles of few keys, but for those of the last two rounds, it
+// takes it at once, and the counter's answer arrives while this one is described.
 template <class C>
 __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
-    const bool leader = threadIdx.x % 32 == 0;
+    constexpr int kFewKeyTiles = 8;
+    const bool leader = threadIdx.x % 32 == 0, ascends = begins_with_first_sequence<C>(args);
     if (leader && p.counter) open_counter(p.counter, __ldcg(p.counter), p.tag);
     unsigned item = blockIdx.x, round = 0;
     Ring<1> waits;
     for (Ring<C::kRowStages> ring;; ring.n++) {
         Rows<C> &rows = smem.rows[ring.stage()];
         rows.empty.wait_previous(ring);
-        bool exists = false, late = false;
+        bool exists = false, awaited = false; // awaited: in the leader
         while (!exists && item < p.num_items) {
-            const unsigned tile = p.num_tiles - 1 - item / p.num_kv_heads, b = sequence_of_tile(args, p, tile);
+            const unsigned nth = item / p.num_kv_heads, tile = ascends ? nth : p.num_tiles - 1 - nth;
+            const unsigned b = sequence_of_tile(args, p, tile);
             if (leader) {
-                late = p.counter && item + 2 * gridDim.x >= p.num_items;
-                const unsigned next = late ? item : item_of_round(p, ++round);
-                exists = describe_tile<C>(args, keys, p, item % p.num_kv_heads, b, tile, rows.work);
-                item = late && !exists ? item_of_round(p, ++round) : next;
+                exists = describe_tile<C>(args, keys, p, item % p.num_kv_heads, b, tile, ascends, rows.work);
+                const sa_key_tiles &tiles = rows.work.tiles;
+                awaited = exists && p.counter && (tiles.end - tiles.begin > kFewKeyTiles || item + 2 * gridDim.x >= p.num_items);
+                if (!awaited) item = item_of_round(p, ++round);
             }
-            item = __shfl_sync(0xffffffffu, item, 0);
             exists = __shfl_sync(0xffffffffu, exists, 0);
+            if (!exists) item = __shfl_sync(0xffffffffu, item, 0);
         }
         if (leader) {
             rows.exists = exists;
-            rows.awaited = late;
+            rows.awaited = awaited;
         }
         __syncwarp(); // the lanes see rows.work
         if (exists) describe_rows<C>(rows, args, p);
         rows.full.arrive();
-        if (!exists) return;
-        if (late) {
+        if (!exists) {
+            if (leader && p.counter && item == gridDim.x + p.num_items - 1) reset_counter(p.counter, p.tag);
+            return;
+        }
+        if (awaited) {
             smem.sent.wait(waits);
             waits.n++;
             item = item_of_round(p, ++round);
@@ -95,18 +108,19 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
         const Work &work = smem.rows[tiles.stage()].work;
         // Read before Q is sent: once Q lands, the math may finish a tile without keys, and its stage be described anew.
         const int end = work.tiles.end;
-        const bool awaited = smem.rows[tiles.stage()].awaited;
+        bool awaited = smem.rows[tiles.stage()].awaited;
         KeyTileWalk tile(work.tiles);
         load_queries<C>(smem, maps, p, queries, work);
         for (; tile.t < end; tile.advance(), ring.n++) {
             // In flight: K and V of at most kStages earlier key tiles; Q of up to kQueries row tiles, since the loader may pass a
             // row tile of few key tiles before its Q has landed.
+            announce(smem, awaited, end - tile.t);
             smem.k_empty.acquire(ring);
             load_keys(smem.keys[ring.stage()], C::kHalves, maps.k, smem.k_full[ring.stage()], work, tile.t);
             smem.v_empty.acquire(ring);
             load_keys(smem.values[ring.stage()], C::kHalvesV, maps.v, smem.v_full[ring.stage()], work, tile.t);
         }
-        if (awaited) smem.sent.arrive();
+        announce(smem, awaited, 0);
     }
 }
 

@@ -52,7 +52,7 @@ template <class C> struct Rows {
     static constexpr int kStored = C::kStoresBounds ? C::kTileQ : 1;
     Barrier full, empty;
     Work work;
-    // awaited: the scheduler waits until its keys are sent
+    // awaited: the scheduler waits until all its keys but kUnsent tiles are sent
     bool exists, awaited;
     sa_key_tiles warpgroup_tiles[C::kMathWarpgroups];                    // the tiles of work.tiles that rows of a math warpgroup see
     int begin[kStored], end[kStored], sink_end[kStored], first[kStored]; // of a token: keys() and first_tile()
@@ -92,17 +92,19 @@ __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &ar
     return packed_sequence_of_tile(args, p.tokens, n);
 }
 
-// find_work for tiles of whole tokens. False if the tile has none.
+// find_work for tiles of whole tokens. False if the tile has none. ascends: tiles come in ascending order, so that within a packed sequence
+// the last is the first.
 template <class C>
 __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p,
-        unsigned kv_head, unsigned b, unsigned n, Work &work) {
+        unsigned kv_head, unsigned b, unsigned n, bool ascends, Work &work) {
     const int first = args.problem.packed ? static_cast<int>(rows_before(args, b)) / p.tokens + static_cast<int>(b) : 0;
-    const int within = static_cast<int>(args.problem.packed ? n : n / static_cast<unsigned>(args.problem.batch)) - first;
+    int within = static_cast<int>(args.problem.packed ? n : n / static_cast<unsigned>(args.problem.batch)) - first;
     work.group = p.group;
     work.kv_head = kv_head;
     work.has_sink = args.s_aux && b < args.problem.batch;
     work.sequence = sequence_or_tail(args, b, keys);
     work.band = sa_band_of(&args.problem.mask, work.sequence.q_len, work.sequence.k_len);
+    if (ascends) within = (static_cast<int>(work.sequence.q_len) - 1) / p.tokens - within;
     if (within < 0 || static_cast<int64_t>(within) * p.tokens >= work.sequence.q_len) return false;
     work.tokens.begin = within * p.tokens;
     work.tokens.end = sa_first(work.tokens.begin + p.tokens, work.band.q_len);

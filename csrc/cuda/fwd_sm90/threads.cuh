@@ -77,11 +77,13 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
         rows.full.wait(tiles);
         if (!rows.exists) return;
         const Work &work = rows.work;
+        bool awaited = rows.awaited && threadIdx.x % 32 == 0;
         int next = tile_or_none(KeyTileWalk(work.tiles)), page = -1;
         if (next >= 0) page = look_up_page<C>(work, cache, next * C::kTileK + static_cast<int>(threadIdx.x % 32), 0);
         if constexpr (!kIsValues) load_queries_of_warp<C>(smem, maps, p, {tiles.n}, work);
         for (; next >= 0; ring.n++) {
             const int t = next;
+            if (!kIsValues) announce(smem, awaited, work.tiles.end - t);
             next = tile_or_none(KeyTileWalk(work.tiles, t + 1));
             const uint32_t stage = ring.stage();
             if constexpr (kIsValues) {
@@ -94,7 +96,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
                         smem.offsets[0], error_word);
             }
         }
-        if (!kIsValues && threadIdx.x % 32 == 0 && rows.awaited) smem.sent.arrive();
+        if (!kIsValues) announce(smem, awaited, 0);
         rows.empty.arrive();
     }
 }

@@ -34,11 +34,14 @@ __device__ __forceinline__ void open_counter(unsigned long long *counter, unsign
     if (found >> kCountBits != tag) atomicCAS(counter, found, tag << kCountBits);
 }
 
-// 0, 1, ... in the order of the calls, of which the launch makes `total`.
-__device__ __forceinline__ unsigned take_count(unsigned long long *counter, unsigned long long tag, unsigned total) {
-    const auto count = static_cast<unsigned>(atomicAdd(counter, 1ull) - (tag << kCountBits));
-    if (count + 1 == total) atomicExch(counter, tag << kCountBits);
-    return count;
+// 0, 1, ... in the order of the calls.
+__device__ __forceinline__ unsigned take_count(unsigned long long *counter, unsigned long long tag) {
+    return static_cast<unsigned>(atomicAdd(counter, 1ull) - (tag << kCountBits));
+}
+
+// By who took the launch's last count.
+__device__ __forceinline__ void reset_counter(unsigned long long *counter, unsigned long long tag) {
+    atomicExch(counter, tag << kCountBits);
 }
 
 } // namespace sa
