@@ -40,11 +40,10 @@
  *
  * Under a window, in a sequence longer than two spans without sink tokens: sa_window_round.
  *
- * And where slots are what lacks. Those of 64 MiB are taken by 16 key blocks for each token of a tile, where rows are as many as keys.
+ * And where slots are what lacks:
  *
- *     CROWD     SA_CROWD_TILES, and at most              SA_CROWD_ROUNDS rounds, divided by tokens a tile
- *               SA_CROWD_TOKENS tokens a tile
- *     SET       more than room.most_tiles                of at most room.round_tiles; above SA_SET_ROUNDS a multiple of it
+ *     SET       more than room.most_tiles, or below      of at most room.round_tiles; above SA_SET_ROUNDS a multiple of it
+ *               SA_LONG_CHAIN blocks a head twice as many
  */
 enum {
     SA_FEW_BLOCKS = 256,
@@ -70,10 +69,8 @@ enum {
     SA_WINDOW_PARTS = 8, /* longer ones have at most such a part of what sees a block */
     SA_APART_ROUNDS = 5,
     SA_SIDE_CHAINS = 66, /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
-    SA_CROWD_TOKENS = 6,
-    SA_CROWD_TILES = 384,
-    SA_CROWD_ROUNDS = 12,
     SA_SET_ROUNDS = 4,
+    SA_LONG_CHAIN = 256,
     SA_SPLIT_ROUND = 48, /* above SA_FEW_BLOCKS: least tiles of a round that is an item */
     SA_SINK_BLOCKS = 4,  /* under a window: at most so many blocks with sink tokens have rounds */
     SA_SINK_ROUND = 16,  /* tiles of such a round */
@@ -84,10 +81,11 @@ enum {
 typedef struct sa_chain_room {
     int32_t num_heads;  /* kv heads */
     int32_t copies;     /* sequences of the same lengths, whose chains are those of one sequence with so many times the heads */
-    int32_t most_tiles; /* sequences above it have rounds of at most round_tiles */
+    int32_t most_tiles; /* sequences above it, or twice that, have rounds of at most round_tiles */
     int32_t round_tiles;
     int32_t short_round; /* the least tiles of a round, where blocks are scarce */
     int32_t num_slots;   /* accumulator slots */
+    int32_t near_slots;  /* that chains of all rounds take side by side */
     bool is_local;       /* under a window, whose items' tiles fit the slots */
     int32_t span;        /* under a window: the most tiles that see a block without sink tokens */
     int32_t blocks;      /* key blocks that all sequences and kv heads may have, at most SA_MANY_BLOCKS */
@@ -174,8 +172,6 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     const int32_t seen =
             !is_scarce ? 1 : room->num_heads * (sa_blocks_of_row(band, first, keys) + sa_blocks_of_row(band, band->q_len - 1, keys));
     c.is_local = is_window && !window_round;
-    const bool is_crowded = !is_window && tokens <= SA_CROWD_TOKENS && seeing >= SA_CROWD_TILES,
-               fits = room->is_local || c.tiles <= room->most_tiles;
     c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
     c.lead = 0;
     c.rounds = 1;
@@ -185,8 +181,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
         c.rounds = sa_tile_from(seeing, window_round);
     else if (!c.is_local)
         c.rounds = sa_rounds_of(all_blocks, seeing, seen, room->short_round);
-    if (is_crowded) c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(SA_CROWD_ROUNDS, tokens));
-    if (!fits) {
+    c.is_long = !room->is_local && c.tiles > (c.blocks < SA_LONG_CHAIN ? 2 : 1) * room->most_tiles;
+    if (c.is_long) {
         c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(seeing, room->round_tiles));
         if (c.rounds > SA_SET_ROUNDS) c.rounds = sa_tile_from(c.rounds, SA_SET_ROUNDS) * SA_SET_ROUNDS;
     }
@@ -194,7 +190,6 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
     const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && (window_round || c.round_tiles < SA_SPLIT_ROUND));
-    c.is_long = !fits || (is_crowded && merges);
     c.split = !c.sinks && c.rounds > 1 && (c.is_long || !merges);
     c.heads = room->num_heads * room->copies;
     c.count = (int32_t)((int64_t)c.heads * (c.split ? c.rounds : 1));
@@ -210,10 +205,12 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.together = 1;
     if (c.is_long && c.uses) {
         /* Of one head, whose items come before those of the next: dK and dV of both take the same places. */
-        c.together = sa_largest_divisor(c.rounds, (int32_t)sa_within(room->num_slots / c.uses, 1, c.rounds));
+        c.together =
+                sa_largest_divisor(c.rounds, (int32_t)sa_within(sa_first(room->num_slots, 2 * room->most_tiles) / c.uses, 1, c.rounds));
     } else if (!c.is_local && c.uses) {
         const int32_t side = c.split ? c.count : (int32_t)sa_first(c.count, SA_SIDE_CHAINS),
-                      most = (int32_t)sa_within(room->num_slots / c.uses, 1, side);
+                      slots = c.split ? room->num_slots : (int32_t)sa_first(room->num_slots, room->near_slots),
+                      most = (int32_t)sa_within(slots / c.uses, 1, side);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
         /* Sets of one size, of more than half of `most`: a smaller last one has too few items for the machine. */
         const int32_t even = c.split ? 0 : sa_largest_divisor(c.count, most);

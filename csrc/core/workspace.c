@@ -77,14 +77,15 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 }
 
 /* A tile of dQ reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more than
- * SA_MOST_BYTES of tiles is cut into rounds of SA_ROUND_BYTES at most, later tiles first, over which dK and dV are summed; under a window
- * it is not. */
+ * SA_MOST_BYTES of tiles a kv head, twice as many where key blocks are fewer than SA_LONG_CHAIN, is cut into rounds of SA_ROUND_BYTES at
+ * most, later tiles first, over which dK and dV are summed; under a window it is not. */
 #define SA_MOST_BYTES (INT64_C(36) << 20)
 #define SA_ROUND_BYTES (INT64_C(18) << 20)
-#define SA_SLOTS_BYTES (INT64_C(64) << 20)
+#define SA_SLOTS_BYTES (INT64_C(256) << 20)
+#define SA_NEAR_BYTES (INT64_C(64) << 20) /* about what the L2 holds; chains side by side take it, .. */
+#define SA_NEAR_BLOCKS 288                /* .. or what the rows of so many key blocks take, two items a multiprocessor, if that is more */
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
-#define SA_FULL_BLOCKS 2048                      /* so many key blocks of all kv heads, .. */
-#define SA_FULL_CHAIN 256                        /* .. so many of each, fill the machine with one round at a time */
+#define SA_FULL_BLOCKS 2048                      /* so many key blocks of long chains fill the machine with one round at a time */
 #define SA_APART_PLACES 2048                     /* at most, for dK and dV left apart */
 #define SA_PARTS_BYTES (INT64_C(72) << 20)       /* at most, for dQ left apart, .. */
 #define SA_PARTS_BLOCKS 32                       /* .. by fewer key blocks of all kv heads */
@@ -110,8 +111,7 @@ int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p, int64_t tile_q) {
 static sa_chain_room room_of(
         const sinkattn_problem *p, const sinkattn_plan *plan, int64_t tokens, int64_t heads, int64_t tiles, int64_t blocks) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    const int64_t tile_bytes = tile_bytes_of(info), most_tiles = SA_MOST_BYTES / tile_bytes, slot_tiles = SA_SLOTS_BYTES / tile_bytes,
-                  round_tiles = SA_ROUND_BYTES / tile_bytes;
+    const int64_t tile_bytes = tile_bytes_of(info), most_tiles = SA_MOST_BYTES / tile_bytes, near_tiles = SA_NEAR_BYTES / tile_bytes;
     /* Of the mask alone, as the order of sums depends on it. */
     const int64_t window = sa_window_keys(&p->mask), span = sa_ceil_div(sa_min(window, 1 << 30) + info->tile_k - 1, tokens) + 1,
                   sinks = sink_blocks(p, info->tile_k);
@@ -120,18 +120,17 @@ static sa_chain_room room_of(
     room.copies = 1;
     room.short_round = (int32_t)(SA_SHORT_ROWS / info->tile_q);
     room.most_tiles = (int32_t)most_tiles;
-    room.round_tiles = (int32_t)round_tiles;
+    room.round_tiles = (int32_t)(SA_ROUND_BYTES / tile_bytes);
     room.is_local = span + (sinks ? SA_SINK_ROUND : 1) <= most_tiles && sinks <= SA_SINK_BLOCKS;
     room.span = (int32_t)span;
     room.blocks = (int32_t)sa_min(blocks * heads, SA_MANY_BLOCKS);
-    int64_t slots = slot_tiles;
+    const int64_t most_slots = SA_SLOTS_BYTES / tile_bytes;
+    room.near_slots = (int32_t)sa_min(sa_max(near_tiles, SA_NEAR_BLOCKS * info->tile_k / tokens), most_slots);
+    int64_t slots = sa_fill_blocks(room.blocks) ? sa_max(room.near_slots, 2 * most_tiles) : most_slots;
     if (room.is_local) {
         /* All multiprocessors begin at once, and a tile is in use from the first block that meets it to the last. */
         const int64_t in_use = plan->workers * sa_ceil_div(info->tile_k, tokens) + 2 * span;
-        slots = sa_max(p->packed ? slot_tiles : most_tiles, sa_min(in_use, SA_LOCAL_BYTES / tile_bytes));
-    } else if (!p->packed && sa_ceil_div(p->q_len, tokens) > most_tiles && blocks * heads >= SA_FULL_BLOCKS &&
-               sa_ceil_div(p->k_len, info->tile_k) >= SA_FULL_CHAIN) {
-        slots = round_tiles;
+        slots = sa_max(p->packed ? near_tiles : most_tiles, sa_min(in_use, SA_LOCAL_BYTES / tile_bytes));
     }
     room.num_slots = (int32_t)sa_min(tiles, slots);
     return room;
@@ -162,18 +161,16 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
         room->num_slots = (int32_t)sa_min(SA_SLOTS_BYTES / tile_bytes, sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
+    if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_LONG_CHAIN)
+        room->num_slots = room->round_tiles;
     const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = INT64_C(2) * room->short_round;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
                may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
-    const bool may_crowd = p->packed && tokens <= SA_CROWD_TOKENS;
-    const int64_t crowd = may_crowd ? sa_ceil_div(SA_CROWD_ROUNDS, tokens) : 1;
     if (p->packed) {
         /* Key blocks, times rounds where slots are few; and rounds of sequences of at least so many tiles, by the rules for few blocks. */
-        const int64_t rounds = has_long ? sa_max(crowd, sa_ceil_div(longest, room->round_tiles)) + SA_SET_ROUNDS - 1 : crowd,
-                      least = may_split   ? least_tiles
-                              : may_crowd ? SA_CROWD_TILES
-                                          : room->most_tiles,
+        const int64_t rounds = has_long ? sa_ceil_div(longest, room->round_tiles) + SA_SET_ROUNDS - 1 : 1,
+                      least = may_split ? least_tiles : room->most_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
         to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
         /* Waves of a window's round reach over it and a span: SA_WINDOW_PARTS rounds, or more of few blocks, within SA_LONG_BLOCKS. */
@@ -187,7 +184,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.places = 0;
     if (may_be_apart && p->packed) {
         const bool has_span = room->is_local && !p->mask.num_sink_tokens;
-        const int64_t most = longest / room->short_round, rounds = sa_max(has_span ? sa_min(most, room->span / 4) + 2 : most, crowd);
+        const int64_t most = longest / room->short_round, rounds = has_span ? sa_min(most, room->span / 4) + 2 : most;
         to.places = sa_min(SA_APART_PLACES, (has_span ? blocks * rounds : sa_min(to.items, blocks * rounds)) * heads);
     } else if (may_be_apart && sa_is_apart(&dense)) {
         const int64_t places = sa_max(p->batch, 1) * sa_num_places(&dense);
@@ -198,8 +195,6 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     /* Long sequences' heads come one after another: a place a key block, in a dense batch for all sequences. */
     if (!p->packed)
         to.carries += dense.is_long ? dense.blocks : 0;
-    else if (may_crowd)
-        to.carries += blocks;
     else if (has_long)
         to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / room->most_tiles + 1);
     if (slices > 1) to.carries += blocks * p->num_kv_heads;

@@ -35,7 +35,8 @@ static sequence pick_sequence(void) {
     s.room.most_tiles = one_in(2) ? 1152 : 150;
     s.room.round_tiles = s.room.most_tiles == 150 ? 80 : 608;
     s.room.short_round = one_in(2) ? 4 : 8;
-    s.room.num_slots = s.room.most_tiles == 150 ? 150 : 2048;
+    s.room.num_slots = 2 * s.room.most_tiles + (one_in(2) ? 0 : (int32_t)pick(0, 4000));
+    s.room.near_slots = (int32_t)pick(0, s.room.num_slots);
     s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, s.tokens) + 1;
     s.room.is_local = has_window;
     s.room.blocks = (int32_t)pick(0, SA_MANY_BLOCKS);
@@ -199,11 +200,12 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
     }
 }
 
-/* 4096 tokens of 8 kv heads of 8 fill an H200 with whole blocks, and 8192 of one kv head of 16 do not. Of 8 heads of 10240, for three of
- * which there are slots, two are side by side, of 7 three. */
+/* 4096 tokens of 8 kv heads of 8 fill an H200 with whole blocks, and 8192 of one kv head of 16 do not. Of 8 heads of 12288, for three of
+ * which there is room, two are side by side, of 7 three. */
 static void test_few_blocks_have_rounds(void) {
     const sinkattn_mask causal = {.has_right = true};
-    sa_chain_room room = {.num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .short_round = 4, .num_slots = 2048};
+    sa_chain_room room = {
+            .num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .short_round = 4, .num_slots = 8192, .near_slots = 2304};
     sa_band band = sa_band_of(&causal, 4096, 4096);
     CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
     const struct {
@@ -224,10 +226,10 @@ static void test_few_blocks_have_rounds(void) {
     room.num_heads = 8;
     band = sa_band_of(&causal, 6144, 6144);
     CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 2, "6144 tokens, 64:8");
-    band = sa_band_of(&causal, 10240, 10240);
-    CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 2, "10240 tokens, 64:8");
+    band = sa_band_of(&causal, 12288, 12288);
+    CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 2, "12288 tokens, 64:8");
     room.num_heads = 7;
-    CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 3, "10240 tokens, 56:7");
+    CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 3, "12288 tokens, 56:7");
     room.num_heads = 1;
     band = sa_band_of(&causal, 8192, 8192);
     sa_chains chains = sa_chains_of(&band, 8, kKeys, &room);
@@ -242,6 +244,11 @@ static void test_few_blocks_have_rounds(void) {
     chains = sa_chains_of(&band, 8, kKeys, &room);
     CHECK(chains.rounds == 3 && chains.split, "9216 tokens, 64:4: %d rounds", (int)chains.rounds);
     room.most_tiles = 1152;
+    room.near_slots = 4096;
+    band = sa_band_of(&causal, 16384, 16384);
+    chains = sa_chains_of(&band, 9, kKeys, &room);
+    CHECK(chains.rounds == 1 && chains.together == 2, "16384 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
+            (int)chains.together);
     band = sa_band_of(&causal, 32768, 32768);
     chains = sa_chains_of(&band, 9, kKeys, &room);
     CHECK(chains.rounds == 8 && chains.together == 4, "32768 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,

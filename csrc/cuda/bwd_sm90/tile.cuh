@@ -313,7 +313,7 @@ __device__ __forceinline__ void add_carry(
     if (is_shared) wait_for_turn(turns, turn);
     float4 *at = own_carry<C>(buffers, carry, (threadIdx.x - 128) / 128) + threadIdx.x % 128;
     const auto add = [&](auto &d) {
-        constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize % 32 == 0 ? 8 : 4; // loads in flight
+        constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize % 64 == 0 ? 16 : kSize % 32 == 0 ? 8 : 4; // loads in flight
 #pragma unroll
         for (int first = 0; first < kSize; first += 4 * kBatch, at += kBatch * 128) {
             if (!is_first) {
