@@ -153,6 +153,8 @@ MUTATIONS = [_planted(*row) for row in (
      "test_c items_are_found_by_block_and_round"),
     ("a window's round has one block too few", "csrc/core/chains.h", "* tokens / keys + 1);", "* tokens / keys);",
      "test_c chains_meet_all_tiles_in_order"),
+    ("a chain of more tiles than slots", "csrc/core/chains.h", "SA_LONG_CHAIN ? 2 : 1)", "SA_LONG_CHAIN ? 3 : 1)",
+     "test_c few_blocks_have_rounds"),
     ("a few tiles of a window have rounds", "csrc/core/chains.h", "seeing >= 2 * room->short_round;", "seeing > 0;",
      "test_c packed_batches_have_room"),
     ("more rounds than items have room", "csrc/core/workspace.c", "(sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);",

@@ -249,6 +249,10 @@ static void test_few_blocks_have_rounds(void) {
     chains = sa_chains_of(&band, 9, kKeys, &room);
     CHECK(chains.rounds == 1 && chains.together == 2, "16384 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
             (int)chains.together);
+    for (int32_t beyond = 0; beyond < 2; beyond++) {
+        band = sa_band_of(&causal, 2304 * 9 + beyond, 2304 * 9 + beyond);
+        CHECK(sa_chains_of(&band, 9, kKeys, &room).is_long == beyond, "%d tokens, 28:4", (int)band.q_len);
+    }
     band = sa_band_of(&causal, 32768, 32768);
     chains = sa_chains_of(&band, 9, kKeys, &room);
     CHECK(chains.rounds == 8 && chains.together == 4, "32768 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
