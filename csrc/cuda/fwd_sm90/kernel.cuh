@@ -38,11 +38,12 @@ __device__ __forceinline__ unsigned item_of_round(const Problem &p, unsigned rou
     return round == 0 ? blockIdx.x : gridDim.x + take_count(p.counter, p.tag);
 }
 
-// Where sequences over a cache begin or end with ones of few rows, say decodes, these come first: each is one item, of all its keys.
-template <class C> __device__ __forceinline__ bool begins_with_first_sequence(const sinkattn_fwd_args &args) {
+// Whether tiles come in ascending order. Over a cache a batch begins at the end whose sequence has fewer rows, say a decode's: one item, of
+// all keys that its sequence has, for which a late begin is worst.
+template <class C> __device__ __forceinline__ bool tiles_ascend(const sinkattn_fwd_args &args) {
     if (!C::Keys::kCached || !args.problem.packed || args.problem.batch < 2) return false;
-    const int32_t *ends = args.cu_seqlens_q;
-    return ends[1] - ends[0] < ends[args.problem.batch] - ends[args.problem.batch - 1];
+    const int32_t *cu = args.cu_seqlens_q, *last = cu + args.problem.batch;
+    return cu[1] - cu[0] < last[0] - last[-1];
 }
 
 // With a counter, a block takes its next item once at most kUnsent key tiles of this one are left to send: taken earlier, it would be kept
@@ -51,7 +52,7 @@ template <class C> __device__ __forceinline__ bool begins_with_first_sequence(co
 template <class C>
 __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p) {
     constexpr int kFewKeyTiles = 8;
-    const bool leader = threadIdx.x % 32 == 0, ascends = begins_with_first_sequence<C>(args);
+    const bool leader = threadIdx.x % 32 == 0, ascends = tiles_ascend<C>(args);
     if (leader && p.counter) open_counter(p.counter, __ldcg(p.counter), p.tag);
     unsigned item = blockIdx.x, round = 0;
     Ring<1> waits;
@@ -60,8 +61,7 @@ __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args 
         rows.empty.wait_previous(ring);
         bool exists = false, awaited = false; // awaited: in the leader
         while (!exists && item < p.num_items) {
-            const unsigned nth = item / p.num_kv_heads, tile = ascends ? nth : p.num_tiles - 1 - nth;
-            const unsigned b = sequence_of_tile(args, p, tile);
+            const unsigned nth = item / p.num_kv_heads, tile = ascends ? nth : p.num_tiles - 1 - nth, b = sequence_of_tile(args, p, tile);
             if (leader) {
                 exists = describe_tile<C>(args, keys, p, item % p.num_kv_heads, b, tile, ascends, rows.work);
                 const sa_key_tiles &tiles = rows.work.tiles;

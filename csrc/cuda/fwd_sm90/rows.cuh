@@ -92,8 +92,7 @@ __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &ar
     return packed_sequence_of_tile(args, p.tokens, n);
 }
 
-// find_work for tiles of whole tokens. False if the tile has none. ascends: tiles come in ascending order, so that within a packed sequence
-// the last is the first.
+// find_work for tiles of whole tokens. False if the tile has none. ascends: n ascends, and those of a packed sequence come last first.
 template <class C>
 __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p,
         unsigned kv_head, unsigned b, unsigned n, bool ascends, Work &work) {
