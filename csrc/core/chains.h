@@ -42,8 +42,9 @@
  *
  * And where slots are what lacks:
  *
- *     SET       more than room.most_tiles, or below      of at most room.round_tiles; above SA_SET_ROUNDS a multiple of it
- *               SA_LONG_CHAIN blocks a head twice as many
+ *     SET       more than room.most_tiles; twice as      of at most room.round_tiles; above SA_SET_ROUNDS a multiple of it
+ *               many, if a head has fewer than
+ *               SA_LONG_CHAIN blocks
  */
 enum {
     SA_FEW_BLOCKS = 256,
@@ -205,8 +206,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.together = 1;
     if (c.is_long && c.uses) {
         /* Of one head, whose items come before those of the next: dK and dV of both take the same places. */
-        c.together =
-                sa_largest_divisor(c.rounds, (int32_t)sa_within(sa_first(room->num_slots, 2 * room->most_tiles) / c.uses, 1, c.rounds));
+        c.together = sa_largest_divisor(
+                c.rounds, (int32_t)sa_within(sa_first(room->num_slots, INT64_C(2) * room->most_tiles) / c.uses, 1, c.rounds));
     } else if (!c.is_local && c.uses) {
         const int32_t side = c.split ? c.count : (int32_t)sa_first(c.count, SA_SIDE_CHAINS),
                       slots = c.split ? room->num_slots : (int32_t)sa_first(room->num_slots, room->near_slots),

@@ -160,7 +160,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     /* A packed batch may be one sequence, or any number of them. */
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
-        room->num_slots = (int32_t)sa_min(SA_SLOTS_BYTES / tile_bytes, sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
+        room->num_slots = (int32_t)sa_min((room->is_local ? SA_NEAR_BYTES : SA_SLOTS_BYTES) / tile_bytes,
+                sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
     if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_LONG_CHAIN)
         room->num_slots = room->round_tiles;
     const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = INT64_C(2) * room->short_round;

@@ -155,6 +155,7 @@ static void test_rounds_do_not_depend_on_the_batch(void) {
         sa_chain_room other = s.room;
         other.blocks = (int32_t)pick(0, SA_MANY_BLOCKS);
         other.num_slots += (int32_t)pick(0, 1000);
+        other.near_slots = (int32_t)pick(0, other.num_slots);
         other.copies = (int32_t)pick(1, 5);
         const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &other);
         CHECK_ITEM(
@@ -341,6 +342,22 @@ static void test_rounds_have_room(void) {
     CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "65 tiles");
 }
 
+/* Chains that are side by side have their slots at once, or wait for each other without an end. */
+static void check_slots(const sinkattn_problem *p, const sa_chains *c, const sa_chain_room *room) {
+    CHECK(c->is_local || (int64_t)c->together * c->uses <= room->num_slots, "%s: %d chains of %d uses, %d slots", problem_text(p),
+            (int)c->together, (int)c->uses, (int)room->num_slots);
+}
+
+static void check_slots_of_dense(sinkattn_problem p, int64_t q_len, int64_t k_len) {
+    sinkattn_plan plan;
+    p.packed = false, p.q_len = q_len, p.k_len = k_len;
+    if (!q_len || !k_len || sinkattn_make_plan(&p, &device, &plan).code != SINKATTN_OK) return;
+    if (!strstr(sinkattn_variant(plan.variant)->name, "_sm90_d")) return;
+    const sa_chain_room room = sa_bwd_sm90_layout_of(&p, &plan).room;
+    const sequence s = sequence_of(&p, &plan, &room, q_len, k_len);
+    check_slots(&p, &s.chains, &room);
+}
+
 /* What the sequences of a packed batch need is what the workspace has room for. */
 static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const int64_t *k_lens) {
     sinkattn_plan plan;
@@ -357,6 +374,7 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
         carries += (int64_t)sa_num_carries(c) * (c->is_long ? 1 : c->heads);
         blocks += c->blocks;
         if (sa_is_apart(c) && layout.room.blocks < SA_FEW_BLOCKS) places += sa_num_places(c);
+        check_slots(p, c, &layout.room);
         CHECK(c->split || c->rounds == 1 || c->sinks || layout.own_carries, "%s: %d rounds", problem_text(p), (int)c->rounds);
         for (int32_t t = c->blind; layout.parts && info->tile_k == kKeys && t < c->tiles; t++)
             CHECK(blocks_before(&s, t, c->blocks) <= layout.parts, "%s: tile %d of %d parts", problem_text(p), (int)t, (int)layout.parts);
@@ -369,17 +387,21 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
 }
 
 static void test_packed_batches_have_room(void) {
-    sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .packed = true, .head_dim = 128, .mask = {.has_right = true}};
+    sinkattn_problem p = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .packed = true};
     const struct {
-        int64_t heads, kv_heads, batch, q_len, k_len, window;
-    } tight[] = {{32, 1, 1, 2400, 131072, 0}, {112, 4, 1, 2400, 32768, 0}, {80, 8, 3, 2299, 2944, 0}, {32, 1, 1, 772, 4096, 256},
-            {23, 23, 1, 836, 836, 93}};
+        int32_t head_dim, heads, kv_heads, batch, q_len, k_len, window; /* no mask if it is negative */
+    } tight[] = {{128, 32, 1, 1, 2400, 131072, 0}, {128, 112, 4, 1, 2400, 32768, 0}, {128, 80, 8, 3, 2299, 2944, 0},
+            {128, 32, 1, 1, 772, 4096, 256}, {128, 23, 23, 1, 836, 836, 93}, {64, 21, 3, 1, 40000, 32640, -1},
+            {64, 24, 3, 1, 45000, 32640, -1}, {64, 64, 8, 1, 16000, 32768, -1}, {64, 64, 8, 1, 32768, 32768, 0},
+            {64, 8, 1, 3, 18433, 32897, 0}};
     for (size_t i = 0; i < sizeof tight / sizeof *tight; i++) {
         const int64_t q = tight[i].q_len, k = tight[i].k_len;
-        p.num_q_heads = tight[i].heads, p.num_kv_heads = tight[i].kv_heads, p.batch = tight[i].batch;
+        p.head_dim = tight[i].head_dim, p.num_q_heads = tight[i].heads, p.num_kv_heads = tight[i].kv_heads, p.batch = tight[i].batch;
+        p.mask.has_right = tight[i].window >= 0;
         p.mask.has_left = tight[i].window > 0, p.mask.left = sa_max(tight[i].window - 1, 0);
         p.q_len = p.batch * q, p.k_len = p.batch * k;
         check_room(&p, (int64_t[]){q, q, q}, (int64_t[]){k, k, k});
+        check_slots_of_dense(p, q, k);
     }
     for (int i = 0; i < 2000; i++) {
         const int64_t most = one_in(3) ? 6000 : one_in(2) ? 2000 : 900, most_keys = one_in(3) ? 40000 : most;
@@ -395,6 +417,7 @@ static void test_packed_batches_have_room(void) {
             p.q_len += q_lens[b], p.k_len += k_lens[b];
         }
         check_room(&p, q_lens, k_lens);
+        check_slots_of_dense(p, q_lens[0], k_lens[0]);
     }
 }
 

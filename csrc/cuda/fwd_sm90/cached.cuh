@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
         for (; tile.exists(); ring.n++) {
             const Box box = next;
             const int t = tile.t;
-            if (!kIsValues) announce(smem, awaited, work.tiles.end - t);
+            if (!kIsValues) tell_unsent(smem, awaited, work.tiles.end - t);
             tile.advance();
             if (tile.exists()) next = find_box<C>(work, cache, tile.t, first);
             const uint32_t stage = ring.stage();
@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
                 copy_boxes<C, C::kHalves>(smem.keys[stage], maps.k, smem.k_full[stage], work, t, cache, box, error_word);
             }
         }
-        if (!kIsValues) announce(smem, awaited, 0);
+        if (!kIsValues) tell_unsent(smem, awaited, 0);
         rows.empty.arrive();
     }
 }

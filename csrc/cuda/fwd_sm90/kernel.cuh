@@ -114,13 +114,13 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
         for (; tile.t < end; tile.advance(), ring.n++) {
             // In flight: K and V of at most kStages earlier key tiles; Q of up to kQueries row tiles, since the loader may pass a
             // row tile of few key tiles before its Q has landed.
-            announce(smem, awaited, end - tile.t);
+            tell_unsent(smem, awaited, end - tile.t);
             smem.k_empty.acquire(ring);
             load_keys(smem.keys[ring.stage()], C::kHalves, maps.k, smem.k_full[ring.stage()], work, tile.t);
             smem.v_empty.acquire(ring);
             load_keys(smem.values[ring.stage()], C::kHalvesV, maps.v, smem.v_full[ring.stage()], work, tile.t);
         }
-        announce(smem, awaited, 0);
+        tell_unsent(smem, awaited, 0);
     }
 }
 

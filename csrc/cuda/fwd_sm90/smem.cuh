@@ -13,7 +13,7 @@ template <class C> struct Smem {
     Rows<C> rows[C::kRowStages];
     alignas(2) bool nonfinite[C::kStages][C::kCheckers];
     Barriers<C::kQueries> q_full, q_empty;
-    Barrier sent;                                                   // see announce
+    Barrier sent;                                                   // see tell_unsent
     Barriers<C::kStages> k_full, k_empty, v_full, v_ready, v_empty; // ready: checked for values that are not finite
     alignas(16) uint32_t offsets[2][C::Keys::kByThreads ? 128 : 1]; // of keys and of values of a tile, in the cache
 };
@@ -24,8 +24,8 @@ struct Maps {
 
 constexpr int kUnsent = 4; // key tiles
 
-// By the loader, with the key tiles that it has left to send: whether the scheduler need no longer await them.
-template <class C> __device__ __forceinline__ void announce(Smem<C> &smem, bool &awaited, int left) {
+// By the loader, with the key tiles that it has left to send: tells the scheduler, if it awaits that these are at most kUnsent.
+template <class C> __device__ __forceinline__ void tell_unsent(Smem<C> &smem, bool &awaited, int left) {
     if (!awaited || left > kUnsent) return;
     smem.sent.arrive();
     awaited = false;

@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
         if constexpr (!kIsValues) load_queries_of_warp<C>(smem, maps, p, {tiles.n}, work);
         for (; next >= 0; ring.n++) {
             const int t = next;
-            if (!kIsValues) announce(smem, awaited, work.tiles.end - t);
+            if (!kIsValues) tell_unsent(smem, awaited, work.tiles.end - t);
             next = tile_or_none(KeyTileWalk(work.tiles, t + 1));
             const uint32_t stage = ring.stage();
             if constexpr (kIsValues) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
                         smem.offsets[0], error_word);
             }
         }
-        if (!kIsValues) announce(smem, awaited, 0);
+        if (!kIsValues) tell_unsent(smem, awaited, 0);
         rows.empty.arrive();
     }
 }

@@ -39,7 +39,7 @@ __device__ __forceinline__ unsigned take_count(unsigned long long *counter, unsi
     return static_cast<unsigned>(atomicAdd(counter, 1ull) - (tag << kCountBits));
 }
 
-// By who took the launch's last count.
+// By the thread that took the launch's last count.
 __device__ __forceinline__ void reset_counter(unsigned long long *counter, unsigned long long tag) {
     atomicExch(counter, tag << kCountBits);
 }
