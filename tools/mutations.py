@@ -7,6 +7,7 @@ FWD, BWD = "csrc/cpu/cpu_fwd.c", "csrc/cpu/cpu_bwd.c"
 HF, VERL, OPS = "sinkattn/hf.py", "sinkattn/verl_patch.py", "sinkattn/ops.py"
 ROWS, MASK, NUMERICS, LAYOUT = "csrc/cpu/cpu_rows.h", "csrc/core/mask.h", "csrc/core/numerics.h", "csrc/core/layout.h"
 PLAN, TILE, CONVERT = "csrc/core/plan.c", "csrc/cpu/cpu_tile.h", "csrc/torch/convert.cpp"
+CHAINS, WORKSPACE = "csrc/core/chains.h", "csrc/core/workspace.c"
 C_SUITE = "test_c "  # then a part of a test's name; faster, since no extension is built
 
 
@@ -145,27 +146,27 @@ MUTATIONS = [_planted(*row) for row in (
      "test_c the_small_tiles_edge"),
     ("no block for rows past the last sequence", PLAN, "p->batch + 1) : p->batch * sa", "p->batch) : p->batch * sa",
      "test_c workers_of_packed_rows"),
-    ("two kv heads leave dK in one place", "csrc/core/chains.h", "c->blocks + block) * c->heads + head;",
+    ("two kv heads leave dK in one place", CHAINS, "c->blocks + block) * c->heads + head;",
      "c->blocks + block) * c->heads + head / 2;", "test_c items_are_found_by_block_and_round"),
-    ("a round's last block has another's place", "csrc/core/chains.h", "(earlier * c->blocks + block)",
+    ("a round's last block has another's place", CHAINS, "(earlier * c->blocks + block)",
      "(earlier * (c->blocks - 1) + block)", "test_c items_are_found_by_block_and_round"),
-    ("a window's block has one round too few", "csrc/core/chains.h", "c.round_tiles + 2);", "c.round_tiles + 1);",
+    ("a window's block has one round too few", CHAINS, "c.round_tiles + 2);", "c.round_tiles + 1);",
      "test_c items_are_found_by_block_and_round"),
-    ("a window's round has one block too few", "csrc/core/chains.h", "* tokens / keys + 1);", "* tokens / keys);",
+    ("a window's round has one block too few", CHAINS, "* tokens / keys + 1);", "* tokens / keys);",
      "test_c chains_meet_all_tiles_in_order"),
-    ("slots for chains side by side, not for a long one", "csrc/core/workspace.c",
+    ("slots for chains side by side, not for a long one", WORKSPACE,
      "sa_max(room.near_slots, 2 * most_tiles)", "room.near_slots", "test_c packed_batches_have_room"),
-    ("carries of sequences twice as long", "csrc/core/workspace.c", "longest / room->most_tiles + 1)",
+    ("carries of sequences twice as long", WORKSPACE, "longest / room->most_tiles + 1)",
      "longest / (2 * room->most_tiles) + 1)", "test_c packed_batches_have_room"),
-    ("a chain of more tiles than slots", "csrc/core/chains.h", "SA_LONG_CHAIN ? 2 : 1)", "SA_LONG_CHAIN ? 3 : 1)",
+    ("a chain of more tiles than slots", CHAINS, "SA_LONG_CHAIN ? 2 : 1)", "SA_LONG_CHAIN ? 3 : 1)",
      "test_c few_blocks_have_rounds"),
-    ("a few tiles of a window have rounds", "csrc/core/chains.h", "seeing >= 2 * room->short_round;", "seeing > 0;",
+    ("a few tiles of a window have rounds", CHAINS, "seeing >= 2 * room->short_round;", "seeing > 0;",
      "test_c packed_batches_have_room"),
-    ("more rounds than items have room", "csrc/core/workspace.c", "(sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);",
+    ("more rounds than items have room", WORKSPACE, "(sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);",
      "sa_ceil_div(SA_LONG_BLOCKS, 2 * heads);", "test_c packed_batches_have_room"),
-    ("a part of dQ too few", "csrc/core/workspace.c", "sa_ceil_div(reach, info->tile_k) + 1);",
+    ("a part of dQ too few", WORKSPACE, "sa_ceil_div(reach, info->tile_k) + 1);",
      "sa_ceil_div(reach, info->tile_k));", "test_c packed_batches_have_room"),
-    ("places of one head for all", "csrc/core/workspace.c", "sa_min(to.items, blocks * rounds)) * heads);",
+    ("places of one head for all", WORKSPACE, "sa_min(to.items, blocks * rounds)) * heads);",
      "sa_min(to.items, blocks * rounds)));", "test_c packed_batches_have_room"),
     ("2^24 partials", PLAN, "partials < most", "partials <= most", "test_c partials_that_fit"),
     ("denormal scale accepted", "csrc/core/validate.c", "(size >= (double)FLT_MIN && size", "(size > 0.0 && size",

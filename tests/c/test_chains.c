@@ -348,11 +348,15 @@ static void check_slots(const sinkattn_problem *p, const sa_chains *c, const sa_
             (int)c->together, (int)c->uses, (int)room->num_slots);
 }
 
+static bool has_chains(const sinkattn_problem *p, sinkattn_plan *plan) {
+    return p->q_len && p->k_len && sinkattn_make_plan(p, &device, plan).code == SINKATTN_OK &&
+           strstr(sinkattn_variant(plan->variant)->name, "_sm90_d");
+}
+
 static void check_slots_of_dense(sinkattn_problem p, int64_t q_len, int64_t k_len) {
     sinkattn_plan plan;
     p.packed = false, p.q_len = q_len, p.k_len = k_len;
-    if (!q_len || !k_len || sinkattn_make_plan(&p, &device, &plan).code != SINKATTN_OK) return;
-    if (!strstr(sinkattn_variant(plan.variant)->name, "_sm90_d")) return;
+    if (!has_chains(&p, &plan)) return;
     const sa_chain_room room = sa_bwd_sm90_layout_of(&p, &plan).room;
     const sequence s = sequence_of(&p, &plan, &room, q_len, k_len);
     check_slots(&p, &s.chains, &room);
@@ -361,9 +365,8 @@ static void check_slots_of_dense(sinkattn_problem p, int64_t q_len, int64_t k_le
 /* What the sequences of a packed batch need is what the workspace has room for. */
 static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const int64_t *k_lens) {
     sinkattn_plan plan;
-    if (!p->q_len || !p->k_len || sinkattn_make_plan(p, &device, &plan).code != SINKATTN_OK) return;
+    if (!has_chains(p, &plan)) return;
     const sinkattn_variant_info *info = sinkattn_variant(plan.variant);
-    if (!strstr(info->name, "_sm90_d")) return;
     const sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(p, &plan);
     int64_t tiles = 0, items = 0, carries = 0, blocks = 0, places = 0;
     for (int64_t b = 0; b < p->batch; b++) {
