@@ -200,9 +200,10 @@ static double tiles_each(const sinkattn_problem *p, int64_t rows) {
     return (double)(p->batch * p->num_kv_heads * sa_ceil_div(sa_kv_head_rows(p), rows)) / SA_H200_SMS;
 }
 
-/* The general decode, which reads K and V for each 16 rows. */
+/* The general decode, which reads K and V for each 16 rows; few keys in one part. */
 static double general_us(const sinkattn_problem *p) {
-    return 7.5 + tiles_each(p, 16) * (1 + reading_us(p) * (has_small_pages(p) ? 1.65 : 1));
+    const double reading = reading_us(p) * (has_small_pages(p) ? 1.65 : 1);
+    return keys_seen(p) <= 0.256 ? 4.8 + tiles_each(p, 16) * (0.1 + 1.16 * reading) : 7.5 + tiles_each(p, 16) * (1 + reading);
 }
 
 /* Those that read them once for 64. */

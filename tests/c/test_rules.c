@@ -334,6 +334,10 @@ static void test_which_decodes_have_many_rows(void) {
         problem.num_splits = cases[i].num_splits;
         check_planned(&problem, gpu(90), cases[i].name);
     }
+    sinkattn_problem drafts = causal_window(SINKATTN_DECODE, 127); /* 4 tokens each of 64 sequences, under a window */
+    drafts.batch = 64, drafts.num_q_heads = 64, drafts.num_kv_heads = 8, drafts.q_len = 4, drafts.head_dim = 64;
+    drafts.page_size = 64, drafts.num_pages = 9, drafts.k_len = 8192;
+    check_planned(&drafts, gpu(90), "sm80_d64");
 }
 
 /* A decode with invariant has the arch and the key tiles of the forward that serves its rows, or is that forward. */

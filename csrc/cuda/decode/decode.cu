@@ -14,7 +14,7 @@
 // order of teams and parts, never of arrival, and the sink joins the last merge as the virtual partial (s, 1, 0).
 //
 // Shared memory: Q where a team has several warps, then the stages, K and V of one tile a team: 4 KiB a warp at head_dim 64, else 32 KiB a
-// block, 40 at (192, 128). An SM holds 16 warps at head_dim 64, in blocks of 1, 4 or 8, else 8 in blocks of 4, where 2 stages fit.
+// block, 40 at (192, 128). An SM holds 16 warps at head_dim 64, else 8, in blocks of 1 to 8, where 2 stages fit.
 // Registers: Q, O and S of a warp, 16 + 32 + 8 at head_dim 64.
 //
 // Values may be narrower than keys in the instances with kNarrow: columns past head_dim and head_dim_v are zeros in shared memory, and
@@ -152,15 +152,6 @@ __device__ __forceinline__ Findings attend(typename C::Rows &rows, unsigned char
     if (late) let_next_kernel_start();
     if (threadIdx.x < num_rows) smem.s_aux[threadIdx.x] = s_aux_of(params, requested);
     return {wrong, loader.bad_page};
-}
-
-// The parameters come from memory a line of 64 bytes at a time: requests all lines at once, before the preceding kernel ends.
-template <class Arguments> __device__ __forceinline__ void fetch_params(const Arguments &params) {
-    uint32_t words = 0;
-#pragma unroll
-    for (size_t i = 0; i < sizeof(Arguments); i += 64)
-        words |= *reinterpret_cast<const uint32_t *>(reinterpret_cast<const char *>(&params) + i);
-    asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
 }
 
 // A block without a part stays until the cluster's other blocks have written to shared memory: if lengths changed under the kernel, they
@@ -311,14 +302,14 @@ template <class C> sinkattn_status pairs_fit(bool *fit, const sinkattn_decode_ar
     return sa_ok();
 }
 
-// Warps of a block at head_dim 64: 8 where one block an SM suffices, for one sequence or streams of one part each, so that fewer partials
-// are merged; 1 for streams of one part that outnumber the blocks of 4 warps that run at once. num_splits always takes 4: there a row's
-// bits do not depend on the batch.
+// Warps of a block: 4, as num_splits always takes, so that there a row's bits do not depend on the batch. 8 for few streams of one part
+// each, or of one sequence, so that fewer partials are merged; fewer for more streams of one part than blocks of 4 that run at once.
 template <class Element, class Sizes, bool kExtras, Tile kTile>
 sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem, kTileQ);
+    const bool is_free = problem.num_splits == 0, has_one_part = is_free && plan.num_splits == 1;
     if constexpr (Sizes::kHeadDim == 64) {
-        const int64_t streams = problem.batch * problem.num_kv_heads * row_tiles_of(problem, kTileQ);
         using Clusters = Config<Element, Sizes, 8, kExtras, kTile, true>;
         bool fit = false;
         if (sa_is_balanced(&problem, &plan) && problem.batch == 1 && streams == problem.num_kv_heads && problem.k_len <= kMostClusterKeys &&
@@ -331,11 +322,18 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
             SA_TRY(pairs_fit<Pairs>(&fit, args, plan));
             if (fit) return launch<Pairs>(args, plan, context);
         }
-        if (problem.num_splits == 0 && (problem.batch == 1 || plan.num_splits == 1) && streams <= plan.workers)
+        if ((has_one_part || (is_free && problem.batch == 1)) && streams <= plan.workers)
             return launch<Config<Element, Sizes, 8, kExtras, kTile>>(args, plan, context);
-        if (problem.num_splits == 0 && plan.num_splits == 1 && streams > 4 * plan.workers)
-            return launch<Config<Element, Sizes, 1, kExtras, kTile>>(args, plan, context);
+        if (has_one_part && streams > 4 * plan.workers) return launch<Config<Element, Sizes, 1, kExtras, kTile>>(args, plan, context);
+    } else if constexpr (Sizes::kHeadDimV == 128) {
+        // With fewer rows partials cost less beside their keys.
+        const bool is_alone = is_free && problem.batch == 1 && streams <= sa_min(kTileQ, sa_kv_head_rows(&problem));
+        if (is_alone || (has_one_part && 2 * streams <= plan.workers))
+            return launch<Config<Element, Sizes, 8, kExtras, kTile>>(args, plan, context);
+        if (has_one_part && streams > 4 * plan.workers) return launch<Config<Element, Sizes, 1, kExtras, kTile>>(args, plan, context);
     }
+    if constexpr (Sizes::kHeadDim > 64 && Sizes::kHeadDimV <= 256)
+        if (has_one_part && streams > 2 * plan.workers) return launch<Config<Element, Sizes, 2, kExtras, kTile>>(args, plan, context);
     return launch<Config<Element, Sizes, 4, kExtras, kTile>>(args, plan, context);
 }
 

@@ -100,8 +100,8 @@ struct Row {
     int32_t begin, end, sink_end;
 };
 
-// launch_width gives blocks of 8 warps or 1 only to streams that never need shares.
-template <int kThreads> constexpr bool kHasShares = kThreads != 32 && kThreads != 256;
+// launch_width gives blocks of other than 4 warps only to streams that never need shares.
+template <int kThreads> constexpr bool kHasShares = kThreads > 64 && kThreads != 256;
 
 template <int kThreads> struct PartSmem {
     Part part;

@@ -217,6 +217,15 @@ __device__ __forceinline__ unsigned long long add_acquire_release(unsigned long 
     return before;
 }
 
+// Parameters of a kernel come from memory a line of 64 bytes at a time: requests all lines at once.
+template <class Parameters> __device__ __forceinline__ void fetch_params(const Parameters &params) {
+    uint32_t words = 0;
+#pragma unroll
+    for (size_t i = 0; i < sizeof(Parameters); i += 64)
+        words |= *reinterpret_cast<const uint32_t *>(reinterpret_cast<const char *>(&params) + i);
+    asm volatile("{.reg .pred p;\n setp.eq.u32 p, %0, 0xffffffff;\n @p nanosleep.u32 0;}" ::"r"(words));
+}
+
 // Programmatic dependent launch. may_start_early: whether a kernel may start before its predecessor has ended. wait_for_previous_kernel
 // waits for it and its writes; let_next_kernel_start lets the next one start. Both do nothing before sm_90.
 __device__ __forceinline__ constexpr bool may_start_early() {
