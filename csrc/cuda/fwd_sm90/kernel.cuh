@@ -74,6 +74,7 @@ __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args 
         if (leader) {
             rows.exists = exists;
             rows.awaited = awaited;
+            rows.placed.arrive();
         }
         __syncwarp(); // the lanes see rows.work
         if (exists) describe_rows<C>(rows, args, p);
@@ -102,7 +103,7 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
     Ring<C::kStages> ring;
     for (Ring<C::kRowStages> tiles;; tiles.n++) {
         const Ring<C::kQueries> queries{tiles.n};
-        smem.rows[tiles.stage()].full.wait(tiles);
+        smem.rows[tiles.stage()].placed.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
         smem.q_empty.acquire(queries);
         const Work &work = smem.rows[tiles.stage()].work;
@@ -127,7 +128,7 @@ template <class C> __device__ __forceinline__ void load_tiles(Smem<C> &smem, con
 template <class C> __device__ __forceinline__ void check_tiles(Smem<C> &smem) {
     Ring<C::kStages> ring;
     for (Ring<C::kRowStages> tiles;; tiles.n++) {
-        smem.rows[tiles.stage()].full.wait(tiles);
+        smem.rows[tiles.stage()].placed.wait(tiles);
         if (!smem.rows[tiles.stage()].exists) return;
         const Work &work = smem.rows[tiles.stage()].work;
         for (KeyTileWalk tile(work.tiles); tile.exists(); tile.advance(), ring.n++) {
@@ -145,9 +146,14 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     auto &smem = *reinterpret_cast<Smem<C> *>(shared);
+    fetch_params(args);
+    fetch_params(p);
+    if (threadIdx.x == 32)
+        for (const CUtensorMap *map : {&maps.q, &maps.k, &maps.v}) tensor_map_prefetch(map);
     if (threadIdx.x == 0) {
         smem.sent.init(1);
         for (int i = 0; i < C::kRowStages; i++) {
+            smem.rows[i].placed.init(1);
             smem.rows[i].full.init(32);
             smem.rows[i].empty.init(128 * C::kMathWarpgroups + (C::Keys::kCached ? 96 : 64)); // math; loaders of a cache; checkers
         }

@@ -50,7 +50,7 @@ struct TokenKeys {
 // A tile of rows, by token and by head. Row r is head r % group of token r / group.
 template <class C> struct Rows {
     static constexpr int kStored = C::kStoresBounds ? C::kTileQ : 1;
-    Barrier full, empty;
+    Barrier placed, full, empty; // placed: work, exists and awaited are there, which is all that loaders need
     Work work;
     // awaited: the scheduler waits until all its keys but kUnsent tiles are sent
     bool exists, awaited;

@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_cached(Smem &smem, const Maps &maps, const 
     Ring<C::kStages> ring;
     for (Ring<C::kRowStages> tiles;; tiles.n++) {
         Rows<C> &rows = smem.rows[tiles.stage()];
-        rows.full.wait(tiles);
+        rows.placed.wait(tiles);
         if (!rows.exists) return;
         const Work &work = rows.work;
         bool awaited = rows.awaited && threadIdx.x % 32 == 0;
