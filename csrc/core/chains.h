@@ -23,53 +23,29 @@
 
 #include "split.h"
 
-/* A sequence has rounds if its key blocks, of all kv heads, do not fill the machine: the most that any rule gives.
+/* A sequence has rounds where its key blocks, of all kv heads, do not share out evenly: as many as sa_rounds_of finds. Under a window, in
+ * a sequence longer than two spans without sink tokens: sa_window_round.
  *
- *     rule      for                                      blocks times rounds    least tiles of a round
- *     LEAST     fewer than SA_FEW_BLOCKS                 SA_ROUND_BLOCKS        SA_LEAST_ROUND
- *     LONG      fewer than SA_FEW_BLOCKS                 SA_LONG_BLOCKS         SA_LONG_ROUND
- *     FILL      fewer than SA_FEW_BLOCKS                 SA_FILL_BLOCKS         SA_FILL_ROUND
- *     SCARCE    at most SA_SCARCE_BLOCKS                 SA_LONG_BLOCKS, and    room.short_round; above
- *                                                        such that about        SA_FEWEST_BLOCKS at least
- *                                                        SA_SCARCE_ITEMS items  SA_SCARCE_ROUND
- *                                                        have tiles
- *     THIN      else, at most SA_THIN_BLOCKS and under   SA_THIN_ROUNDS         SA_THIN_ROUND
- *               two times SA_LEAST_ROUND tiles
- *     HALF      more than SA_FEW_BLOCKS                  2 rounds; 3 from four  SA_HALF_ROUND
- *                                                        times SA_HALF_ROUND
- *
- * Under a window, in a sequence longer than two spans without sink tokens: sa_window_round.
- *
- * And where slots are what lacks:
- *
- *     SET       more than room.most_tiles; twice as      of at most room.round_tiles; above SA_SET_ROUNDS a multiple of it
- *               many, if a head has fewer than
- *               SA_LONG_CHAIN blocks
+ * And where slots are what lacks: above room.most_tiles, or twice as many, if a head has fewer than SA_LONG_CHAIN blocks, rounds have at
+ * most room.round_tiles, and above SA_SET_ROUNDS they are a multiple of it.
  */
 enum {
+    SA_MACHINE = 132, /* multiprocessors of an H200, for which rounds are chosen */
     SA_FEW_BLOCKS = 256,
     SA_MANY_BLOCKS = 512,
-    SA_ROUND_BLOCKS = 512,
-    SA_LEAST_ROUND = 32,
-    SA_LONG_BLOCKS = 1024,
-    SA_LONG_ROUND = 64,
-    SA_FILL_BLOCKS = 200,
-    SA_FILL_ROUND = 16,
-    SA_SCARCE_BLOCKS = 32,
-    SA_SCARCE_ITEMS = 108,
-    SA_SCARCE_ROUND = 6,
-    SA_FEWEST_BLOCKS = 4,
-    SA_SHORT_ROWS = 512, /* of room.short_round's tiles */
-    SA_THIN_BLOCKS = 96,
-    SA_THIN_ROUNDS = 192,
-    SA_THIN_ROUND = 8,
+    SA_EVEN_BLOCKS = 1056, /* eight items a multiprocessor */
+    SA_LEAST_ROUND = 3,    /* tiles, and one more for each 64 KiB of dK and dV of a block, of which it has at least one */
     SA_HALF_ROUND = 160,
-    SA_WINDOW_ITEMS = 132,
+    SA_MOST_ROUNDS = 1024, /* of all blocks, where these are few */
+    SA_MOST_OF_BLOCK = 32, /* of a block of 64 KiB of dK and dV */
+    SA_ITEM_ENDS = 4,      /* what an item takes beside its tiles, in tiles */
+    SA_PARTS_BLOCKS = 32,  /* fewer blocks of all kv heads may leave dQ apart */
     SA_WINDOW_ROUND = 8,
     SA_WINDOW_LONG_ROUND = 32,
     SA_WINDOW_PARTS = 8, /* longer ones have at most such a part of what sees a block */
     SA_APART_ROUNDS = 5,
-    SA_SIDE_CHAINS = 66, /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
+    SA_APART_PLACES = 2048, /* at most, for dK and dV left apart */
+    SA_SIDE_CHAINS = 66,    /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
     SA_SET_ROUNDS = 4,
     SA_LONG_CHAIN = 256,
     SA_SPLIT_ROUND = 48, /* above SA_FEW_BLOCKS: least tiles of a round that is an item */
@@ -84,12 +60,12 @@ typedef struct sa_chain_room {
     int32_t copies;     /* sequences of the same lengths, whose chains are those of one sequence with so many times the heads */
     int32_t most_tiles; /* sequences above it, or twice that, have rounds of at most round_tiles */
     int32_t round_tiles;
-    int32_t short_round; /* the least tiles of a round, where blocks are scarce */
-    int32_t num_slots;   /* accumulator slots */
-    int32_t near_slots;  /* that chains of all rounds take side by side */
-    bool is_local;       /* under a window, whose items' tiles fit the slots */
-    int32_t span;        /* under a window: the most tiles that see a block without sink tokens */
-    int32_t blocks;      /* key blocks that all sequences and kv heads may have, at most SA_MANY_BLOCKS */
+    int32_t sums;       /* 64 KiB of dK and dV of a block */
+    int32_t num_slots;  /* accumulator slots */
+    int32_t near_slots; /* that chains of all rounds take side by side */
+    bool is_local;      /* under a window, whose items' tiles fit the slots */
+    int32_t span;       /* under a window: the most tiles that see a block without sink tokens */
+    int32_t blocks;     /* key blocks that all sequences and kv heads may have, at most SA_MANY_BLOCKS; fewer, where they fill no machine */
 } sa_chain_room;
 
 typedef struct sa_chains {
@@ -111,39 +87,117 @@ typedef struct sa_chains {
  * multiprocessors, and a few more would be three for some. */
 SA_HD bool sa_fill_blocks(int32_t blocks) { return blocks == SA_FEW_BLOCKS || blocks >= SA_MANY_BLOCKS; }
 
-/* Key blocks of which a row sees some, but for those with sink tokens alone. */
-SA_HD int32_t sa_blocks_of_row(const sa_band *band, sa_position_t row, sa_position_t keys) {
-    const sa_range seen = sa_row_band(band, row);
-    return sa_tile_from(seen.end, keys) - sa_tile_of(seen.begin, keys);
+/* Key blocks that hold some of a range of keys. */
+SA_HD sa_range sa_blocks_of(sa_range seen, sa_position_t keys) {
+    return (sa_range){sa_tile_of(seen.begin, keys), sa_tile_from(seen.end, keys)};
 }
 
-/* Rounds of a sequence whose slots suffice, of so many blocks in all heads, and so many row tiles. seen: the key blocks that the first
- * seeing row and the last row see, added, over all heads. Divisions are of 32 bits, since the threads of one block ask for every sequence
- * of a launch. */
-SA_HD int32_t sa_rounds_of(int32_t blocks, int32_t tiles, int32_t seen, int32_t short_round) {
-    if (!blocks || sa_fill_blocks(blocks)) return 1;
-    if (blocks > SA_FEW_BLOCKS) return tiles < 2 * SA_HALF_ROUND ? 1 : tiles < 4 * SA_HALF_ROUND ? 2 : 3;
-    const bool is_thin = blocks <= SA_THIN_BLOCKS && tiles < 2 * SA_LEAST_ROUND;
-    const int32_t most = (SA_ROUND_BLOCKS + blocks - 1) / blocks, most_long = (SA_LONG_BLOCKS + blocks - 1) / blocks,
-                  most_fill = (SA_FILL_BLOCKS + blocks - 1) / blocks;
-    const sa_position_t rounds = sa_last(sa_first(most, tiles / SA_LEAST_ROUND), sa_first(most_long, tiles / SA_LONG_ROUND)),
-                        least_round = blocks <= SA_FEWEST_BLOCKS ? short_round : sa_last(short_round, SA_SCARCE_ROUND),
-                        scarce = sa_first(sa_first(2 * SA_SCARCE_ITEMS / seen, SA_LONG_BLOCKS / blocks), tiles / least_round),
-                        thin = sa_first(SA_THIN_ROUNDS / blocks, tiles / SA_THIN_ROUND),
-                        of_few = sa_last(sa_first(most_fill, tiles / SA_FILL_ROUND), blocks <= SA_SCARCE_BLOCKS ? scarce
-                                                                                     : is_thin                  ? thin
-                                                                                                                : 1);
-    return (int32_t)sa_last(rounds, of_few);
+/* Whether the first and the last row that see a key see the same key blocks, those with sink tokens aside. */
+SA_HD bool sa_is_even(const sa_band *band, sa_position_t keys) {
+    const sa_range from = sa_blocks_of(sa_row_band(band, sa_first_seeing_row(band)), keys),
+                   to = sa_blocks_of(sa_row_band(band, band->q_len - 1), keys);
+    return from.begin == to.begin && from.end == to.end;
 }
 
-/* Tiles of a round under a window, of so many blocks in all heads, each seen by `span` tiles: what each of SA_WINDOW_ITEMS multiprocessors
+/* Items of `rounds` rounds of `each` tiles, in one head: key blocks that their rows see. */
+SA_HD int32_t sa_count_items(const sa_band *band, sa_position_t tokens, sa_position_t keys, int32_t rounds, int32_t each) {
+    const sa_position_t first = sa_tile_of(sa_first_seeing_row(band), tokens);
+    int32_t items = 0;
+    for (int32_t round = 0; round < rounds; round++) {
+        const sa_position_t begin = sa_last((first + (sa_position_t)round * each) * tokens, sa_first_seeing_row(band)),
+                            end = sa_first((first + (sa_position_t)(round + 1) * each) * tokens, band->q_len);
+        if (begin < end) items += sa_tile_from(sa_row_band(band, end - 1).end, keys) - sa_tile_of(sa_row_band(band, begin).begin, keys);
+    }
+    return items;
+}
+
+/* Rounds of a sequence whose slots suffice, of fewer than SA_FEW_BLOCKS key blocks in all heads: of the numbers tried, the one whose items
+ * are expected to take the least time. Time is counted in tiles, and an item takes SA_ITEM_ENDS beside its own. The longest items are
+ * taken first. Short ones are of blocks of which some rows see nothing, so that they begin or end within a round. The longest of
+ *
+ *     the mean of all multiprocessors, and, if some take two items and there are short ones, half of a short one and a quarter of a round
+ *     all waves of whole items
+ *     the waves before the last, and the two items of the multiprocessor that is the first to take another
+ *
+ * and then
+ *
+ *     one for each block that follows another in a chain, two if all items are whole; none where dQ is left apart
+ *     one for handing on dK and dV, and three quarters a round if by turns
+ *     two for each 64 KiB of dK and dV that a multiprocessor hands on, past the second
+ */
+SA_HD int32_t sa_rounds_of_few(
+        const sa_band *band, sa_position_t tokens, sa_position_t keys, const sa_chain_room *room, int32_t blocks, int32_t tiles) {
+    const sa_position_t row = sa_first_seeing_row(band);
+    const sa_range first = sa_row_band(band, row), middle = sa_row_band(band, row + (band->q_len - row) / 2),
+                   last = sa_row_band(band, band->q_len - 1), from = sa_blocks_of(first, keys), to = sa_blocks_of(last, keys);
+    const int32_t heads = room->num_heads, begun = (int32_t)(to.end - from.end), ended = (int32_t)(to.begin - from.begin),
+                  partial = heads * (begun + ended), of_head = (int32_t)(to.end - from.begin), short_tiles = sa_tile_from(keys, tokens),
+                  unit = 6 * SA_MACHINE;
+    /* Blocks that a row sees in the mean, times 6, by Simpson's rule. */
+    const sa_position_t lengths = first.end - first.begin + 4 * (middle.end - middle.begin) + last.end - last.begin;
+    const int32_t seen = heads * (partial ? sa_tile_from(lengths, keys) + 3 * (begun > 0) + 3 * (ended > 0) : 6 * of_head);
+    const bool is_apart = blocks < SA_PARTS_BLOCKS && (int64_t)tiles * heads * of_head <= INT64_C(2) * room->most_tiles;
+    int32_t best = 1;
+    int64_t least = INT64_MAX; /* a tile's time is `unit`, as items and blocks are counted in sixths, and over all multiprocessors */
+    for (int32_t rounds = 1; rounds == 1 || (rounds * blocks <= SA_MOST_ROUNDS && rounds * room->sums <= SA_MOST_OF_BLOCK);
+            rounds += 1 + rounds / 8) {
+        const int32_t each = sa_tile_from(tiles, rounds), follow = is_apart ? 0 : (int32_t)sa_first(of_head, SA_MACHINE / heads / rounds);
+        int32_t items = rounds * seen + 3 * partial; /* times 6 */
+        if (rounds > 1 && each < SA_LEAST_ROUND + room->sums) break;
+        if (partial && items > unit - unit / 8 && items < unit + unit / 8)
+            items = 6 * heads * sa_count_items(band, tokens, keys, rounds, each);
+        const int32_t whole = (int32_t)sa_last(items / 6 - partial, 0), waves = whole / SA_MACHINE, ahead = (waves + 1) * SA_MACHINE;
+        int64_t time = (int64_t)tiles * seen + (int64_t)SA_ITEM_ENDS * items;
+        if (partial && items > unit) time += (int64_t)unit * (sa_first(each, short_tiles) / 2 + SA_ITEM_ENDS + (rounds > 1 ? each / 4 : 0));
+        time = sa_max(time, (int64_t)unit * sa_tile_from(sa_last(whole, 1), SA_MACHINE) * (each + SA_ITEM_ENDS));
+        if (partial && items / 6 > ahead) {
+            const int32_t second = each - (int32_t)((int64_t)each * sa_first(ahead - whole, partial) / partial);
+            time = sa_max(time, unit * ((int64_t)waves * (each + SA_ITEM_ENDS) + INT64_C(2) * (second + SA_ITEM_ENDS)));
+        }
+        time += (int64_t)unit * follow * (partial ? 1 : 2);
+        if (rounds > 1)
+            time += unit + (rounds < SA_APART_ROUNDS ? rounds * unit * 3 / 4 : 0) + 2 * sa_last(items * room->sums - 2 * unit, 0);
+        if (rounds > 1 && time + time / 32 >= least) continue; /* more rounds cost in batches */
+        least = time;
+        best = rounds;
+    }
+    return best;
+}
+
+/* Row tiles that see a key. */
+SA_HD int32_t sa_seeing_tiles(const sa_band *band, sa_position_t tokens) {
+    const sa_position_t first = sa_first_seeing_row(band);
+    return first < band->q_len ? sa_tile_from(band->q_len, tokens) - sa_tile_of(first, tokens) : 0;
+}
+
+/* Key blocks before the first that a row sees, under a window without sink tokens. */
+SA_HD int32_t sa_unseen_blocks(const sa_band *band, sa_position_t keys, const sa_chain_room *room) {
+    const sa_position_t first = sa_first_seeing_row(band);
+    return room->is_local && !band->num_sink && first < band->q_len ? sa_tile_of(sa_row_band(band, first).begin, keys) : 0;
+}
+
+/* Key blocks of all heads that rows see, at most SA_EVEN_BLOCKS. */
+SA_HD int32_t sa_seen_blocks(const sa_band *band, sa_position_t keys, const sa_chain_room *room) {
+    const int64_t of_head = sa_tile_from(band->k_len, keys) - sa_unseen_blocks(band, keys, room);
+    return (int32_t)sa_min(of_head * room->num_heads, SA_EVEN_BLOCKS);
+}
+
+/* Rounds of a sequence whose slots suffice. Above SA_FEW_BLOCKS two share out what blocks alone do not; three, where all are as long. */
+SA_HD int32_t sa_rounds_of(const sa_band *band, sa_position_t tokens, sa_position_t keys, const sa_chain_room *room) {
+    const int32_t blocks = sa_seen_blocks(band, keys, room), tiles = sa_seeing_tiles(band, tokens);
+    if (!tiles || !blocks || blocks == SA_FEW_BLOCKS) return 1;
+    if (blocks < SA_FEW_BLOCKS) return sa_rounds_of_few(band, tokens, keys, room, blocks, tiles);
+    if (sa_is_even(band, keys)) return blocks < SA_EVEN_BLOCKS && tiles >= 3 * SA_SPLIT_ROUND ? 3 : 1;
+    return blocks >= SA_MANY_BLOCKS || tiles < 2 * SA_HALF_ROUND ? 1 : tiles < 4 * SA_HALF_ROUND ? 2 : 3;
+}
+
+/* Tiles of a round under a window, of so many blocks in all heads, each seen by `span` tiles: what each of SA_MACHINE multiprocessors
  * gets, within limits. 0 where whole blocks take at most a ninth longer: rounds take about `each`, a quarter of one and 3 tiles, but no
  * less than one; of whole blocks a multiprocessor gets so many, with 2 tiles for the ends of each. */
 SA_HD int32_t sa_window_round(int32_t blocks, int32_t span) {
-    const int32_t each = (blocks * span + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS,
+    const int32_t each = (blocks * span + SA_MACHINE - 1) / SA_MACHINE,
                   most = (int32_t)sa_last(SA_WINDOW_LONG_ROUND, (span + SA_WINDOW_PARTS - 1) / SA_WINDOW_PARTS),
-                  tiles = (int32_t)sa_within(each, SA_WINDOW_ROUND, most),
-                  whole = (blocks + SA_WINDOW_ITEMS - 1) / SA_WINDOW_ITEMS * (span + 2),
+                  tiles = (int32_t)sa_within(each, SA_WINDOW_ROUND, most), whole = (blocks + SA_MACHINE - 1) / SA_MACHINE * (span + 2),
                   cut = (int32_t)sa_last(each + tiles / 4, tiles) + 3;
     return 10 * cut <= 9 * whole ? tiles : 0;
 }
@@ -154,24 +208,18 @@ SA_HD int32_t sa_largest_divisor(int32_t count, int32_t most) {
     return most;
 }
 
-/* tokens: of a row tile; keys: of a block. */
-SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_position_t keys, const sa_chain_room *room) {
+/* tokens: of a row tile; keys: of a block; rounds: sa_rounds_of, which takes a GPU's thread microseconds. */
+SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_position_t keys, const sa_chain_room *room, int32_t rounds) {
     sa_chains c;
-    const sa_position_t first = sa_first_seeing_row(band);
+    const int32_t seeing = sa_seeing_tiles(band, tokens), all_blocks = sa_seen_blocks(band, keys, room);
     c.blocks = sa_tile_from(band->k_len, keys);
     c.tiles = sa_tile_from(band->q_len, tokens);
-    c.blind = first < band->q_len ? sa_tile_of(first, tokens) : c.tiles;
-    const int32_t seeing = c.tiles - c.blind;
+    c.blind = c.tiles - seeing;
     const bool has_span = room->is_local && !band->num_sink && seeing > 0;
-    const int32_t unseen = has_span ? sa_tile_of(sa_row_band(band, first).begin, keys) : 0,
-                  all_blocks = (int32_t)sa_min((int64_t)(c.blocks - unseen) * room->num_heads, SA_MANY_BLOCKS);
     const bool is_window = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles),
                may_have_rounds = is_window && !band->num_sink && all_blocks < SA_FEW_BLOCKS && seeing <= room->most_tiles &&
-                                 seeing >= 2 * room->short_round;
+                                 seeing > 2 * SA_LEAST_ROUND;
     const int32_t window_round = may_have_rounds ? sa_window_round(all_blocks, room->span) : 0;
-    const bool is_scarce = seeing > 0 && all_blocks <= SA_SCARCE_BLOCKS;
-    const int32_t seen =
-            !is_scarce ? 1 : room->num_heads * (sa_blocks_of_row(band, first, keys) + sa_blocks_of_row(band, band->q_len - 1, keys));
     c.is_local = is_window && !window_round;
     c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
     c.lead = 0;
@@ -181,7 +229,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     else if (window_round)
         c.rounds = sa_tile_from(seeing, window_round);
     else if (!c.is_local)
-        c.rounds = sa_rounds_of(all_blocks, seeing, seen, room->short_round);
+        c.rounds = rounds;
     c.is_long = !room->is_local && c.tiles > (c.blocks < SA_LONG_CHAIN ? 2 : 1) * room->most_tiles;
     if (c.is_long) {
         c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(seeing, room->round_tiles));
@@ -200,8 +248,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.waves = c.blocks;
     if (has_span && c.split) {
         c.parts = (int32_t)sa_first(c.parts, (room->span - 2) / c.round_tiles + 2);
-        c.unseen = unseen;
-        c.waves = (int32_t)sa_first(c.blocks - unseen, (c.round_tiles + room->span) * tokens / keys + 1);
+        c.unseen = sa_unseen_blocks(band, keys, room);
+        c.waves = (int32_t)sa_first(c.blocks - c.unseen, (c.uses + room->span) * tokens / keys + 1);
     }
     c.together = 1;
     if (c.is_long && c.uses) {

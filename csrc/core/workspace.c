@@ -86,9 +86,7 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_NEAR_BLOCKS 288                /* .. or what the rows of so many key blocks take, two items a multiprocessor, if that is more */
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048                      /* so many key blocks of long chains fill the machine with one round at a time */
-#define SA_APART_PLACES 2048                     /* at most, for dK and dV left apart */
-#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* at most, for dQ left apart, .. */
-#define SA_PARTS_BLOCKS 32                       /* .. by fewer key blocks of all kv heads */
+#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* at most, for dQ left apart by fewer than SA_PARTS_BLOCKS, .. */
 #define SA_LONG_PARTS_BYTES (INT64_C(256) << 20) /* the same for so few row tiles of all kv heads that turns at their dQ .. */
 #define SA_PARTS_TILES 64                        /* .. take longer than all else */
 #define SA_SLICE_GAIN 8                          /* slices must fill over 1/8 of a tile's rows more */
@@ -118,12 +116,15 @@ static sa_chain_room room_of(
     sa_chain_room room;
     room.num_heads = (int32_t)heads;
     room.copies = 1;
-    room.short_round = (int32_t)(SA_SHORT_ROWS / info->tile_q);
+    room.sums = (int32_t)sa_ceil_div(2 * info->tile_k * info->max_head_dim * 4, 1 << 16);
     room.most_tiles = (int32_t)most_tiles;
     room.round_tiles = (int32_t)(SA_ROUND_BYTES / tile_bytes);
     room.is_local = span + (sinks ? SA_SINK_ROUND : 1) <= most_tiles && sinks <= SA_SINK_BLOCKS;
     room.span = (int32_t)span;
-    room.blocks = (int32_t)sa_min(blocks * heads, SA_MANY_BLOCKS);
+    const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
+    const bool is_even = !p->packed && blocks * heads < SA_EVEN_BLOCKS && p->q_len && p->k_len && sa_is_even(&band, info->tile_k);
+    /* Up to SA_EVEN_BLOCKS even blocks are not taken to fill the machine: their rounds are items. */
+    room.blocks = (int32_t)sa_min(blocks * heads, is_even ? SA_MANY_BLOCKS - 1 : SA_MANY_BLOCKS);
     const int64_t most_slots = SA_SLOTS_BYTES / tile_bytes;
     room.near_slots = (int32_t)sa_min(sa_max(near_tiles, SA_NEAR_BLOCKS * info->tile_k / tokens), most_slots);
     int64_t slots = sa_fill_blocks(room.blocks) ? sa_max(room.near_slots, 2 * most_tiles) : most_slots;
@@ -158,23 +159,24 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     sa_chain_room *room = &to.room;
     const bool has_long = !room->is_local && longest > room->most_tiles;
     /* A packed batch may be one sequence, or any number of them. */
-    const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room);
+    to.rounds = sa_rounds_of(&band, tokens, info->tile_k, room);
+    const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room, to.rounds);
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
         room->num_slots = (int32_t)sa_min((room->is_local ? SA_NEAR_BYTES : SA_SLOTS_BYTES) / tile_bytes,
                 sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
     if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_LONG_CHAIN)
         room->num_slots = room->round_tiles;
-    const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = INT64_C(2) * room->short_round;
+    const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = 2 * SA_LEAST_ROUND + 1;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
                may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
     if (p->packed) {
-        /* Key blocks, times rounds where slots are few; and rounds of sequences of at least so many tiles, by the rules for few blocks. */
+        /* Key blocks, times rounds where slots are few; and for sequences of at least so many tiles SA_MOST_ROUNDS. */
         const int64_t rounds = has_long ? sa_ceil_div(longest, room->round_tiles) + SA_SET_ROUNDS - 1 : 1,
                       least = may_split ? least_tiles : room->most_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
-        to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_LONG_BLOCKS, heads) + 1);
-        /* Waves of a window's round reach over it and a span: SA_WINDOW_PARTS rounds, or more of few blocks, within SA_LONG_BLOCKS. */
+        to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_MOST_ROUNDS, heads) + 1);
+        /* Waves of a window's round reach over it and a span: SA_WINDOW_PARTS rounds, or more of few blocks, within SA_MOST_ROUNDS. */
         if (room->is_local && may_split)
             to.items += (SA_WINDOW_PARTS + 2) * sa_packed_tiles(p->q_len, info->tile_k, p->batch) + 2 * to.tiles / heads / SA_WINDOW_ROUND;
     } else {
@@ -185,7 +187,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.places = 0;
     if (may_be_apart && p->packed) {
         const bool has_span = room->is_local && !p->mask.num_sink_tokens;
-        const int64_t most = longest / room->short_round, rounds = has_span ? sa_min(most, room->span / 4) + 2 : most;
+        const int64_t most = longest / SA_LEAST_ROUND, rounds = has_span ? sa_min(most, room->span / 4) + 2 : most;
         to.places = sa_min(SA_APART_PLACES, (has_span ? blocks * rounds : sa_min(to.items, blocks * rounds)) * heads);
     } else if (may_be_apart && sa_is_apart(&dense)) {
         const int64_t places = sa_max(p->batch, 1) * sa_num_places(&dense);

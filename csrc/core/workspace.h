@@ -59,6 +59,7 @@ typedef struct sa_bwd_sm90_layout {
     int64_t entries_at, items_at, turns_at, carry_turns_at, tile_sums_at, key_sums_at, stats_at, slots_at, carries_at, row_terms_at,
             key_terms_at, bytes;
     sa_chain_room room;
+    int32_t rounds; /* of a dense batch's sequences: sa_rounds_of */
 } sa_bwd_sm90_layout;
 
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);

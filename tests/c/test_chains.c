@@ -21,6 +21,10 @@ typedef struct sequence {
     sa_chains chains;
 } sequence;
 
+static sa_chains chains_of(const sa_band *band, sa_position_t tokens, sa_position_t keys, const sa_chain_room *room) {
+    return sa_chains_of(band, tokens, keys, room, sa_rounds_of(band, tokens, keys, room));
+}
+
 static sequence pick_sequence(void) {
     sequence s;
     const int64_t k_len = pick(0, one_in(3) ? 400 : 3000), q_len = one_in(2) ? k_len : pick(0, one_in(4) ? 4000 : 1200);
@@ -34,7 +38,7 @@ static sequence pick_sequence(void) {
     s.room.copies = one_in(2) ? 1 : (int32_t)pick(1, 4);
     s.room.most_tiles = one_in(2) ? 1152 : 150;
     s.room.round_tiles = s.room.most_tiles == 150 ? 80 : 608;
-    s.room.short_round = one_in(2) ? 4 : 8;
+    s.room.sums = one_in(2) ? 1 : 2;
     s.room.num_slots = 2 * s.room.most_tiles + (one_in(2) ? 0 : (int32_t)pick(0, 4000));
     s.room.near_slots = (int32_t)pick(0, s.room.num_slots);
     s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, s.tokens) + 1;
@@ -51,7 +55,7 @@ static sequence pick_sequence(void) {
         s.room.most_tiles = 4000;
         s.room.num_slots = one_in(2) ? 4000 : (int32_t)sa_ceil_div(q_len, s.tokens) + SA_SINK_ROUND + (int32_t)pick(0, 1000);
     }
-    s.chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
+    s.chains = chains_of(&s.band, s.tokens, kKeys, &s.room);
     return s;
 }
 
@@ -60,7 +64,7 @@ static sequence sequence_of(const sinkattn_problem *p, const sinkattn_plan *plan
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     sequence s = {.band = sa_band_of(&p->mask, q_len, k_len), .room = *room};
     s.tokens = (int32_t)(info->tile_q / sa_bwd_sm90_slice_heads(p, info->tile_q));
-    s.chains = sa_chains_of(&s.band, s.tokens, (sa_position_t)info->tile_k, room);
+    s.chains = chains_of(&s.band, s.tokens, (sa_position_t)info->tile_k, room);
     return s;
 }
 
@@ -157,7 +161,7 @@ static void test_rounds_do_not_depend_on_the_batch(void) {
         other.num_slots += (int32_t)pick(0, 1000);
         other.near_slots = (int32_t)pick(0, other.num_slots);
         other.copies = (int32_t)pick(1, 5);
-        const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &other);
+        const sa_chains chains = chains_of(&s.band, s.tokens, kKeys, &other);
         CHECK_ITEM(
                 chains.rounds == s.chains.rounds && chains.round_tiles == s.chains.round_tiles && chains.blind == s.chains.blind, &s, -1);
     }
@@ -185,7 +189,7 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
     const sequence s = {.band = sa_band_of(&mask, 16384, 16384),
             .tokens = 16,
             .room = {.num_heads = 8, .copies = 1, .num_slots = 1152, .is_local = true, .blocks = SA_MANY_BLOCKS, .span = 17}};
-    const sa_chains chains = sa_chains_of(&s.band, s.tokens, kKeys, &s.room);
+    const sa_chains chains = chains_of(&s.band, s.tokens, kKeys, &s.room);
     CHECK(chains.rounds == 64 && chains.together == 8 && chains.lead == SA_SINK_LEAD, "%d rounds, %d together", (int)chains.rounds,
             (int)chains.together);
     int32_t seen_to = 16; /* of block 0 alone */
@@ -206,56 +210,55 @@ static void test_blocks_with_sink_tokens_have_rounds(void) {
 static void test_few_blocks_have_rounds(void) {
     const sinkattn_mask causal = {.has_right = true};
     sa_chain_room room = {
-            .num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .short_round = 4, .num_slots = 8192, .near_slots = 2304};
+            .num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .sums = 1, .num_slots = 8192, .near_slots = 2304};
     sa_band band = sa_band_of(&causal, 4096, 4096);
-    CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
+    CHECK(chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
+    const sinkattn_mask all = {0};
     const struct {
-        int32_t length, rounds;
-    } short_ones[] = {{128, 1}, {256, 2}, {512, 5}, {640, 4}, {900, 3}, {1000, 3}, {1024, 4}, {2000, 3}},
-      of_one_head[] = {{64, 1}, {128, 2}, {512, 8}, {1024, 10}, {2048, 12}, {4096, 8}};
-    for (size_t i = 0; i < sizeof short_ones / sizeof *short_ones; i++) {
-        band = sa_band_of(&causal, short_ones[i].length, short_ones[i].length);
-        const int32_t rounds = sa_chains_of(&band, 16, kKeys, &room).rounds;
-        CHECK(rounds == short_ones[i].rounds, "%d tokens, 64:8: %d rounds", (int)short_ones[i].length, (int)rounds);
-    }
-    room.num_heads = 1;
-    for (size_t i = 0; i < sizeof of_one_head / sizeof *of_one_head; i++) {
-        band = sa_band_of(&causal, of_one_head[i].length, of_one_head[i].length);
-        const int32_t rounds = sa_chains_of(&band, 16, kKeys, &room).rounds;
-        CHECK(rounds == of_one_head[i].rounds, "%d tokens, 8:1: %d rounds", (int)of_one_head[i].length, (int)rounds);
+        const sinkattn_mask *mask;
+        int32_t heads, length, rounds;
+    } cases[] = {{&causal, 8, 128, 2}, {&causal, 8, 256, 4}, {&causal, 8, 512, 5}, {&causal, 8, 768, 4}, {&causal, 8, 900, 3},
+            {&causal, 8, 1024, 5}, {&causal, 8, 2000, 5}, {&causal, 1, 64, 1}, {&causal, 1, 128, 2}, {&causal, 1, 512, 8},
+            {&causal, 1, 1024, 16}, {&causal, 1, 2048, 13}, {&causal, 1, 3000, 19}, {&all, 8, 512, 8}, {&all, 8, 1024, 4},
+            {&all, 8, 2048, 2}, {&all, 8, 4096, 1}, {&all, 8, 4224, 3}, {&all, 8, 8192, 3}, {&all, 8, 16896, 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        room.num_heads = cases[i].heads;
+        band = sa_band_of(cases[i].mask, cases[i].length, cases[i].length);
+        const int32_t rounds = chains_of(&band, 16, kKeys, &room).rounds;
+        CHECK(rounds == cases[i].rounds, "case %zu: %d rounds", i, (int)rounds);
     }
     room.num_heads = 8;
     band = sa_band_of(&causal, 6144, 6144);
-    CHECK(sa_chains_of(&band, 16, kKeys, &room).rounds == 2, "6144 tokens, 64:8");
+    CHECK(chains_of(&band, 16, kKeys, &room).rounds == 2, "6144 tokens, 64:8");
     band = sa_band_of(&causal, 12288, 12288);
-    CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 2, "12288 tokens, 64:8");
+    CHECK(chains_of(&band, 16, kKeys, &room).together == 2, "12288 tokens, 64:8");
     room.num_heads = 7;
-    CHECK(sa_chains_of(&band, 16, kKeys, &room).together == 3, "12288 tokens, 56:7");
+    CHECK(chains_of(&band, 16, kKeys, &room).together == 3, "12288 tokens, 56:7");
     room.num_heads = 1;
     band = sa_band_of(&causal, 8192, 8192);
-    sa_chains chains = sa_chains_of(&band, 8, kKeys, &room);
-    CHECK(chains.rounds == 16 && chains.split && chains.count == 16, "8192 tokens, 16:1: %d rounds", (int)chains.rounds);
+    sa_chains chains = chains_of(&band, 8, kKeys, &room);
+    CHECK(chains.rounds == 12 && chains.split && chains.count == 12, "8192 tokens, 16:1: %d rounds", (int)chains.rounds);
     room.blocks = SA_MANY_BLOCKS;
-    chains = sa_chains_of(&band, 8, kKeys, &room);
-    CHECK(chains.rounds == 16 && !chains.split && chains.count == 1, "the same in a large batch: %d rounds", (int)chains.rounds);
+    chains = chains_of(&band, 8, kKeys, &room);
+    CHECK(chains.rounds == 12 && !chains.split && chains.count == 1, "the same in a large batch: %d rounds", (int)chains.rounds);
     room.num_heads = 4;
     room.blocks = 4 * 72;
     band = sa_band_of(&causal, 9216, 9216);
     room.most_tiles = 2048;
-    chains = sa_chains_of(&band, 8, kKeys, &room);
+    chains = chains_of(&band, 8, kKeys, &room);
     CHECK(chains.rounds == 3 && chains.split, "9216 tokens, 64:4: %d rounds", (int)chains.rounds);
     room.most_tiles = 1152;
     room.near_slots = 4096;
     band = sa_band_of(&causal, 16384, 16384);
-    chains = sa_chains_of(&band, 9, kKeys, &room);
+    chains = chains_of(&band, 9, kKeys, &room);
     CHECK(chains.rounds == 1 && chains.together == 2, "16384 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
             (int)chains.together);
     for (int32_t beyond = 0; beyond < 2; beyond++) {
         band = sa_band_of(&causal, 2304 * 9 + beyond, 2304 * 9 + beyond);
-        CHECK(sa_chains_of(&band, 9, kKeys, &room).is_long == beyond, "%d tokens, 28:4", (int)band.q_len);
+        CHECK(chains_of(&band, 9, kKeys, &room).is_long == beyond, "%d tokens, 28:4", (int)band.q_len);
     }
     band = sa_band_of(&causal, 32768, 32768);
-    chains = sa_chains_of(&band, 9, kKeys, &room);
+    chains = chains_of(&band, 9, kKeys, &room);
     CHECK(chains.rounds == 8 && chains.together == 4, "32768 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
             (int)chains.together);
 }
@@ -265,7 +268,7 @@ static void test_few_blocks_have_rounds(void) {
  * that see it. */
 static void test_few_blocks_of_a_window_have_rounds(void) {
     const sinkattn_mask window = {.has_left = true, .has_right = true, .left = 511};
-    sa_chain_room room = {.copies = 1, .most_tiles = 1152, .short_round = 4, .num_slots = 1152, .is_local = true};
+    sa_chain_room room = {.copies = 1, .most_tiles = 1152, .sums = 1, .num_slots = 1152, .is_local = true};
     const struct {
         int32_t length, heads, tokens, rounds, waves;
     } cases[] = {{4096, 1, 16, 26, 7}, {4096, 2, 16, 13, 8}, {8192, 1, 16, 26, 8}, {2048, 8, 16, 1, 16}, {4096, 8, 16, 1, 32},
@@ -273,15 +276,15 @@ static void test_few_blocks_of_a_window_have_rounds(void) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sa_band band = sa_band_of(&window, cases[i].length, cases[i].length);
         room.num_heads = cases[i].heads, room.span = (512 + kKeys - 1 + cases[i].tokens - 1) / cases[i].tokens + 1, room.blocks = 0;
-        sa_chains chains = sa_chains_of(&band, cases[i].tokens, kKeys, &room);
+        sa_chains chains = chains_of(&band, cases[i].tokens, kKeys, &room);
         CHECK(chains.rounds == cases[i].rounds && chains.waves == cases[i].waves && chains.split == (chains.rounds > 1),
                 "%d tokens: %d rounds, %d waves", (int)cases[i].length, (int)chains.rounds, (int)chains.waves);
         band = sa_band_of(&window, cases[i].length, cases[i].length + 700);
-        chains = sa_chains_of(&band, cases[i].tokens, kKeys, &room);
+        chains = chains_of(&band, cases[i].tokens, kKeys, &room);
         CHECK(chains.split ? chains.unseen == 1 && chains.waves <= 10 : chains.waves == chains.blocks, "%d tokens behind 700: %d waves",
                 (int)cases[i].length, (int)chains.waves);
         room.blocks = SA_FEW_BLOCKS;
-        chains = sa_chains_of(&band, cases[i].tokens, kKeys, &room);
+        chains = chains_of(&band, cases[i].tokens, kKeys, &room);
         CHECK(!chains.split && chains.waves == chains.blocks, "the same in a large batch: %d waves", (int)chains.waves);
     }
 }
@@ -315,24 +318,21 @@ static void test_items_are_found_by_block_and_round(void) {
     }
 }
 
-/* 125 row tiles are 3 rounds of 42: chains of all 8 heads and rounds are side by side all the same. Of 256 chains of all rounds 64 are, of
- * whose rows some stay in the L2. 8 row tiles leave dQ apart for 512 key blocks, 65 for none. */
+/* 127 row tiles are 5 rounds of 26, side by side for all heads. Without a mask 8192 tokens have three rounds, each an item. Of 256 chains
+ * of all rounds 64 are side by side, of whose rows some stay in the L2. 8 row tiles leave dQ apart for 512 key blocks, 65 for none. */
 static void test_rounds_have_room(void) {
-    sinkattn_problem problem = {.op = SINKATTN_BWD,
-            .dtype = SINKATTN_BF16,
-            .batch = 1,
-            .num_q_heads = 64,
-            .num_kv_heads = 8,
-            .head_dim = 64,
-            .q_len = 2000,
-            .k_len = 2000,
-            .mask = {.has_right = true}};
+    sinkattn_problem problem = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = 1, .head_dim = 64, .mask = {.has_right = true}};
+    problem.num_q_heads = 64, problem.num_kv_heads = 8, problem.q_len = problem.k_len = 2032;
     sinkattn_plan plan;
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
     sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&problem, &plan);
     sa_chains chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
-    CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
-    problem.batch = problem.num_q_heads = problem.num_kv_heads = 16, problem.q_len = problem.k_len = 1024;
+    CHECK(chains.rounds == 5 && chains.together == 40, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
+    problem.mask.has_right = false, problem.q_len = problem.k_len = 8192;
+    layout = sa_bwd_sm90_layout_of(&problem, &plan);
+    chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
+    CHECK(chains.rounds == 3 && chains.split, "8192 tokens, no mask: %d rounds", (int)chains.rounds);
+    problem.mask.has_right = true, problem.batch = problem.num_q_heads = problem.num_kv_heads = 16, problem.q_len = problem.k_len = 1024;
     layout = sa_bwd_sm90_layout_of(&problem, &plan);
     chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
     CHECK(chains.count == 256 && chains.together == 64, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
@@ -340,6 +340,9 @@ static void test_rounds_have_room(void) {
     CHECK(sa_bwd_sm90_layout_of(&problem, &plan).parts == 512, "8 tiles");
     problem.q_len = 65 * 16, problem.k_len = 8192;
     CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "65 tiles");
+    problem.head_dim = 128, problem.q_len = problem.k_len = 600;
+    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
+    CHECK(sa_bwd_sm90_layout_of(&problem, &plan).rounds == 16, "600 tokens, 8:1 of 128");
 }
 
 /* Chains that are side by side have their slots at once, or wait for each other without an end. */
@@ -396,7 +399,7 @@ static void test_packed_batches_have_room(void) {
     } tight[] = {{128, 32, 1, 1, 2400, 131072, 0}, {128, 112, 4, 1, 2400, 32768, 0}, {128, 80, 8, 3, 2299, 2944, 0},
             {128, 32, 1, 1, 772, 4096, 256}, {128, 23, 23, 1, 836, 836, 93}, {64, 21, 3, 1, 40000, 32640, -1},
             {64, 24, 3, 1, 45000, 32640, -1}, {64, 64, 8, 1, 16000, 32768, -1}, {64, 64, 8, 1, 32768, 32768, 0},
-            {64, 8, 1, 3, 18433, 32897, 0}};
+            {64, 8, 1, 3, 18433, 32897, 0}, {96, 152, 1, 1, 12282, 1586, -1}};
     for (size_t i = 0; i < sizeof tight / sizeof *tight; i++) {
         const int64_t q = tight[i].q_len, k = tight[i].k_len;
         p.head_dim = tight[i].head_dim, p.num_q_heads = tight[i].heads, p.num_kv_heads = tight[i].kv_heads, p.batch = tight[i].batch;

@@ -27,6 +27,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.places_at = sizes.carries + sizes.own_carries;
     p.num_places = sizes.places;
     p.room = sizes.room;
+    p.rounds = sizes.rounds;
     p.group = static_cast<int>(sa_bwd_sm90_slice_heads(&problem, C::kRows));
     p.slices = static_cast<int>(sa_bwd_sm90_slices(&problem, C::kRows));
     p.num_q_heads = static_cast<int>(problem.num_q_heads);

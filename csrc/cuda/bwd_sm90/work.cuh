@@ -14,12 +14,12 @@
 
 namespace sa::bwd_sm90 {
 
-// One sequence, in the order of work. first_*: of the sequences before it, row tiles of one kv head, and slot uses, items and carries of
-// all.
+// One sequence, in the order of work. first_*: of those before it: row tiles of one kv head; slot uses, items and carries of all.
 struct Entry {
     sa_sequence sequence;
     int64_t first_tile, first_use, first_item, first_carry;
     bool has_sink;
+    int16_t rounds;      // sa_rounds_of
     int first_block;     // of the sequences before it, key blocks of one kv head
     int64_t first_place; // of its items that leave dK and dV apart; -1 if none does
 };
@@ -63,6 +63,7 @@ struct BwdProblem {
     int64_t num_entries, num_carries; // carries that items share; one a block follows them
     int64_t places_at, num_places;    // carries of items that leave dK and dV apart, behind these
     sa_chain_room room;
+    int rounds;                             // of a dense batch's sequences
     int group, tokens, slices, num_q_heads; // heads and tokens of a tile of rows; slices of a kv head
     float scale, scale_log2;
     int64_t num_tiles, num_items; // upper bounds for one slice
@@ -136,7 +137,8 @@ __device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const 
 // Sequences of a dense batch are alike, and the first has the items of all. A packed batch has a table.
 __device__ __forceinline__ Entry entry_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t e) {
     if (args.fwd.problem.packed) return buffers.entries[e];
-    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, args.fwd.s_aux != nullptr, 0, p.num_places ? 0 : -1};
+    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, args.fwd.s_aux != nullptr, static_cast<int16_t>(p.rounds), 0,
+            p.num_places ? 0 : -1};
 }
 
 template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
@@ -226,7 +228,8 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
         Entry entry = {};
         if (b <= p.num_entries) entry = buffers.entries[b];
         const sa_band band = band_of(args, entry.sequence, b >= problem.batch);
-        const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
+        entry.rounds = static_cast<int16_t>(sa_rounds_of(&band, p.tokens, C::kKeys, &p.room));
+        const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, entry.rounds);
         const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens), own_uses = static_cast<int64_t>(chains.count) * chains.uses,
                       own_items = sa_num_chain_items(&chains),
                       own_carries = static_cast<int64_t>(sa_num_carries(&chains)) * (chains.is_long ? 1 : chains.heads);
@@ -302,10 +305,10 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     if (e >= p.num_entries) return;
     const Entry entry = entry_of(args, p, buffers, e);
     const sa_band band = band_of(args, entry.sequence, is_packed && e == p.num_entries - 1);
-    const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room);
+    const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, entry.rounds);
     const auto all = static_cast<int32_t>(sa_num_chain_items(&chains)); // the launcher has refused more
     if (!is_packed) {
-        if (n == 0) buffers.entries[p.num_entries] = {{}, p.num_tiles, 0, all, 0, false, chains.blocks * p.room.copies, -1};
+        if (n == 0) buffers.entries[p.num_entries] = {{}, p.num_tiles, 0, all, 0, false, 1, chains.blocks * p.room.copies, -1};
         if (n >= all) return;
     }
     const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, static_cast<int32_t>(n - entry.first_item));
