@@ -2,16 +2,9 @@
  *
  * What the files of the CPU backend share.
  *
- * Everything is one matrix product, C[m][lane] = sum_k A[m][k] * B[k][lane], and elementwise work on its result. Query rows stand in
- * the lanes of vectors, keys and head dimensions are broadcast, so K and V are read where they lie and no row ever meets another:
- *
- *     forward    S^T[key][row] = K . Q^T     P = exp(S - pivot)      O^T[dim][row] += V^T . P^T
- *     backward   S^T, dP^T[key][row] = V . dO^T     dS = P (dP - delta + g)
- *                dV[key][dim] += P^T . dO     dK[key][dim] += dS^T . Q     dQ^T[dim][row] += K^T . dS^T
- *
- * A cell is the 4 bytes that a lane multiplies at a time: one fp32, or (pack 2) two bf16 neighbours along the reduction. A lane's
- * sums run over keys in ascending order, in tiles and chunks counted from key 0, and adding a masked key adds zero: a row's bits depend on
- * its keys only. Rows of one kv head are numbered r = i * group + (h - first head of the group), so a tile may mix tokens and heads freely.
+ * Everything is one matrix product, C[m][lane] = sum_k A[m][k] * B[k][lane], and elementwise work on its result: docs/kernels/cpu.md.
+ * A cell is the 4 bytes that a lane multiplies at a time: one fp32, or (pack 2) two bf16 neighbours along the reduction.
+ * Rows of one kv head are numbered r = i * group + (h - first head of the group), so a tile may mix tokens and heads freely.
  */
 #ifndef SA_CPU_H
 #define SA_CPU_H

@@ -1,13 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The row primitives for AMX: those of AVX-512 with bf16 dot products, and the product in tiles of 16 rows of 16 cells,
+ * The row primitives for AMX: those of AVX-512 with bf16 dot products, and the product in tiles: docs/kernels/cpu.md.
  *
- *     C[16][16] += A[16][16 cells] . B[16 cells][16]
- *
- * where a cell, two bf16 neighbours along the reduction, is what the tile unit multiplies at a time. So K, Q^T, P^T, dO and the others
- * are tiles as they lie; only an A that lies with its rows along the memory, V^T or K^T, is turned when it is loaded.
- *
- * Registers: C 0 to 3, A 4 and 5, B 6 and 7: a block of 2 x 2 tiles takes 4 loads for 4 multiplications of 16 cycles.
+ * A block of 2 x 2 tiles takes 4 loads for 4 multiplications of 16 cycles.
  */
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -2,17 +2,11 @@
  *
  * The tiled backward: every score is computed once, no atomics, nothing of size q_len x k_len.
  *
- * Pass 1, an item is a segment of the rows of one (sequence, kv head). It takes some neighbouring row tiles at a time and lets the key
- * tiles pass, each made ready once and met by every row tile:
- *     S^T = K . Q^T     dP^T = V . dO^T     P, dS = gradient step
- *     dV += P^T . dO    dK += dS^T . Q      dQ^T += K^T . dS^T
- * So every key adds its row tiles in ascending order, and every row tile its key tiles. dQ is complete when the row tile is; dK and dV of
- * the keys that the segment sees are summed in a slot of the workspace, in fp32. Pass 2 adds the slots of each key, segment by segment, and
- * rounds once, so the group's heads are summed before rounding. Segments depend on a sequence's lengths and mask alone: how many workers
- * there are leaves no trace in the bits.
+ * docs/kernels/cpu.md has the passes. Every key adds its row tiles in ascending order, and every row tile its key tiles; pass 2 sums the
+ * group's heads before it rounds. Segments depend on a sequence's lengths and mask alone: how many workers there are leaves no trace in
+ * the bits.
  *
- * ds_aux = -sum_i p_sink_i (sum_j P_ij dP_ij - g_i): the inner sum comes from the gradient step in fp32, one term a row is kept,
- * and pass 3 adds a head's terms in row order.
+ * ds_aux = -sum_i p_sink_i (sum_j P_ij dP_ij - g_i): the inner sum comes from the gradient step in fp32.
  */
 #include "cpu/cpu_tile.h"
 

@@ -1,12 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The tiled forward. An item is some neighbouring row tiles of one kv head; it holds their Q^T and O^T in its worker's memory and lets the
- * key tiles pass, each made ready once and met by every row tile:
- *
- *     S^T = K . Q^T      pivot, P, sum, alpha = softmax step      O^T = O^T * alpha + V^T . P^T
- *
- * A chunk of keys starts anew, and joins the chunks before it at its end: sa_join_pivots.
- * Heavy tiles, the last of each causal sequence, go first.
+ * The tiled forward: docs/kernels/cpu.md. An item is some neighbouring row tiles of one kv head; it holds their Q^T and O^T in its
+ * worker's memory and lets the key tiles pass, each made ready once and met by every row tile.
  */
 #include "cpu/cpu_fwd.h"
 
