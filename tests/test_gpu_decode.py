@@ -131,7 +131,8 @@ def test_shares_that_end_anywhere(name: str, lengths: str, page_size: int, seed:
         lens[torch.rand(batch, generator=generator) < 0.9] = 0
     t = make_cache(lens.tolist(), page_size, **{"capacity": 1536, **sizes})
     got = decode_op(*arguments(t))
-    assert_close(got, decode_op(*arguments(t, num_splits=1)))
+    # Kernels of many rows round weights to bf16, 1/512 of values of about 1, which num_splits does not.
+    assert_close(got, decode_op(*arguments(t, num_splits=1)), atol=4e-3 if "rows" in name else 2e-3)
     for _ in range(20):
         assert_same(decode_op(*arguments(t)), got)
     sinkattn.check_errors()

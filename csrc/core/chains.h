@@ -30,7 +30,7 @@
  * most room.round_tiles, and above SA_SET_ROUNDS they are a multiple of it.
  */
 enum {
-    SA_MACHINE = 132, /* multiprocessors of an H200, for which rounds are chosen */
+    SA_H200_SMS = 132, /* multiprocessors, for which rounds and decode kernels are chosen */
     SA_FEW_BLOCKS = 256,
     SA_MANY_BLOCKS = 512,
     SA_EVEN_BLOCKS = 1056, /* eight items a multiprocessor */
@@ -92,7 +92,7 @@ SA_HD sa_range sa_blocks_of(sa_range seen, sa_position_t keys) {
     return (sa_range){sa_tile_of(seen.begin, keys), sa_tile_from(seen.end, keys)};
 }
 
-/* Whether the first and the last row that see a key see the same key blocks, those with sink tokens aside. */
+/* The first row that sees a key and the last row see the same key blocks, sink tokens not counted. */
 SA_HD bool sa_is_even(const sa_band *band, sa_position_t keys) {
     const sa_range from = sa_blocks_of(sa_row_band(band, sa_first_seeing_row(band)), keys),
                    to = sa_blocks_of(sa_row_band(band, band->q_len - 1), keys);
@@ -132,7 +132,7 @@ SA_HD int32_t sa_rounds_of_few(
                    last = sa_row_band(band, band->q_len - 1), from = sa_blocks_of(first, keys), to = sa_blocks_of(last, keys);
     const int32_t heads = room->num_heads, begun = (int32_t)(to.end - from.end), ended = (int32_t)(to.begin - from.begin),
                   partial = heads * (begun + ended), of_head = (int32_t)(to.end - from.begin), short_tiles = sa_tile_from(keys, tokens),
-                  unit = 6 * SA_MACHINE;
+                  unit = 6 * SA_H200_SMS;
     /* Blocks that a row sees in the mean, times 6, by Simpson's rule. */
     const sa_position_t lengths = first.end - first.begin + 4 * (middle.end - middle.begin) + last.end - last.begin;
     const int32_t seen = heads * (partial ? sa_tile_from(lengths, keys) + 3 * (begun > 0) + 3 * (ended > 0) : 6 * of_head);
@@ -141,15 +141,15 @@ SA_HD int32_t sa_rounds_of_few(
     int64_t least = INT64_MAX; /* a tile's time is `unit`, as items and blocks are counted in sixths, and over all multiprocessors */
     for (int32_t rounds = 1; rounds == 1 || (rounds * blocks <= SA_MOST_ROUNDS && rounds * room->sums <= SA_MOST_OF_BLOCK);
             rounds += 1 + rounds / 8) {
-        const int32_t each = sa_tile_from(tiles, rounds), follow = is_apart ? 0 : (int32_t)sa_first(of_head, SA_MACHINE / heads / rounds);
+        const int32_t each = sa_tile_from(tiles, rounds), follow = is_apart ? 0 : (int32_t)sa_first(of_head, SA_H200_SMS / heads / rounds);
         int32_t items = rounds * seen + 3 * partial; /* times 6 */
         if (rounds > 1 && each < SA_LEAST_ROUND + room->sums) break;
         if (partial && items > unit - unit / 8 && items < unit + unit / 8)
             items = 6 * heads * sa_count_items(band, tokens, keys, rounds, each);
-        const int32_t whole = (int32_t)sa_last(items / 6 - partial, 0), waves = whole / SA_MACHINE, ahead = (waves + 1) * SA_MACHINE;
+        const int32_t whole = (int32_t)sa_last(items / 6 - partial, 0), waves = whole / SA_H200_SMS, ahead = (waves + 1) * SA_H200_SMS;
         int64_t time = (int64_t)tiles * seen + (int64_t)SA_ITEM_ENDS * items;
         if (partial && items > unit) time += (int64_t)unit * (sa_first(each, short_tiles) / 2 + SA_ITEM_ENDS + (rounds > 1 ? each / 4 : 0));
-        time = sa_max(time, (int64_t)unit * sa_tile_from(sa_last(whole, 1), SA_MACHINE) * (each + SA_ITEM_ENDS));
+        time = sa_max(time, (int64_t)unit * sa_tile_from(sa_last(whole, 1), SA_H200_SMS) * (each + SA_ITEM_ENDS));
         if (partial && items / 6 > ahead) {
             const int32_t second = each - (int32_t)((int64_t)each * sa_first(ahead - whole, partial) / partial);
             time = sa_max(time, unit * ((int64_t)waves * (each + SA_ITEM_ENDS) + INT64_C(2) * (second + SA_ITEM_ENDS)));
@@ -191,13 +191,13 @@ SA_HD int32_t sa_rounds_of(const sa_band *band, sa_position_t tokens, sa_positio
     return blocks >= SA_MANY_BLOCKS || tiles < 2 * SA_HALF_ROUND ? 1 : tiles < 4 * SA_HALF_ROUND ? 2 : 3;
 }
 
-/* Tiles of a round under a window, of so many blocks in all heads, each seen by `span` tiles: what each of SA_MACHINE multiprocessors
+/* Tiles of a round under a window, of so many blocks in all heads, each seen by `span` tiles: what each of SA_H200_SMS multiprocessors
  * gets, within limits. 0 where whole blocks take at most a ninth longer: rounds take about `each`, a quarter of one and 3 tiles, but no
  * less than one; of whole blocks a multiprocessor gets so many, with 2 tiles for the ends of each. */
 SA_HD int32_t sa_window_round(int32_t blocks, int32_t span) {
-    const int32_t each = (blocks * span + SA_MACHINE - 1) / SA_MACHINE,
+    const int32_t each = (blocks * span + SA_H200_SMS - 1) / SA_H200_SMS,
                   most = (int32_t)sa_last(SA_WINDOW_LONG_ROUND, (span + SA_WINDOW_PARTS - 1) / SA_WINDOW_PARTS),
-                  tiles = (int32_t)sa_within(each, SA_WINDOW_ROUND, most), whole = (blocks + SA_MACHINE - 1) / SA_MACHINE * (span + 2),
+                  tiles = (int32_t)sa_within(each, SA_WINDOW_ROUND, most), whole = (blocks + SA_H200_SMS - 1) / SA_H200_SMS * (span + 2),
                   cut = (int32_t)sa_last(each + tiles / 4, tiles) + 3;
     return 10 * cut <= 9 * whole ? tiles : 0;
 }

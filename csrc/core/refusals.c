@@ -12,7 +12,6 @@
 
 #define SA_TOO_MANY_SINK_TOKENS "more than 16 positional sink tokens"
 _Static_assert(SA_WINDOW_SINK_TOKENS == 16, "SA_TOO_MANY_SINK_TOKENS names it");
-#define SA_H200_SMS 132
 
 static const char *const narrow_values = "values are narrower than keys";
 

@@ -106,8 +106,8 @@ int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p, int64_t tile_q) {
 }
 
 /* tiles, blocks: row tiles of all heads, key blocks of one head, of all sequences. */
-static sa_chain_room room_of(
-        const sinkattn_problem *p, const sinkattn_plan *plan, int64_t tokens, int64_t heads, int64_t tiles, int64_t blocks) {
+static sa_chain_room room_of(const sinkattn_problem *p, const sinkattn_plan *plan, const sa_band *band, int64_t tokens, int64_t heads,
+        int64_t tiles, int64_t blocks) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t tile_bytes = tile_bytes_of(info), most_tiles = SA_MOST_BYTES / tile_bytes, near_tiles = SA_NEAR_BYTES / tile_bytes;
     /* Of the mask alone, as the order of sums depends on it. */
@@ -121,8 +121,7 @@ static sa_chain_room room_of(
     room.round_tiles = (int32_t)(SA_ROUND_BYTES / tile_bytes);
     room.is_local = span + (sinks ? SA_SINK_ROUND : 1) <= most_tiles && sinks <= SA_SINK_BLOCKS;
     room.span = (int32_t)span;
-    const sa_band band = sa_band_of(&p->mask, p->q_len, p->k_len);
-    const bool is_even = !p->packed && blocks * heads < SA_EVEN_BLOCKS && p->q_len && p->k_len && sa_is_even(&band, info->tile_k);
+    const bool is_even = !p->packed && blocks * heads < SA_EVEN_BLOCKS && p->q_len && p->k_len && sa_is_even(band, info->tile_k);
     /* Up to SA_EVEN_BLOCKS even blocks are not taken to fill the machine: their rounds are items. */
     room.blocks = (int32_t)sa_min(blocks * heads, is_even ? SA_MANY_BLOCKS - 1 : SA_MANY_BLOCKS);
     const int64_t most_slots = SA_SLOTS_BYTES / tile_bytes;
@@ -155,7 +154,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.tiles = (p->packed ? sa_packed_tiles(p->q_len, tokens, p->batch + 1) : p->batch * longest) * heads;
     const int64_t blocks = p->packed ? sa_packed_tiles(p->k_len, info->tile_k, to.entries) : p->batch * sa_ceil_div(p->k_len, info->tile_k);
     to.blocks = blocks;
-    to.room = room_of(p, plan, tokens, heads, to.tiles, blocks);
+    to.room = room_of(p, plan, &band, tokens, heads, to.tiles, blocks);
     sa_chain_room *room = &to.room;
     const bool has_long = !room->is_local && longest > room->most_tiles;
     /* A packed batch may be one sequence, or any number of them. */
