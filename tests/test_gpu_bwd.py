@@ -228,6 +228,26 @@ def test_gradients_of_a_batch_are_one_by_one() -> None:
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole[:4], alone[:4], strict=True))
 
 
+@pytest.mark.parametrize(("left", "num_sink_tokens"), [(127, 0), (127, 3), (40, 0), (0, 0), (1024, 0)])
+@pytest.mark.parametrize("group", [1, 8])
+def test_gradients_of_chunks_are_one_by_one(left: int, num_sink_tokens: int, group: int) -> None:
+    """Several chunks of few rows and many keys a thread block; most keys are in no window, and have gradients of 0."""
+    torch.manual_seed(group)
+    q = torch.randn(30, 70, 24 * group, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 30, 1500, 24, 64, device="cuda", dtype=torch.bfloat16)
+    s_aux, mask = torch.randn(24 * group, device="cuda"), {"window_size": (left, 0), "num_sink_tokens": num_sink_tokens}
+    whole = gradients(q, k, v, s_aux, **mask)
+    cu = [torch.arange(31, dtype=torch.int32, device="cuda") * x.shape[1] for x in (q, k)]
+    packed = gradients(*(x.flatten(0, 1) for x in (q, k, v)), s_aux, cu, **mask)
+    assert all(torch.equal(x, y.flatten(0, 1)) for x, y in zip(packed[:4], whole[:4], strict=True))
+    for x in whole[2:4]:
+        assert not x[:, num_sink_tokens : 1430 - left].any()
+        assert x[:, 1430 - left :].any(-1).all()
+    for b in (0, 17, 29):
+        alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, **mask)
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole[:4], alone[:4], strict=True))
+
+
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "window", "num_sink_tokens"),
     [

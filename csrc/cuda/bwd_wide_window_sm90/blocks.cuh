@@ -55,13 +55,6 @@ template <class C> struct KeysSmem {
     Barriers<C::kStages> row_full, row_ready, row_empty; // ready: the tile is checked
 };
 
-// Sequence b of key blocks: number `batch` of a packed batch is the keys past cu_seqlens_k[batch], which no row sees.
-__device__ __forceinline__ sa_sequence keys_or_tail(const sinkattn_fwd_args &args, int64_t b) {
-    if (b < args.problem.batch) return sa_sequence_at(&args, b);
-    const int64_t begin = sa_packed_begin(args.cu_seqlens_k, args.problem.batch, args.problem.k_len);
-    return {0, 0, 0, begin, args.problem.k_len - begin};
-}
-
 // The rows that see some key of [key, key + size).
 __device__ __forceinline__ sa_range rows_of(const sa_band &band, int key, int size) {
     const int end = min(key + size, band.k_len);

@@ -347,6 +347,29 @@ __device__ __forceinline__ void compute_share(
     __syncthreads();
 }
 
+// Zeros for dK and dV of the keys that no walk meets, but of sink tokens. Each warp has as many keys, side by side.
+__device__ __forceinline__ void fill_unseen_keys(const sinkattn_bwd_args &args, const Problem &p) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const int64_t all = (problem.packed ? 1 : problem.batch) * problem.k_len, each = sa_ceil_div(all, int64_t{gridDim.x} * (kThreads / 32)),
+                  first = (int64_t{threadIdx.x} / 32 * gridDim.x + blockIdx.x) * each, end = sa_min(first + each, all);
+    const int lane = threadIdx.x % 32, column = lane % 8 * 8, first_head = column < problem.head_dim ? lane / 8 : INT32_MAX;
+    for (int64_t x = first; x < end;) {
+        const int64_t b = problem.packed ? find_sequence(problem.batch, x,
+                                                   [&](int64_t n) { return sa_packed_begin(args.fwd.cu_seqlens_k, n, problem.k_len); })
+                                         : x / problem.k_len;
+        const sa_sequence sequence = keys_or_tail(args.fwd, b);
+        const int64_t begin = problem.packed ? sequence.k_begin : b * problem.k_len,
+                      unseen = sa_min(sa_max(tiles_of(sequence, p).begin, 0) * kKeys, sequence.k_len);
+        const int num_sinks = b < problem.batch ? p.num_sink_tokens : 0;
+        for (int64_t key = sa_max(x - begin, num_sinks); key < sa_min(unseen, end - begin); key++)
+            for (int64_t head = first_head; head < problem.num_kv_heads; head += 4)
+                for (const sinkattn_tensor *to : {&args.dk, &args.dv})
+                    *reinterpret_cast<uint4 *>(
+                            static_cast<uint16_t *>(to->data) + sa_offset(to, sequence.batch, sequence.k_begin + key, head) + column) = {};
+        x = sa_max(x + 1, begin + sequence.k_len); // offsets that decrease may leave x behind the sequence
+    }
+}
+
 // What the blocks left in parts, added by the second launch: ds_aux by heads, dK and dV of sink tokens by tasks. Each block adds some, or,
 // where a share is computed again, the last block to finish adds all.
 template <class C> __device__ __forceinline__ void add_parts(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
@@ -376,6 +399,7 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     Smem &smem = *reinterpret_cast<SmemOf<C> *>(shared);
+    if (C::kHide) fill_unseen_keys(args, p); // beside the first launch, which writes none of them
     wait_for_previous_kernel();
     let_next_kernel_start();
     if (C::kHide) {

@@ -31,12 +31,6 @@ __device__ __forceinline__ int64_t first_slot(const sinkattn_problem &problem, c
     return b * (sa_tile_of(static_cast<sa_position_t>(problem.q_len), kKeys) + 2);
 }
 
-// The first tile with rows; below 0 where rows come before all keys.
-__device__ __forceinline__ int64_t first_row_tile(const sa_sequence &sequence) {
-    const int64_t shift = sequence.k_len - sequence.q_len;
-    return shift >= 0 ? sa_tile_of(static_cast<sa_position_t>(shift), kKeys) : -sa_ceil_div(-shift, kKeys);
-}
-
 __device__ __forceinline__ float *partial_at(const Problem &p, int64_t kv_head, int64_t slot, int64_t token) {
     return p.partials + ((kv_head * p.row_tiles + slot) * p.num_sink_tokens + token) * kPartial;
 }

@@ -67,38 +67,38 @@ struct ShareWalk {
     int64_t remaining;      // steps of the share after this segment
     int64_t index, kv_head; // index: of the sequence
     sa_sequence sequence;
+    int64_t first;                  // key tile of the sequence that a row may see
     int64_t tile, begin, end, last; // the segment owns tiles [begin, end) and visits [begin, last)
     int newest, token_begin, token_end;
     int first_token, last_token, heads, num_heads; // positions of the tile's steps; parts of its heads: taken, all
     bool new_kv_head;
 };
 
-__device__ __forceinline__ int64_t num_sequences(const sinkattn_problem &problem) {
-    return problem.packed ? problem.batch + 2 : problem.batch;
+// A packed batch has one more, the rows past cu_seqlens_q[batch], without keys.
+__device__ __forceinline__ int64_t num_sequences(const sinkattn_problem &problem) { return problem.batch + problem.packed; }
+
+// The first tile with rows; below 0 where rows come before all keys.
+__device__ __forceinline__ int64_t first_row_tile(const sa_sequence &sequence) {
+    const int64_t shift = sequence.k_len - sequence.q_len;
+    return shift >= 0 ? sa_tile_of(static_cast<sa_position_t>(shift), kKeys) : -sa_ceil_div(-shift, kKeys);
 }
 
-// A packed batch has two more: the rows past cu_seqlens_q[batch], without keys, and the keys past cu_seqlens_k[batch], without rows.
-__device__ __forceinline__ sa_sequence sequence_or_tails(const sinkattn_fwd_args &args, int64_t b) {
-    const sinkattn_problem &problem = args.problem;
-    if (b <= problem.batch) return sequence_or_tail(args, b);
-    const int64_t begin = sa_packed_begin(args.cu_seqlens_k, problem.batch, problem.k_len);
-    return {0, 0, 0, begin, problem.k_len - begin};
+// The sequence's tiles, but those of keys that no row's window reaches, as long caches of chunks have: the second launch fills their dK and
+// dV.
+__device__ __forceinline__ sa_range tiles_of(const sa_sequence &sequence, const WalkShape &p) {
+    const auto first = static_cast<sa_position_t>(first_row_tile(sequence)),
+               end = static_cast<sa_position_t>(sa_ceil_div(sequence.k_len, kKeys));
+    if (!sequence.q_len) return {end, end};
+    return {first < 0 ? first : sa_last(first - p.tiles_before, 0), end};
 }
 
-// The sequence's tiles; those below 0 hold rows that come before all keys.
-__device__ __forceinline__ sa_range tiles_of(const sa_sequence &sequence) {
-    const int64_t before = sequence.q_len ? sa_max(sequence.q_len - sequence.k_len, 0) : 0;
-    return {static_cast<sa_position_t>(-sa_ceil_div(before, kKeys)), static_cast<sa_position_t>(sa_ceil_div(sequence.k_len, kKeys))};
-}
-
-// The first tiles of a sequence have no rows, and a step each; the others have one a head of the group.
+// The first of them may have no rows, and a step each; the others have one a head of the group.
 __device__ __forceinline__ int64_t num_rowless(const sa_sequence &sequence, const sa_range &tiles) {
-    const auto before = static_cast<sa_position_t>(sa_max(sequence.k_len - sequence.q_len, 0)); // the first row
-    return sequence.q_len ? sa_tile_of(before, kKeys) : tiles.end - tiles.begin;
+    return sequence.q_len ? first_row_tile(sequence) - tiles.begin : 0;
 }
 
 __device__ __forceinline__ int64_t num_steps(const sa_sequence &sequence, const WalkShape &p) {
-    const sa_range tiles = tiles_of(sequence);
+    const sa_range tiles = tiles_of(sequence, p);
     const int64_t rowless = num_rowless(sequence, tiles);
     return rowless + (tiles.end - tiles.begin - rowless) * p.group;
 }
@@ -123,8 +123,9 @@ __device__ __forceinline__ void open_tile(ShareWalk &walk, const WalkShape &p) {
 
 // From the sequence's step n on. False where the share ends in that step's tile, which is the next share's.
 template <bool kShared> __device__ __forceinline__ bool open_segment(ShareWalk &walk, const WalkShape &p, int64_t n) {
-    const sa_range tiles = tiles_of(walk.sequence);
+    const sa_range tiles = tiles_of(walk.sequence, p);
     const int64_t steps = num_steps(walk.sequence, p) - n;
+    walk.first = sa_max(tiles.begin, 0);
     walk.begin = walk.tile = n ? tile_of_step(walk.sequence, tiles, n, p) : tiles.begin;
     walk.end = walk.remaining < steps ? tile_of_step(walk.sequence, tiles, n + walk.remaining, p) : tiles.end;
     walk.remaining -= sa_min(walk.remaining, steps);
@@ -166,8 +167,8 @@ __device__ __forceinline__ void next_heads(Step &step, ShareWalk &walk, const si
                     walk.kv_head++;
                     walk.new_kv_head = true;
                 }
-                walk.sequence = sequence_or_tails(args, walk.index);
-                tiles = tiles_of(walk.sequence);
+                walk.sequence = sequence_or_tail(args, walk.index);
+                tiles = tiles_of(walk.sequence, p);
             } while (tiles.begin == tiles.end);
             if (!open_segment<kShared>(walk, p, 0)) return;
         }
@@ -179,7 +180,7 @@ __device__ __forceinline__ void next_heads(Step &step, ShareWalk &walk, const si
         const int64_t tile = walk.tile - age;
         const bool own = p.owns_keys<kShared>() && tile >= sa_max(walk.begin, 0) && tile < walk.end;
         owned |= own << age;
-        seen |= (tile >= 0 && age <= p.tiles_before && (owns_rows || own)) << age;
+        seen |= (tile >= walk.first && age <= p.tiles_before && (owns_rows || own)) << age;
     }
     const int64_t first = kKeys * walk.tile, shift = walk.sequence.k_len - walk.sequence.q_len;
     step.newest = walk.newest;
@@ -222,7 +223,7 @@ template <int kThreads, bool kShared>
 __device__ __forceinline__ void start_walk(
         ShareWalk &walk, int64_t (&scan)[kThreads / 32], const sinkattn_fwd_args &args, const WalkShape &p) {
     const int64_t count = num_sequences(args.problem), each = sa_ceil_div(count, kThreads);
-    const auto size = [&](int64_t b) { return num_steps(sequence_or_tails(args, b), p); };
+    const auto size = [&](int64_t b) { return num_steps(sequence_or_tail(args, b), p); };
     const int64_t first = sa_min(threadIdx.x * each, count), end = sa_min(first + each, count);
     int64_t own = 0;
     for (int64_t b = first; b < end; b++) own += size(b);
@@ -260,7 +261,7 @@ __device__ __forceinline__ void start_walk(
     walk.remaining = share_end - begin;
     walk.index = b;
     walk.kv_head = kv_head;
-    walk.sequence = sequence_or_tails(args, b);
+    walk.sequence = sequence_or_tail(args, b);
     walk.newest = kSeenTiles - 1; // the number of its first tile: two older ones may be loaded with it
     walk.new_kv_head = true;
     open_segment<kShared>(walk, p, at);

@@ -57,6 +57,13 @@ __device__ __forceinline__ sa_sequence sequence_or_tail(const sinkattn_fwd_args 
     return {0, begin, args.problem.q_len - begin, 0, 0};
 }
 
+// Sequence b of a backward's keys: number `batch` of a packed batch is the keys past cu_seqlens_k[batch], which no row sees.
+__device__ __forceinline__ sa_sequence keys_or_tail(const sinkattn_fwd_args &args, int64_t b) {
+    if (b < args.problem.batch) return sa_sequence_at(&args, b);
+    const int64_t begin = sa_packed_begin(args.cu_seqlens_k, args.problem.batch, args.problem.k_len);
+    return {0, 0, 0, begin, args.problem.k_len - begin};
+}
+
 // The first tile of sequence b in a packed batch with tiles of `tokens` whole tokens, each sequence's its own.
 __device__ __forceinline__ unsigned packed_first_tile(const sinkattn_fwd_args &args, int tokens, unsigned b) {
     return static_cast<unsigned>(rows_before(args, b)) / static_cast<unsigned>(tokens) + b;
