@@ -43,9 +43,10 @@ enum {
     SA_WINDOW_ROUND = 8,
     SA_WINDOW_LONG_ROUND = 32,
     SA_WINDOW_PARTS = 8, /* longer ones have at most such a part of what sees a block */
-    SA_APART_ROUNDS = 5,
+    SA_APART_ROUNDS = 3,
     SA_APART_PLACES = 2048, /* at most, for dK and dV left apart */
     SA_SIDE_CHAINS = 66,    /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
+    SA_SIDE_SPAN = 5,       /* under a window: least span of chains side by side */
     SA_SET_ROUNDS = 4,
     SA_LONG_CHAIN = 256,
     SA_SPLIT_ROUND = 48, /* above SA_FEW_BLOCKS: least tiles of a round that is an item */
@@ -111,6 +112,16 @@ SA_HD int32_t sa_count_items(const sa_band *band, sa_position_t tokens, sa_posit
     return items;
 }
 
+/* Key blocks that a row sees in the mean, times 6, by Simpson's rule. */
+SA_HD int32_t sa_mean_blocks(const sa_band *band, sa_position_t keys) {
+    const sa_position_t row = sa_first_seeing_row(band);
+    const sa_range first = sa_row_band(band, row), middle = sa_row_band(band, row + (band->q_len - row) / 2),
+                   last = sa_row_band(band, band->q_len - 1), from = sa_blocks_of(first, keys), to = sa_blocks_of(last, keys);
+    const sa_position_t lengths = first.end - first.begin + 4 * (middle.end - middle.begin) + last.end - last.begin;
+    if (from.begin == to.begin && from.end == to.end) return 6 * (int32_t)(to.end - to.begin);
+    return (int32_t)(sa_tile_from(lengths, keys) + 3 * (to.end > from.end) + 3 * (to.begin > from.begin));
+}
+
 /* Rounds of a sequence whose slots suffice, of fewer than SA_FEW_BLOCKS key blocks in all heads: of the numbers tried, the one whose items
  * are expected to take the least time. Time is counted in tiles, and an item takes SA_ITEM_ENDS beside its own. The longest items are
  * taken first. Short ones are of blocks of which some rows see nothing, so that they begin or end within a round. The longest of
@@ -127,16 +138,12 @@ SA_HD int32_t sa_count_items(const sa_band *band, sa_position_t tokens, sa_posit
  */
 SA_HD int32_t sa_rounds_of_few(
         const sa_band *band, sa_position_t tokens, sa_position_t keys, const sa_chain_room *room, int32_t blocks, int32_t tiles) {
-    const sa_position_t row = sa_first_seeing_row(band);
-    const sa_range first = sa_row_band(band, row), middle = sa_row_band(band, row + (band->q_len - row) / 2),
-                   last = sa_row_band(band, band->q_len - 1), from = sa_blocks_of(first, keys), to = sa_blocks_of(last, keys);
-    const int32_t heads = room->num_heads, begun = (int32_t)(to.end - from.end), ended = (int32_t)(to.begin - from.begin),
-                  partial = heads * (begun + ended), of_head = (int32_t)(to.end - from.begin), short_tiles = sa_tile_from(keys, tokens),
-                  unit = 6 * SA_H200_SMS;
-    /* Blocks that a row sees in the mean, times 6, by Simpson's rule. */
-    const sa_position_t lengths = first.end - first.begin + 4 * (middle.end - middle.begin) + last.end - last.begin;
-    const int32_t seen = heads * (partial ? sa_tile_from(lengths, keys) + 3 * (begun > 0) + 3 * (ended > 0) : 6 * of_head);
-    const bool is_apart = blocks < SA_PARTS_BLOCKS && (int64_t)tiles * heads * of_head <= INT64_C(2) * room->most_tiles;
+    const sa_range from = sa_blocks_of(sa_row_band(band, sa_first_seeing_row(band)), keys),
+                   to = sa_blocks_of(sa_row_band(band, band->q_len - 1), keys);
+    const int32_t heads = room->num_heads, partial = heads * (int32_t)(to.end - from.end + to.begin - from.begin),
+                  of_head = (int32_t)(to.end - from.begin), short_tiles = sa_tile_from(keys, tokens), unit = 6 * SA_H200_SMS,
+                  seen = heads * sa_mean_blocks(band, keys);
+    const bool is_apart = blocks < SA_PARTS_BLOCKS && (int64_t)tiles * seen <= INT64_C(6) * 2 * room->most_tiles;
     int32_t best = 1;
     int64_t least = INT64_MAX; /* a tile's time is `unit`, as items and blocks are counted in sixths, and over all multiprocessors */
     for (int32_t rounds = 1; rounds == 1 || (rounds * blocks <= SA_MOST_ROUNDS && rounds * room->sums <= SA_MOST_OF_BLOCK);
@@ -256,10 +263,16 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
         /* Of one head, whose items come before those of the next: dK and dV of both take the same places. */
         c.together = sa_largest_divisor(
                 c.rounds, (int32_t)sa_within(sa_first(room->num_slots, INT64_C(2) * room->most_tiles) / c.uses, 1, c.rounds));
-    } else if (!c.is_local && c.uses) {
-        const int32_t side = c.split ? c.count : (int32_t)sa_first(c.count, SA_SIDE_CHAINS),
-                      slots = c.split ? room->num_slots : (int32_t)sa_first(room->num_slots, room->near_slots),
-                      most = (int32_t)sa_within(slots / c.uses, 1, side);
+    } else if (c.uses) {
+        const bool is_near = !c.split && !c.is_local;
+        const int32_t side = is_near ? (int32_t)sa_first(c.count, SA_SIDE_CHAINS) : c.count,
+                      slots = is_near ? (int32_t)sa_first(room->num_slots, room->near_slots) : room->num_slots;
+        int32_t most = slots / c.uses;
+        /* Under a window blocks of a chain rarely wait for each other, unless a tile has as many rows of one head as a block has keys, and
+         * many blocks see it. Side by side chains take the tiles of the blocks at work, and two spans each. */
+        if (c.is_local)
+            most = tokens < keys || room->span < SA_SIDE_SPAN ? 1 : (int32_t)sa_last(most, (slots - SA_H200_SMS) / (2 * room->span));
+        most = (int32_t)sa_within(most, 1, side);
         c.together = sa_tile_from(c.count, sa_tile_from(c.count, most));
         /* Sets of one size, of more than half of `most`: a smaller last one has too few items for the machine. */
         const int32_t even = c.split ? 0 : sa_largest_divisor(c.count, most);

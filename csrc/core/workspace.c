@@ -86,7 +86,7 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_NEAR_BLOCKS 288                /* .. or what the rows of so many key blocks take, two items a multiprocessor, if that is more */
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048                      /* so many key blocks of long chains fill the machine with one round at a time */
-#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* at most, for dQ left apart by fewer than SA_PARTS_BLOCKS, .. */
+#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* at most used, for dQ left apart by fewer than SA_PARTS_BLOCKS, .. */
 #define SA_LONG_PARTS_BYTES (INT64_C(256) << 20) /* the same for so few row tiles of all kv heads that turns at their dQ .. */
 #define SA_PARTS_TILES 64                        /* .. take longer than all else */
 #define SA_SLICE_GAIN 8                          /* slices must fill over 1/8 of a tile's rows more */
@@ -186,7 +186,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.places = 0;
     if (may_be_apart && p->packed) {
         const bool has_span = room->is_local && !p->mask.num_sink_tokens;
-        const int64_t most = longest / SA_LEAST_ROUND, rounds = has_span ? sa_min(most, room->span / 4) + 2 : most;
+        const int64_t most = longest / SA_LEAST_ROUND, rounds = has_span ? sa_min(most, room->span / (SA_LEAST_ROUND + 1)) + 2 : most;
         to.places = sa_min(SA_APART_PLACES, (has_span ? blocks * rounds : sa_min(to.items, blocks * rounds)) * heads);
     } else if (may_be_apart && sa_is_apart(&dense)) {
         const int64_t places = sa_max(p->batch, 1) * sa_num_places(&dense);
@@ -204,7 +204,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.own_carries = may_merge ? plan->workers : 0;
     const int64_t parts = most_parts(p, info, tokens);
     const int64_t parts_bytes = to.tiles <= SA_PARTS_TILES ? SA_LONG_PARTS_BYTES : room->blocks < SA_PARTS_BLOCKS ? SA_PARTS_BYTES : 0;
-    to.parts = to.tiles * parts <= parts_bytes / tile_bytes ? parts : 0;
+    to.parts = to.tiles * sa_mean_blocks(&band, info->tile_k) <= 6 * parts_bytes / tile_bytes ? parts : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);

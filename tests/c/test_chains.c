@@ -218,8 +218,8 @@ static void test_few_blocks_have_rounds(void) {
         const sinkattn_mask *mask;
         int32_t heads, length, rounds;
     } cases[] = {{&causal, 8, 128, 2}, {&causal, 8, 256, 4}, {&causal, 8, 512, 5}, {&causal, 8, 768, 4}, {&causal, 8, 900, 3},
-            {&causal, 8, 1024, 5}, {&causal, 8, 2000, 5}, {&causal, 1, 64, 1}, {&causal, 1, 128, 2}, {&causal, 1, 512, 8},
-            {&causal, 1, 1024, 16}, {&causal, 1, 2048, 13}, {&causal, 1, 3000, 19}, {&all, 8, 512, 8}, {&all, 8, 1024, 4},
+            {&causal, 8, 1024, 5}, {&causal, 8, 2000, 4}, {&causal, 1, 64, 1}, {&causal, 1, 128, 2}, {&causal, 1, 512, 8},
+            {&causal, 1, 1024, 16}, {&causal, 1, 2048, 13}, {&causal, 1, 3000, 19}, {&all, 8, 512, 4}, {&all, 8, 1024, 4},
             {&all, 8, 2048, 2}, {&all, 8, 4096, 1}, {&all, 8, 4224, 3}, {&all, 8, 8192, 3}, {&all, 8, 16896, 1}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         room.num_heads = cases[i].heads;
@@ -318,8 +318,9 @@ static void test_items_are_found_by_block_and_round(void) {
     }
 }
 
-/* 127 row tiles are 5 rounds of 26, side by side for all heads. Without a mask 8192 tokens have three rounds, each an item. Of 256 chains
- * of all rounds 64 are side by side, of whose rows some stay in the L2. 8 row tiles leave dQ apart for 512 key blocks, 65 for none. */
+/* 127 row tiles are 3 rounds of 43, side by side for all heads. Without a mask 8192 tokens have three rounds, each an item. Of 256 chains
+ * of all rounds 64 are side by side, of whose rows some stay in the L2; under a window of 1024 chains of single heads are side by side,
+ * those of groups of 3 not. 8 row tiles leave dQ apart for 512 key blocks, 65 for none; 2304 causal tokens do, 3000 do not. */
 static void test_rounds_have_room(void) {
     sinkattn_problem problem = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = 1, .head_dim = 64, .mask = {.has_right = true}};
     problem.num_q_heads = 64, problem.num_kv_heads = 8, problem.q_len = problem.k_len = 2032;
@@ -327,7 +328,7 @@ static void test_rounds_have_room(void) {
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
     sa_bwd_sm90_layout layout = sa_bwd_sm90_layout_of(&problem, &plan);
     sa_chains chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
-    CHECK(chains.rounds == 5 && chains.together == 40, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
+    CHECK(chains.rounds == 3 && chains.together == 24, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
     problem.mask.has_right = false, problem.q_len = problem.k_len = 8192;
     layout = sa_bwd_sm90_layout_of(&problem, &plan);
     chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
@@ -336,10 +337,23 @@ static void test_rounds_have_room(void) {
     layout = sa_bwd_sm90_layout_of(&problem, &plan);
     chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
     CHECK(chains.count == 256 && chains.together == 64, "%d of %d chains side by side", (int)chains.together, (int)chains.count);
-    problem.batch = problem.num_kv_heads = 1, problem.num_q_heads = 8, problem.q_len = 128, problem.k_len = 65536;
+    problem.mask.has_left = true, problem.mask.left = 1023, problem.num_q_heads = 24, problem.q_len = problem.k_len = 5872;
+    for (int32_t heads = 24; heads >= 8; heads -= 16) {
+        problem.batch = 1, problem.num_kv_heads = heads;
+        layout = sa_bwd_sm90_layout_of(&problem, &plan);
+        chains = sequence_of(&problem, &plan, &layout.room, problem.q_len, problem.k_len).chains;
+        CHECK(chains.is_local && chains.together == (heads == 24 ? 24 : 1), "a window, 24:%d: %d side by side", (int)heads,
+                (int)chains.together);
+    }
+    problem.mask.has_left = false, problem.mask.left = 0, problem.num_kv_heads = 1, problem.num_q_heads = 8, problem.q_len = 128,
+    problem.k_len = 65536;
     CHECK(sa_bwd_sm90_layout_of(&problem, &plan).parts == 512, "8 tiles");
     problem.q_len = 65 * 16, problem.k_len = 8192;
     CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "65 tiles");
+    problem.q_len = problem.k_len = 2304;
+    CHECK(sa_bwd_sm90_layout_of(&problem, &plan).parts == 18, "2304 tokens");
+    problem.q_len = problem.k_len = 3000;
+    CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "3000 tokens");
     problem.head_dim = 128, problem.q_len = problem.k_len = 600;
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
     CHECK(sa_bwd_sm90_layout_of(&problem, &plan).rounds == 16, "600 tokens, 8:1 of 128");
