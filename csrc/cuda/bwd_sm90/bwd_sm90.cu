@@ -2,8 +2,8 @@
 //
 // Backward for every mask on sm_90, head_dim up to 128.
 //
-//     table   if packed, one block: where each sequence's tiles and items begin
-//     rows    lse and g - delta of every row, the items of the keys kernel, dq of rows without keys
+//     table   if packed, one block: where each sequence's items begin
+//     rows    lse and g - delta of every row, dq of rows without keys; behind the table the items of the keys kernel
 //     keys    an item is 128 keys of a kv head, and the row tiles of a chain (core/chains.h) that see some of them:
 //         loader warp   K and V | Q, dO and stats of a tile of rows | ...          by TMA
 //         2 warpgroups  S = K Q^T, dP = V dO^T, P, dS;   dV += P dO,  dK += dS Q,  dQ = dS^T K       64 keys each

@@ -60,8 +60,13 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     void *stream = context.stream;
     unsigned table_threads = 32;
     while (table_threads < kTableThreads && table_threads <= p.num_entries) table_threads *= 2;
-    if (problem.packed) SA_TRY(launch_blocks<table_kernel<C>>(name, 1, table_threads, 0, stream, args, p, buffers, error_word));
-    SA_TRY(launch_blocks<rows_kernel<C>>(name, static_cast<unsigned>(sizes.tiles + item_writers), 128, 0, stream, args, p, buffers));
+    const auto row_blocks = static_cast<unsigned>(sizes.tiles + item_writers);
+    if (problem.packed) {
+        SA_TRY(launch_blocks<table_kernel<C>>(name, 1, table_threads, 0, stream, args, p, buffers, error_word));
+        SA_TRY(launch_overlapping<rows_kernel<C>>(name, row_blocks, 128, 0, stream, args, p, buffers));
+    } else {
+        SA_TRY(launch_blocks<rows_kernel<C>>(name, row_blocks, 128, 0, stream, args, p, buffers));
+    }
     decltype(&launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>) launch_keys[] = {
             launch_blocks<kKernel, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>,
             launch_blocks<kKernelsOf, sinkattn_bwd_args, Maps, BwdProblem, BwdBuffers>...,

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels before the general backward's main kernel on sm_90: where the row tiles and key blocks of each sequence begin, the items, lse
-// and g - delta of every row.
+// The kernels before the general backward's main kernel on sm_90: the items, lse and g - delta of every row.
 //
 // A kernel's Config has kHeadDim, kHeadDimV, kRows and kKeys of a tile, kTileFloats of its dQ, and kParts, in which that is added.
 #pragma once
@@ -14,11 +13,11 @@
 
 namespace sa::bwd_sm90 {
 
-// One sequence, in the order of work. first_*: of those before it: row tiles of one kv head; slot uses, items and carries of all.
+// One sequence, in the order of work. first_tile: from where its row tiles of one kv head are counted, which its first row decides; other
+// first_*: of those before it: slot uses, items and carries of all kv heads.
 struct Entry {
     sa_sequence sequence;
     int64_t first_tile, first_use, first_item, first_carry;
-    bool has_sink;
     int16_t rounds;      // sa_rounds_of
     int first_block;     // of the sequences before it, key blocks of one kv head
     int64_t first_place; // of its items that leave dK and dV apart; -1 if none does
@@ -137,8 +136,7 @@ __device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const 
 // Sequences of a dense batch are alike, and the first has the items of all. A packed batch has a table.
 __device__ __forceinline__ Entry entry_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t e) {
     if (args.fwd.problem.packed) return buffers.entries[e];
-    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, args.fwd.s_aux != nullptr, static_cast<int16_t>(p.rounds), 0,
-            p.num_places ? 0 : -1};
+    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, static_cast<int16_t>(p.rounds), 0, p.num_places ? 0 : -1};
 }
 
 template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
@@ -198,6 +196,7 @@ __device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (
 template <class C>
 __global__ __launch_bounds__(kTableThreads) void table_kernel(
         const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers, unsigned *error_word) {
+    let_next_kernel_start();
     check_lengths(args.fwd, error_word);
     const sinkattn_problem &problem = args.fwd.problem;
     __shared__ int places[kTableThreads];
@@ -218,11 +217,11 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
                       k_len = sa_max(offset(args.fwd.cu_seqlens_k, b + 1, problem.k_len) - k_begin, 0);
         Entry entry = {};
         if (b < p.num_entries) entry.sequence = {0, q_begin, q_len, k_begin, k_len};
-        entry.has_sink = args.fwd.s_aux && b < problem.batch;
+        entry.first_tile = q_begin / p.tokens + b;
         if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
     }
     __syncthreads();
-    int64_t tiles = 0, uses = 0, items = 0, carries = 0, blocks = 0, all_places = 0;
+    int64_t uses = 0, items = 0, carries = 0, blocks = 0, all_places = 0;
     for (int64_t base = 0; base <= p.num_entries; base += blockDim.x) {
         const int64_t b = base + threadIdx.x;
         Entry entry = {};
@@ -230,10 +229,8 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
         const sa_band band = band_of(args, entry.sequence, b >= problem.batch);
         entry.rounds = static_cast<int16_t>(sa_rounds_of(&band, p.tokens, C::kKeys, &p.room));
         const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, entry.rounds);
-        const int64_t own_tiles = num_tiles_of(entry.sequence, p.tokens), own_uses = static_cast<int64_t>(chains.count) * chains.uses,
-                      own_items = sa_num_chain_items(&chains),
+        const int64_t own_uses = static_cast<int64_t>(chains.count) * chains.uses, own_items = sa_num_chain_items(&chains),
                       own_carries = static_cast<int64_t>(sa_num_carries(&chains)) * (chains.is_long ? 1 : chains.heads);
-        entry.first_tile = block_scan(own_tiles, tiles, sum) - own_tiles;
         entry.first_use = block_scan(own_uses, uses, sum) - own_uses;
         entry.first_item = block_scan(own_items, items, sum) - own_items;
         entry.first_carry = block_scan(own_carries, carries, sum) - own_carries;
@@ -257,19 +254,6 @@ template <class T> __device__ __forceinline__ int64_t find_entry(const Entry *en
             low = middle;
         else
             high = middle;
-    }
-    return low;
-}
-
-// The same by a warp, whose lanes have one n.
-template <class T>
-__device__ __forceinline__ int64_t find_entry_by_warp(const Entry *entries, int64_t num_entries, T Entry::*first, int64_t n) {
-    int64_t low = 0, length = num_entries + 1;
-    while (length > 1) {
-        const int64_t step = sa_ceil_div(length, 32), lane = threadIdx.x % 32 * step;
-        const int64_t before = (__popc(__ballot_sync(0xffffffffu, lane < length && entries[low + lane].*first <= n)) - 1) * step;
-        low += before;
-        length = sa_min(step, length - before);
     }
     return low;
 }
@@ -308,7 +292,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, entry.rounds);
     const auto all = static_cast<int32_t>(sa_num_chain_items(&chains)); // the launcher has refused more
     if (!is_packed) {
-        if (n == 0) buffers.entries[p.num_entries] = {{}, p.num_tiles, 0, all, 0, false, 1, chains.blocks * p.room.copies, -1};
+        if (n == 0) buffers.entries[p.num_entries] = {{}, 0, 0, all, 0, 1, chains.blocks * p.room.copies, -1};
         if (n >= all) return;
     }
     const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, static_cast<int32_t>(n - entry.first_item));
@@ -377,6 +361,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
 // By the n-th block behind those of row tiles: an item a thread, and what the items begin with.
 template <class C>
 __device__ __forceinline__ void begin_items(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int n) {
+    wait_for_previous_kernel(); // the table
     const int item = n * 128 + static_cast<int>(threadIdx.x), all = (static_cast<int>(gridDim.x - blockIdx.x) + n) * 128;
     if (item == 0) *buffers.counter = 0;
     for (int i = item; i < C::kParts * p.room.num_slots; i += all) buffers.turns[i] = 0;
@@ -414,35 +399,37 @@ __device__ __forceinline__ TileSum tile_sum_of(const sinkattn_bwd_args &args, co
             seen.before(seen.end), static_cast<int>(sa_min(p.tokens, sequence.q_len - row))};
 }
 
-// A block prepares one row tile of a slice; the last blocks write items instead. Neighbouring heads have neighbouring blocks, as their
-// rows are neighbours in memory.
+// A block prepares one row tile of a slice; the last blocks write items instead, for which alone a packed batch's table is needed: the
+// others run beside it. Neighbouring heads have neighbouring blocks, as their rows are neighbours in memory.
 template <class C>
 __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
     constexpr int kLanes = C::kHalvesV * 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep, kBatch = 4; // loads at a time
     __shared__ float deltas[C::kRows], terms[C::kRows];
     const int heads = p.room.num_heads, n = static_cast<int>(blockIdx.x), nth_tile = n / heads, slice = n - nth_tile * heads;
     if (nth_tile >= p.num_tiles) return begin_items<C>(args, p, buffers, n - static_cast<int>(p.num_tiles) * heads);
-    const bool is_packed = args.fwd.problem.packed;
-    const int64_t e =
-            is_packed ? find_entry_by_warp(buffers.entries, p.num_entries, &Entry::first_tile, nth_tile) : nth_tile / p.dense_tiles;
+    const sinkattn_problem &problem = args.fwd.problem;
+    const auto b = problem.packed ? packed_sequence_of_tile(args.fwd, p.tokens, nth_tile) : static_cast<unsigned>(nth_tile / p.dense_tiles);
+    const sa_sequence sequence = sequence_or_tail(args.fwd, b);
+    const int first_tile =
+                      problem.packed ? static_cast<int>(packed_first_tile(args.fwd, p.tokens, b)) : static_cast<int>(b) * p.dense_tiles,
+              t = nth_tile - first_tile, first = t * p.tokens, rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
+    const int row = threadIdx.x, token = row / p.group, first_head = slice * p.group, head = first_head + row - token * p.group;
     if (p.parts && threadIdx.x == 0) buffers.tile_sums[n] = {};
-    if (e >= p.num_entries) return;
-    const Entry entry = entry_of(args, p, buffers, e);
-    const sa_sequence sequence = entry.sequence;
-    const bool is_tail = is_packed && e == p.num_entries - 1;
-    const int t = nth_tile - static_cast<int>(entry.first_tile), first = t * p.tokens,
-              rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
-    const sa_band band = sa_band_of(&args.fwd.problem.mask, sequence.q_len, is_tail ? 0 : sequence.k_len);
-    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens), has_sink = buffers.row_terms && entry.has_sink;
-    const int64_t tile = heads * entry.first_tile + slice * num_tiles_of(sequence, p.tokens) + t;
+    if (t < 0 || rows <= 0) { // a packed sequence may have one tile less than are counted
+        if (buffers.row_terms && row < p.heads_of(slice)) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = 0.0f;
+        return;
+    }
+    const bool is_tail = b >= problem.batch, has_sink = buffers.row_terms && args.fwd.s_aux && !is_tail;
+    const sa_band band = sa_band_of(&problem.mask, sequence.q_len, sequence.k_len);
+    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens);
+    const int64_t tile = int64_t{heads} * first_tile + slice * num_tiles_of(sequence, p.tokens) + t;
     if (threadIdx.x == 0 && p.parts && !blind) buffers.tile_sums[n] = tile_sum_of<C>(args, p, buffers, sequence, band, tile, t, slice);
     // Reads the row's statistics first: p_sink is computed from them while the longer reads of out and dO are in flight.
-    const int row = threadIdx.x, token = row / p.group, first_head = slice * p.group, head = first_head + row - token * p.group;
     const bool is_row = row < rows && head < p.num_q_heads;
     float found = 0.0f, g = 0.0f;
     double s_aux = 0.0;
     if (is_row) {
-        const int64_t at = sa_row_index(&args.fwd.problem, &sequence, head, first + token);
+        const int64_t at = sa_row_index(&problem, &sequence, head, first + token);
         found = static_cast<const float *>(args.fwd.lse)[at];
         if (args.dlse) g = static_cast<const float *>(args.dlse)[at];
         if (has_sink) s_aux = sa_s_aux(&args.fwd, head);
@@ -451,7 +438,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
               step_heads = kStep - step_tokens * p.group;
     int own_token = lane_row / p.group, own_head = lane_row - own_token * p.group; // of the next row
     float p_sink = 0.0f;
-    const auto head_dim = args.fwd.problem.head_dim, head_dim_v = C::kIsWide ? sa_head_dim_v(&args.fwd.problem) : head_dim;
+    const auto head_dim = problem.head_dim, head_dim_v = C::kIsWide ? sa_head_dim_v(&problem) : head_dim;
 #pragma unroll
     for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
         uint4 out[kBatch] = {}, dout[kBatch] = {};
