@@ -245,12 +245,12 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
     }
 }
 
-// The last entry whose `first` is at most n; num_entries past the end.
-template <class T> __device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_entries, T Entry::*first, int64_t n) {
+// The last entry whose first item is at most n; num_entries past the end.
+__device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_entries, int64_t n) {
     int64_t low = 0, high = num_entries + 1;
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
-        if (entries[middle].*first <= n)
+        if (entries[middle].first_item <= n)
             low = middle;
         else
             high = middle;
@@ -285,7 +285,7 @@ __device__ __forceinline__ KeySum key_sum_of(const sinkattn_bwd_args &args, cons
 template <class C>
 __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t n) {
     const bool is_packed = args.fwd.problem.packed;
-    const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, &Entry::first_item, n) : 0;
+    const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, n) : 0;
     if (e >= p.num_entries) return;
     const Entry entry = entry_of(args, p, buffers, e);
     const sa_band band = band_of(args, entry.sequence, is_packed && e == p.num_entries - 1);
