@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Plans for packed rows over a cache, and for backwards of windows of wide heads, on CUDA devices that need not be there.
+ * Plans for packed rows over a cache, and for backwards of windows of wide heads and of many query heads, on CUDA devices that need not be
+ * there.
  */
 #include <inttypes.h>
 
+#include "core/workspace.h"
 #include "sample.h"
 
 static const char *chosen(const sinkattn_problem *problem, int32_t arch) {
@@ -166,5 +168,29 @@ static void test_the_workspace_of_chunks(void) {
     }
 }
 
+/* 71 query heads are 9 slices, whose dK and dV pass through a place a key block; 64 are whole. A token of 48 would fill three quarters of
+ * a tile: they are 6. */
+static void test_many_query_heads_are_cut_into_slices(void) {
+    sinkattn_problem problem = {.op = SINKATTN_BWD, .batch = 1, .num_q_heads = 71, .num_kv_heads = 1, .head_dim = 64, .q_len = 4096};
+    const sinkattn_device device = gpu(90);
+    problem.dtype = SINKATTN_BF16;
+    problem.k_len = problem.q_len;
+    sinkattn_plan plan;
+    CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
+    const sa_bwd_sm90_layout cut = sa_bwd_sm90_layout_of(&problem, &plan);
+    CHECK(cut.heads == 9 && cut.room.num_heads == 9 && cut.carries >= problem.k_len / 128, "%d slices", (int)cut.heads);
+    const struct {
+        int32_t num_q_heads, num_kv_heads, tile_q, slices;
+    } cases[] = {{71, 1, 128, 9}, {64, 1, 128, 1}, {64, 1, 64, 1}, {48, 1, 64, 6}, {48, 1, 128, 6}, {48, 2, 64, 3}, {24, 1, 128, 1},
+            {36, 2, 64, 1}, {44, 2, 64, 1}, {22, 1, 64, 3}, {11, 1, 64, 1}, {7, 1, 64, 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        problem.num_q_heads = cases[i].num_q_heads;
+        problem.num_kv_heads = cases[i].num_kv_heads;
+        const int64_t slices = sa_bwd_sm90_slices(&problem, cases[i].tile_q);
+        CHECK(slices == cases[i].slices, "%s: %d slices", problem_text(&problem), (int)slices);
+    }
+}
+
 const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(many_rows_of_narrow_values),
-        TEST(the_largest_head_dim), TEST(the_wide_windowed_backward_is_planned), TEST(the_workspace_of_chunks), {0}};
+        TEST(the_largest_head_dim), TEST(the_wide_windowed_backward_is_planned), TEST(the_workspace_of_chunks),
+        TEST(many_query_heads_are_cut_into_slices), {0}};

@@ -410,8 +410,7 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     const sinkattn_problem &problem = args.fwd.problem;
     const auto b = problem.packed ? packed_sequence_of_tile(args.fwd, p.tokens, nth_tile) : static_cast<unsigned>(nth_tile / p.dense_tiles);
     const sa_sequence sequence = sequence_or_tail(args.fwd, b);
-    const int first_tile =
-                      problem.packed ? static_cast<int>(packed_first_tile(args.fwd, p.tokens, b)) : static_cast<int>(b) * p.dense_tiles,
+    const int first_tile = static_cast<int>(problem.packed ? packed_first_tile(args.fwd, p.tokens, b) : b * p.dense_tiles),
               t = nth_tile - first_tile, first = t * p.tokens, rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
     const int row = threadIdx.x, token = row / p.group, first_head = slice * p.group, head = first_head + row - token * p.group;
     if (p.parts && threadIdx.x == 0) buffers.tile_sums[n] = {};
