@@ -220,11 +220,14 @@ def test_a_window_of_wide_heads_has_the_general_kernel_s_gradients(
     assert all(torch.equal(x[0], y[1]) for x, y in zip(one[:4], own[:4], strict=True))
 
 
-def test_gradients_of_a_batch_are_one_by_one() -> None:
-    q, k, v, s_aux = gpt_oss_like(3, 300)
-    whole = gradients(q, k, v, s_aux, window_size=(99, 0))
+@pytest.mark.parametrize(("length", "left", "heads"), [(300, 99, 16), (16500, 511, 2)])
+def test_gradients_of_a_batch_are_one_by_one(length: int, left: int, heads: int) -> None:
+    """Also of single heads that are side by side, whose windows reach over several key blocks."""
+    q, k, v, s_aux = gpt_oss_like(3, length)
+    q, s_aux = q[:, :, :heads], s_aux[:heads]
+    whole = gradients(q, k, v, s_aux, window_size=(left, 0))
     for b in range(3):
-        alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, window_size=(99, 0))
+        alone = gradients(*(x[b : b + 1] for x in (q, k, v)), s_aux, window_size=(left, 0))
         assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole[:4], alone[:4], strict=True))
 
 

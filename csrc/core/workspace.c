@@ -86,7 +86,7 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_NEAR_BLOCKS 288                /* .. or what the rows of so many key blocks take, two items a multiprocessor, if that is more */
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048                      /* so many key blocks of long chains fill the machine with one round at a time */
-#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* at most used, for dQ left apart by fewer than SA_PARTS_BLOCKS, .. */
+#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* at most used, of twice as many, by dQ left apart by fewer than SA_PARTS_BLOCKS, .. */
 #define SA_LONG_PARTS_BYTES (INT64_C(256) << 20) /* the same for so few row tiles of all kv heads that turns at their dQ .. */
 #define SA_PARTS_TILES 64                        /* .. take longer than all else */
 #define SA_SLICE_GAIN 8                          /* slices must fill over 1/8 of a tile's rows more */
@@ -204,7 +204,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.own_carries = may_merge ? plan->workers : 0;
     const int64_t parts = most_parts(p, info, tokens);
     const int64_t parts_bytes = to.tiles <= SA_PARTS_TILES ? SA_LONG_PARTS_BYTES : room->blocks < SA_PARTS_BLOCKS ? SA_PARTS_BYTES : 0;
-    to.parts = to.tiles * sa_mean_blocks(&band, info->tile_k) <= 6 * parts_bytes / tile_bytes ? parts : 0;
+    const int64_t limit = parts_bytes / tile_bytes, mean = sa_mean_blocks(&band, info->tile_k) + 6 * sink_blocks(p, info->tile_k);
+    to.parts = to.tiles * mean <= 6 * limit && to.tiles * parts <= 2 * limit ? parts : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);

@@ -48,7 +48,12 @@ static sequence pick_sequence(void) {
         s.room.most_tiles = s.room.span + SA_SINK_ROUND + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
         s.room.num_slots = s.room.most_tiles + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
     }
-    if (has_window && one_in(2)) { /* few blocks, which have rounds */
+    if (has_window && one_in(2)) { /* single heads, whose chains are side by side */
+        mask.num_sink_tokens = 0, mask.left = pick(400, 900), s.tokens = kKeys;
+        s.band = sa_band_of(&mask, pick(4000, 6000), 6000);
+        s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, kKeys) + 1, s.room.num_heads = (int32_t)pick(6, 9);
+        s.room.most_tiles = s.room.num_slots = SA_H200_SMS + (int32_t)pick(0, 200);
+    } else if (has_window && one_in(2)) { /* few blocks, which have rounds */
         mask.num_sink_tokens = 0;
         s.band = sa_band_of(&mask, q_len, k_len);
         s.room.num_heads = (int32_t)pick(1, 2);
@@ -354,6 +359,9 @@ static void test_rounds_have_room(void) {
     CHECK(sa_bwd_sm90_layout_of(&problem, &plan).parts == 18, "2304 tokens");
     problem.q_len = problem.k_len = 3000;
     CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "3000 tokens");
+    problem.mask = (sinkattn_mask){.has_left = true, .left = 255}, problem.q_len = 1024, problem.k_len = 131072;
+    CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "few rows that see few of many keys");
+    problem.mask = (sinkattn_mask){.has_right = true};
     problem.head_dim = 128, problem.q_len = problem.k_len = 600;
     CHECK(sinkattn_make_plan(&problem, &device, &plan).code == SINKATTN_OK, "%s", problem_text(&problem));
     CHECK(sa_bwd_sm90_layout_of(&problem, &plan).rounds == 16, "600 tokens, 8:1 of 128");

@@ -11,7 +11,7 @@ namespace sa::bwd_sm90 {
 
 constexpr int kFinishThreads = 256;
 
-// By a block: the sum of a head's terms, in an order that depends on sizes alone.
+// By a block: the sum of a head's terms, in an order that lengths alone decide.
 static __device__ __forceinline__ void add_head_terms(
         const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t head) {
     __shared__ double sums[kFinishThreads / 32];
