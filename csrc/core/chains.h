@@ -46,7 +46,7 @@ enum {
     SA_APART_ROUNDS = 3,
     SA_APART_PLACES = 2048, /* at most, for dK and dV left apart */
     SA_SIDE_CHAINS = 66,    /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
-    SA_SIDE_SPAN = 5,       /* under a window: least span of chains side by side */
+    SA_SIDE_SPAN = 5,       /* under a window: chains are side by side from this span on */
     SA_SET_ROUNDS = 4,
     SA_LONG_CHAIN = 256,
     SA_SPLIT_ROUND = 48, /* above SA_FEW_BLOCKS: least tiles of a round that is an item */
@@ -268,8 +268,8 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
         const int32_t side = is_near ? (int32_t)sa_first(c.count, SA_SIDE_CHAINS) : c.count,
                       slots = is_near ? (int32_t)sa_first(room->num_slots, room->near_slots) : room->num_slots;
         int32_t most = slots / c.uses;
-        /* Under a window blocks of a chain rarely wait for each other, unless a tile has as many rows of one head as a block has keys, and
-         * many blocks see it. Side by side chains take the tiles of the blocks at work, and two spans each. */
+        /* Under a window blocks of a chain seldom wait for each other, unless a tile has as many tokens as a block has keys and `span` is
+         * large. Chains side by side take slots for the tiles of the blocks at work, and for two spans each. */
         if (c.is_local)
             most = tokens < keys || room->span < SA_SIDE_SPAN ? 1 : (int32_t)sa_last(most, (slots - SA_H200_SMS) / (2 * room->span));
         most = (int32_t)sa_within(most, 1, side);

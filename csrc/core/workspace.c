@@ -86,7 +86,7 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_NEAR_BLOCKS 288                /* .. or what the rows of so many key blocks take, two items a multiprocessor, if that is more */
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048                      /* so many key blocks of long chains fill the machine with one round at a time */
-#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* of parts of dQ, in room for two, with fewer than SA_PARTS_BLOCKS blocks, .. */
+#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* parts of dQ in use (reserved: twice this), fewer than SA_PARTS_BLOCKS blocks, .. */
 #define SA_LONG_PARTS_BYTES (INT64_C(256) << 20) /* the same for so few row tiles of all kv heads that turns at their dQ .. */
 #define SA_PARTS_TILES 64                        /* .. take longer than all else */
 #define SA_SLICE_GAIN 8                          /* slices must fill over 1/8 of a tile's rows more */

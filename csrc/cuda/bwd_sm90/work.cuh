@@ -13,8 +13,8 @@
 
 namespace sa::bwd_sm90 {
 
-// One sequence, in the order of work. first_tile: from where its row tiles of one kv head are counted, which its first row decides; other
-// first_*: of those before it: slot uses, items and carries of all kv heads.
+// One sequence, in the order of work. first_tile: its first row tile of a kv head, which ascends in the caller's order. first_use, _item,
+// _carry: of those before it, over all kv heads.
 struct Entry {
     sa_sequence sequence;
     int64_t first_tile, first_use, first_item, first_carry;
@@ -399,8 +399,8 @@ __device__ __forceinline__ TileSum tile_sum_of(const sinkattn_bwd_args &args, co
             seen.before(seen.end), static_cast<int>(sa_min(p.tokens, sequence.q_len - row))};
 }
 
-// A block prepares one row tile of a slice; the last blocks write items instead, for which alone a packed batch's table is needed: the
-// others run beside it. Neighbouring heads have neighbouring blocks, as their rows are neighbours in memory.
+// A block prepares one row tile of a slice; the last blocks write items instead: only these wait for a packed batch's table, the others
+// overlap its kernel. Neighbouring heads have neighbouring blocks, as their rows are neighbours in memory.
 template <class C>
 __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
     constexpr int kLanes = C::kHalvesV * 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep, kBatch = 4; // loads at a time

@@ -347,7 +347,7 @@ __device__ __forceinline__ void compute_share(
     __syncthreads();
 }
 
-// Zeros for dK and dV of the keys that no walk meets, but of sink tokens. Each warp has as many keys, side by side.
+// Zeroes dK and dV of keys that no walk meets, except sink tokens. Warps take equal runs of keys.
 __device__ __forceinline__ void fill_unseen_keys(const sinkattn_bwd_args &args, const Problem &p) {
     const sinkattn_problem &problem = args.fwd.problem;
     const int64_t all = (problem.packed ? 1 : problem.batch) * problem.k_len, each = sa_ceil_div(all, int64_t{gridDim.x} * (kThreads / 32)),
@@ -366,7 +366,7 @@ __device__ __forceinline__ void fill_unseen_keys(const sinkattn_bwd_args &args, 
                 for (const sinkattn_tensor *to : {&args.dk, &args.dv})
                     *reinterpret_cast<uint4 *>(
                             static_cast<uint16_t *>(to->data) + sa_offset(to, sequence.batch, sequence.k_begin + key, head) + column) = {};
-        x = sa_max(x + 1, begin + sequence.k_len); // offsets that decrease may leave x behind the sequence
+        x = sa_max(x + 1, begin + sequence.k_len); // offsets that decrease may leave x past the sequence's end
     }
 }
 
@@ -399,7 +399,7 @@ __global__ __launch_bounds__(kThreads, 1) void bwd_window_kernel(const __grid_co
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char shared[];
     Smem &smem = *reinterpret_cast<SmemOf<C> *>(shared);
-    if (C::kHide) fill_unseen_keys(args, p); // beside the first launch, which writes none of them
+    if (C::kHide) fill_unseen_keys(args, p); // overlaps the first launch, which skips these keys
     wait_for_previous_kernel();
     let_next_kernel_start();
     if (C::kHide) {

@@ -67,7 +67,7 @@ struct ShareWalk {
     int64_t remaining;      // steps of the share after this segment
     int64_t index, kv_head; // index: of the sequence
     sa_sequence sequence;
-    int64_t first;                  // key tile of the sequence that a row may see
+    int64_t first;                  // first key tile that a row may see
     int64_t tile, begin, end, last; // the segment owns tiles [begin, end) and visits [begin, last)
     int newest, token_begin, token_end;
     int first_token, last_token, heads, num_heads; // positions of the tile's steps; parts of its heads: taken, all
@@ -83,8 +83,7 @@ __device__ __forceinline__ int64_t first_row_tile(const sa_sequence &sequence) {
     return shift >= 0 ? sa_tile_of(static_cast<sa_position_t>(shift), kKeys) : -sa_ceil_div(-shift, kKeys);
 }
 
-// The sequence's tiles, but those of keys that no row's window reaches, as long caches of chunks have: the second launch fills their dK and
-// dV.
+// The sequence's tiles, without those before every row's window, as chunks with long caches have: the second launch zeroes their dK and dV.
 __device__ __forceinline__ sa_range tiles_of(const sa_sequence &sequence, const WalkShape &p) {
     const auto first = static_cast<sa_position_t>(first_row_tile(sequence)),
                end = static_cast<sa_position_t>(sa_ceil_div(sequence.k_len, kKeys));
@@ -92,7 +91,7 @@ __device__ __forceinline__ sa_range tiles_of(const sa_sequence &sequence, const 
     return {first < 0 ? first : sa_last(first - p.tiles_before, 0), end};
 }
 
-// The first of them may have no rows, and a step each; the others have one a head of the group.
+// Leading tiles without rows have one step each; the others have one a head of the GQA group.
 __device__ __forceinline__ int64_t num_rowless(const sa_sequence &sequence, const sa_range &tiles) {
     return sequence.q_len ? first_row_tile(sequence) - tiles.begin : 0;
 }
