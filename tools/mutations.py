@@ -172,7 +172,7 @@ MUTATIONS = [_planted(*row) for row in (
      "sa_ceil_div(reach, info->tile_k));", "test_c packed_batches_have_room"),
     ("a window's kv heads always side by side", CHAINS, "tokens < keys || room->span", "room->span",
      "test_c rounds_have_room"),
-    ("dQ apart by half of its parts", WORKSPACE, "<= 6 * limit", "<= 12 * limit", "test_c rounds_have_room"),
+    ("dQ apart by half of its parts", WORKSPACE, "6 * limit", "12 * limit", "test_c rounds_have_room"),
     ("side by side without room for a span", CHAINS, "(slots - SA_H200_SMS) / (2 * room->span)",
      "2 * slots / room->span", "test_c chains_meet_all_tiles_in_order"),
     ("places of one head for all", WORKSPACE, "sa_min(to.items, blocks * rounds)) * heads);",

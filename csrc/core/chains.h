@@ -113,13 +113,13 @@ SA_HD int32_t sa_count_items(const sa_band *band, sa_position_t tokens, sa_posit
 }
 
 /* Key blocks that a row sees in the mean, times 6, by Simpson's rule. */
-SA_HD int32_t sa_mean_blocks(const sa_band *band, sa_position_t keys) {
+SA_HD sa_position_t sa_mean_blocks(const sa_band *band, sa_position_t keys) {
     const sa_position_t row = sa_first_seeing_row(band);
     const sa_range first = sa_row_band(band, row), middle = sa_row_band(band, row + (band->q_len - row) / 2),
                    last = sa_row_band(band, band->q_len - 1), from = sa_blocks_of(first, keys), to = sa_blocks_of(last, keys);
     const sa_position_t lengths = first.end - first.begin + 4 * (middle.end - middle.begin) + last.end - last.begin;
-    if (from.begin == to.begin && from.end == to.end) return 6 * (int32_t)(to.end - to.begin);
-    return (int32_t)(sa_tile_from(lengths, keys) + 3 * (to.end > from.end) + 3 * (to.begin > from.begin));
+    if (from.begin == to.begin && from.end == to.end) return 6 * (to.end - to.begin);
+    return sa_tile_from(lengths, keys) + 3 * (to.end > from.end) + 3 * (to.begin > from.begin);
 }
 
 /* Rounds of a sequence whose slots suffice, of fewer than SA_FEW_BLOCKS key blocks in all heads: of the numbers tried, the one whose items
@@ -142,7 +142,7 @@ SA_HD int32_t sa_rounds_of_few(
                    to = sa_blocks_of(sa_row_band(band, band->q_len - 1), keys);
     const int32_t heads = room->num_heads, partial = heads * (int32_t)(to.end - from.end + to.begin - from.begin),
                   of_head = (int32_t)(to.end - from.begin), short_tiles = sa_tile_from(keys, tokens), unit = 6 * SA_H200_SMS,
-                  seen = heads * sa_mean_blocks(band, keys);
+                  seen = heads * (int32_t)sa_mean_blocks(band, keys);
     const bool is_apart = blocks < SA_PARTS_BLOCKS && (int64_t)tiles * seen <= INT64_C(6) * 2 * room->most_tiles;
     int32_t best = 1;
     int64_t least = INT64_MAX; /* a tile's time is `unit`, as items and blocks are counted in sixths, and over all multiprocessors */

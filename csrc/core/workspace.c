@@ -205,7 +205,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     const int64_t parts = most_parts(p, info, tokens);
     const int64_t parts_bytes = to.tiles <= SA_PARTS_TILES ? SA_LONG_PARTS_BYTES : room->blocks < SA_PARTS_BLOCKS ? SA_PARTS_BYTES : 0;
     const int64_t limit = parts_bytes / tile_bytes, mean = sa_mean_blocks(&band, info->tile_k) + 6 * sink_blocks(p, info->tile_k);
-    to.parts = to.tiles * mean <= 6 * limit && to.tiles * parts <= 2 * limit ? parts : 0;
+    to.parts = to.tiles <= 6 * limit / sa_max(mean, 1) && to.tiles <= 2 * limit / sa_max(parts, 1) ? parts : 0;
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);
