@@ -17,7 +17,7 @@
 
 /* The most tiles of `size` that packed sequences of `total` rows or keys need. Those of sequence b begin at (rows or keys before it) / size
  * + b: room for each sequence, found without a prefix sum. */
-static inline int64_t sa_packed_tiles(int64_t total, int64_t size, int64_t sequences) { return total / size + sequences; }
+SA_HD int64_t sa_packed_tiles(int64_t total, int64_t size, int64_t sequences) { return total / size + sequences; }
 
 /* Where one sequence lies. Dense: row_begin 0 and batch selects; packed: batch 0 and row_begin selects. */
 typedef struct sa_sequence {

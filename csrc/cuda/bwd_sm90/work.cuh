@@ -217,7 +217,7 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
                       k_len = sa_max(offset(args.fwd.cu_seqlens_k, b + 1, problem.k_len) - k_begin, 0);
         Entry entry = {};
         if (b < p.num_entries) entry.sequence = {0, q_begin, q_len, k_begin, k_len};
-        entry.first_tile = q_begin / p.tokens + b;
+        entry.first_tile = sa_packed_tiles(q_begin, p.tokens, b);
         if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
     }
     __syncthreads();
