@@ -16,7 +16,7 @@
 //
 // The LSE that is read already holds the sink, which no kernel here adds again.
 //
-// 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns through lse and g - delta;
+// 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns to S and through g - delta;
 // in K they become 0 in every tile, and NaN returns through V.
 //
 // Shared memory and registers: docs/kernels/bwd_sm90.md, Budget.
@@ -82,71 +82,13 @@ template <class C, TermsOf kTerms> struct Math {
     __device__ __forceinline__ void begin_scores(Scores &s) {
         const uint32_t stage = warp_uniform(ring.stage());
         smem.row_full[stage].wait(ring);
-        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
-                s, address(smem.keys) + 64 * math_warpgroup * kRowBytes, address(smem.queries[stage]));
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(s, address(smem.keys) + 64 * math_warpgroup * kRowBytes,
+                address(smem.queries[stage]), [&] { wgmma_add_columns(s, address(&smem.halves), address(smem.stats[stage].to_scores)); });
     }
     __device__ __forceinline__ void begin_dp(Scores &dp) {
         const uint32_t stage = warp_uniform(ring.stage());
-        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
-                dp, address(smem.values) + 64 * math_warpgroup * kRowBytes, address(smem.douts[stage]));
-    }
-
-    // Waits for S and dP, and packs P and dS as operands.
-    template <bool kMasked>
-    __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, const Item &item, int t) {
-        const RowStats<C> &stats = smem.stats[ring.stage()];
-        Seen seen;
-        if (kMasked) {
-            seen = find_seen<C>(smem, p, math_warpgroup, t);
-            wgmma_wait<0>();
-            pin(s);
-            pin(dp);
-            if (any_nonfinite_row<C>(smem, ring.stage(), ring.stage(), s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage(), item);
-        }
-        if (!kMasked) {
-            wgmma_wait<1>();
-            pin(s);
-        }
-        find_weights<C, kMasked>(s, stats, seen, p.scale_log2, math_warpgroup);
-        pack<typename C::Element>(weights, s);
-        if (!kMasked) {
-            wgmma_wait<0>();
-            pin(dp);
-        }
-        find_ds<C, kMasked, kTerms>(dp, s, smem, stats, seen, math_warpgroup);
-        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats, math_warpgroup);
-        pack<typename C::Element>(ds, dp);
-    }
-
-    // The same in two branches, so that ptxas does not move the wait for dP before P.
-    __device__ __forceinline__ void find_operands_late(
-            Scores &s, Scores &dp, Operands &weights, Operands &ds, bool is_full, const Item &item, int t) {
-        const RowStats<C> &stats = smem.stats[ring.stage()];
-        Seen seen;
-        if (is_full) {
-            wgmma_wait<1>();
-            pin(s);
-            find_weights<C, false>(s, stats, seen, p.scale_log2, math_warpgroup);
-        } else {
-            seen = find_seen<C>(smem, p, math_warpgroup, t);
-            wgmma_wait<0>();
-            pin(s);
-            pin(dp);
-            if (any_nonfinite_row<C>(smem, ring.stage(), ring.stage(), s, dp)) clean_rows<C>(smem, ring.stage(), ring.stage(), item);
-            find_weights<C, true>(s, stats, seen, p.scale_log2, math_warpgroup);
-        }
-        if (is_full) {
-            wgmma_wait<0>();
-            pin(dp);
-            find_ds<C, false, kTerms>(dp, s, smem, stats, seen, math_warpgroup);
-        } else {
-            wgmma_wait<0>();
-            pin(dp);
-            find_ds<C, true, kTerms>(dp, s, smem, stats, seen, math_warpgroup);
-        }
-        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats, math_warpgroup);
-        pack<typename C::Element>(weights, s);
-        pack<typename C::Element>(ds, dp);
+        wgmma_abt<typename C::Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(dp, address(smem.values) + 64 * math_warpgroup * kRowBytes,
+                address(smem.douts[stage]), [&] { wgmma_add_columns(dp, address(&smem.halves), address(smem.stats[stage].to_dp)); });
     }
 
     // Issues this warpgroup's part of dQ from dS in buffer `of`.
@@ -185,7 +127,6 @@ template <class C, TermsOf kTerms> struct Math {
                 if (i < 4 || C::kIsWhole || math_warpgroup == 0) to[128 * i] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
         }
         next();
-        async_fence();
         __syncwarp();
         smem.dq_full[sum].arrive();
         dq_ring.n += C::kParts;
@@ -228,11 +169,8 @@ template <class C, TermsOf kTerms> struct Math {
         for (int t = round.end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
-            if (t >= full_begin && t < full_end)
-                find_operands<false>(s, dp, weights, ds, item, t);
-            else
-                find_operands<true>(s, dp, weights, ds, item, t);
             const uint32_t stage = warp_uniform(ring.stage());
+            find_operands<C, kTerms>(s, dp, weights, ds, t >= full_begin && t < full_end, smem, p, item, t, stage, stage, math_warpgroup);
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
             const Ring<C::kSums> last = {dq_ring.n - 1};
@@ -313,16 +251,16 @@ template <class C, TermsOf kTerms> struct Math {
         for (int t = round.end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 2) handed to its adder, dS(t + 1) in shared memory.
             Operands weights, ds;
-            find_operands_late(s, dp, weights, ds, t >= full_begin && t < full_end, item, t);
             const uint32_t stage = warp_uniform(ring.stage()); // of the row tile, and of its dS
+            find_operands<C, kTerms>(s, dp, weights, ds, t >= full_begin && t < full_end, smem, p, item, t, stage, stage, math_warpgroup);
             smem.ds_empty.acquire(ring);
             write_ds<C>(smem, ds, math_warpgroup, stage);
-            async_fence();
-            __syncwarp();
-            smem.ds_full[stage].arrive();
             take_token();
             wgmma_pb<typename C::Element, C::kRowHalf>(dv, weights, address(smem.douts[stage]));
             wgmma_pb<typename C::Element, C::kRowHalf>(dk, ds, address(smem.queries[stage]));
+            async_fence(); // of dS: the products hide it
+            __syncwarp();
+            smem.ds_full[stage].arrive();
             if (t != end - 1) smem.ds_full.wait(Ring<2>{ring.n - 1});
             begin_dq(dq, stage ^ 1); // of tile t + 1; of the first tile's, which has none, nothing is used
             pass_token();

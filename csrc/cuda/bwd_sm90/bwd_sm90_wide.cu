@@ -68,41 +68,18 @@ template <class C, TermsOf kTerms> struct WideMath {
         const uint32_t stage = warp_uniform(ring.stage());
         smem.row_full[stage].wait(ring);
         wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
-                s, address(smem.keys), address(smem.queries[stage]) + first_row<C>(math_warpgroup) * kRowBytes);
+                s, address(smem.keys), address(smem.queries[stage]) + first_row<C>(math_warpgroup) * kRowBytes, [&] {
+                    wgmma_add_columns(s, address(&smem.halves), address(smem.stats[stage].to_scores) + 2 * first_row<C>(math_warpgroup));
+                });
     }
     __device__ __forceinline__ void begin_dp(Scores &dp) {
         const uint32_t stage = warp_uniform(dout_ring().stage());
         smem.dout_full[stage].wait(dout_ring());
         wgmma_abt<Element, C::kHeadDimV, C::kKeyHalf, C::kRowHalf>(
-                dp, address(smem.values), address(smem.douts[stage]) + first_row<C>(math_warpgroup) * kRowBytes);
-    }
-
-    // Waits for S and dP, and packs P and dS as operands.
-    template <bool kMasked>
-    __device__ __forceinline__ void find_operands(Scores &s, Scores &dp, Operands &weights, Operands &ds, const Item &item, int t) {
-        const RowStats<C> &stats = smem.stats[ring.stage()];
-        Seen seen;
-        if (kMasked) {
-            seen = find_seen<C>(smem, p, math_warpgroup, t);
-            wgmma_wait<0>();
-            pin(s);
-            pin(dp);
-            if (any_nonfinite_row<C>(smem, ring.stage(), dout_ring().stage(), s, dp))
-                clean_rows<C>(smem, ring.stage(), dout_ring().stage(), item);
-        }
-        if (!kMasked) {
-            wgmma_wait<1>();
-            pin(s);
-        }
-        find_weights<C, kMasked>(s, stats, seen, p.scale_log2, math_warpgroup);
-        pack<Element>(weights, s);
-        if (!kMasked) {
-            wgmma_wait<0>();
-            pin(dp);
-        }
-        find_ds<C, kMasked, kTerms>(dp, s, smem, stats, seen, math_warpgroup);
-        if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, stats, math_warpgroup);
-        pack<Element>(ds, dp);
+                dp, address(smem.values), address(smem.douts[stage]) + first_row<C>(math_warpgroup) * kRowBytes, [&] {
+                    wgmma_add_columns(
+                            dp, address(&smem.halves), address(smem.stats[ring.stage()].to_dp) + 2 * first_row<C>(math_warpgroup));
+                });
     }
 
     // Issues piece i of this warpgroup's dQ.
@@ -145,11 +122,9 @@ template <class C, TermsOf kTerms> struct WideMath {
         for (int t = round.end - 1;; t--) {
             // t descends. In flight: S(t), dP(t); dV, dK hold the tiles above t; dQ(t + 1) handed to its adder.
             Operands weights, ds;
-            if (t >= full_begin && t < full_end)
-                find_operands<false>(s, dp, weights, ds, item, t);
-            else
-                find_operands<true>(s, dp, weights, ds, item, t);
             const uint32_t stage = warp_uniform(ring.stage()), dout_stage = warp_uniform(dout_ring().stage());
+            find_operands<C, kTerms>(
+                    s, dp, weights, ds, t >= full_begin && t < full_end, smem, p, item, t, stage, dout_stage, math_warpgroup);
             smem.operands_empty.acquire(Ring<1>{ring.n});
             write_operands<C>(shared_address(smem.weights), weights, math_warpgroup);
             write_operands<C>(shared_address(smem.ds), ds, math_warpgroup);

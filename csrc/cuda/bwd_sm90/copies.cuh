@@ -23,12 +23,19 @@ struct Maps {
     CUtensorMap q, k, v, dout;
 };
 
+// RowStats of a tile as the products take them: beside what is copied the addends are zeros.
+template <class C> struct TileStats {
+    alignas(1024) unsigned char to_scores[C::kRows / 64][kAddendBytes], to_dp[C::kRows / 64][kAddendBytes];
+};
+
 template <class C, bool kIsWide = C::kIsWide> struct Smem {
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalves * C::kKeyHalf];
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kStages][C::kHalves * C::kRowHalf];
     alignas(1024) unsigned char ds[C::kDsStages][C::kRows / 64][C::kKeys * kRowBytes]; // keys x 64 rows, or 64 rows x keys
     alignas(128) float dq[C::kSums][C::kTileFloats / C::kParts];                       // of a tile, or a math warpgroup's part
-    RowStats<C> stats[C::kStages];
+    TileStats<C> stats[C::kStages];
+    Halves halves;
+    alignas(16) float p_sink[C::kStages][C::kRows];
     float terms[2 * C::kMostTerms][C::kMathThreads]; // each thread's sums for ds_aux: registers are short
     int64_t dq_offset[C::kRows];                     // of each row of a tile, in elements from its first
     int token[C::kRows];                             // of each row of a tile, counted in the tile
@@ -40,15 +47,19 @@ template <class C, bool kIsWide = C::kIsWide> struct Smem {
     Barriers<1> kv_full, kv_empty;
     Barriers<C::kStages> row_full, row_empty;
     // dq_ready: the buffer is free or, for a row tile's last key block, holds the sum of the earlier blocks. dq_full: the buffer holds this
-    // block's dQ or, for the last key block, its sum has been read. With parts, a warpgroup has every other use of a buffer and does not
-    // wait for the uses between, so it has barriers of its own: a parity tells a phase from the one before alone.
+    // block's dQ or, for the last key block, its sum has been read. The adder fences both for its copies. With parts, a warpgroup has every
+    // other use of a buffer and does not wait for the uses between, so it has barriers of its own: a parity tells a phase from the one
+    // before alone.
     Barriers<C::kSumUses> dq_ready;
     Barriers<C::kSums> dq_full;
     Barriers<2> ds_full, ds_empty; // with kIsLate. ds_empty: both warpgroups have their dQ
 };
 
-// By all threads: where the rows of a tile lie.
+// By all threads: where the rows of a tile lie, and what no copy writes.
 template <class C> __device__ __forceinline__ void prepare_rows(Smem<C> &smem, const sinkattn_bwd_args &args, const BwdProblem &p) {
+    smem.halves.fill();
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof smem.stats) / 16; i += C::kThreads)
+        reinterpret_cast<uint4 *>(smem.stats)[i] = uint4{0, 0, 0, 0};
     for (int row = threadIdx.x; row < C::kRows; row += C::kThreads) {
         const int token = row / p.group;
         smem.token[row] = row < p.tokens * p.group ? token : kNoToken;
@@ -59,8 +70,8 @@ template <class C> __device__ __forceinline__ void prepare_rows(Smem<C> &smem, c
             reinterpret_cast<uint4 *>(smem.queries[0])[i] = uint4{0, 0, 0, 0};
             if (i < static_cast<int>(sizeof smem.douts) / 16) reinterpret_cast<uint4 *>(smem.douts[0])[i] = uint4{0, 0, 0, 0};
         }
-        async_fence();
     }
+    async_fence();
 }
 
 // The accumulator slot of a use, and how many uses it had before.
@@ -101,7 +112,7 @@ __device__ __forceinline__ void wait_for_turn(const unsigned long long *turns, u
 template <class C>
 __device__ __forceinline__ void load_tiles(
         Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p, const BwdBuffers &buffers) {
-    const int stats_bytes = stats_length<C>(buffers.row_terms) * 4;
+    const int row_stats = stats_bytes<C>(buffers.row_terms);
     const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item);
     // Under a window, a row tile would leave the L2 cache before the next block meets it, and evict slots until then.
     const uint64_t policy = evict_first();
@@ -110,6 +121,14 @@ __device__ __forceinline__ void load_tiles(
             tensor_load(to, map, full, 64 * half, head, row, batch, policy);
         else
             tensor_load(to, map, full, 64 * half, head, row, batch);
+    };
+    const auto load_stats = [&](uint32_t stage, int64_t nth, uint64_t *full) {
+        const auto &of = *reinterpret_cast<const RowStats<C> *>(buffers.stats + nth * row_stats);
+        for (int half = 0; half < C::kRows / 64; half++) {
+            bulk_load(smem.stats[stage].to_scores[half], of.to_scores[half], sizeof of.to_scores[0], full);
+            bulk_load(smem.stats[stage].to_dp[half], of.to_dp[half], sizeof of.to_dp[0], full);
+        }
+        if (buffers.row_terms) bulk_load(smem.p_sink[stage], of.p_sink, sizeof of.p_sink, full);
     };
     Ring<C::kStages> ring;
     for (Ring<2> items;; items.n++) {
@@ -147,10 +166,10 @@ __device__ __forceinline__ void load_tiles(
             if constexpr (C::kIsWide) {
                 const int row = item.q_begin + tile.t * p.tokens, half_bytes = p.tokens * p.group * kRowBytes;
                 const int64_t nth = item.first_tile + tile.t;
-                barrier_arrive_expect(full, C::kHalves * half_bytes + stats_bytes);
+                barrier_arrive_expect(full, C::kHalves * half_bytes + row_stats);
                 for (int half = 0; half < C::kHalves; half++)
                     load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, first_head, row, item.batch);
-                bulk_load(&smem.stats[ring.stage()], buffers.stats + nth * (stats_bytes / 4), stats_bytes, full);
+                load_stats(ring.stage(), nth, full);
                 const Ring<C::kDoutStages> douts = {ring.n};
                 uint64_t *dout_full = smem.dout_full[douts.stage()];
                 smem.dout_empty.acquire(douts);
@@ -158,14 +177,14 @@ __device__ __forceinline__ void load_tiles(
                 for (int half = 0; half < C::kHalvesV; half++)
                     load(smem.douts[douts.stage()] + half * C::kRowHalf, &maps.dout, dout_full, half, first_head, row, item.batch);
             } else {
-                barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + stats_bytes);
+                barrier_arrive_expect(full, 2 * C::kHalves * p.tokens * p.group * kRowBytes + row_stats);
                 const int row = item.q_begin + tile.t * p.tokens;
                 for (int half = 0; half < C::kHalves; half++) {
                     load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, first_head, row, item.batch);
                     load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, first_head, row, item.batch);
                 }
                 const int64_t nth = item.first_tile + tile.t;
-                bulk_load(&smem.stats[ring.stage()], buffers.stats + nth * (stats_bytes / 4), stats_bytes, full);
+                load_stats(ring.stage(), nth, full);
             }
         }
     }
@@ -190,6 +209,7 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
             if (item().has_parts()) {
                 smem.dq_ready[nth].arrive();
                 smem.dq_full[nth].wait(Ring<1>{use.n++});
+                async_fence();
                 bulk_store(part_of_tile<C>(buffers, p, item(), t), dq(), C::kTileFloats * sizeof(float));
                 store_commit();
                 store_wait_read<0>();
@@ -208,11 +228,13 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
                     bulk_load(dq(), sum, C::kTileFloats * sizeof(float), smem.dq_ready[nth]);
                 }
                 smem.dq_full[nth].wait(Ring<1>{use.n++}); // the math has read the sum: the slot is free
+                async_fence();
                 store_release(turns, turn_value(slot.generation + 1, 0));
             } else {
                 smem.dq_ready[nth].arrive();
                 wait_for_turn(turns, value);
                 smem.dq_full[nth].wait(Ring<1>{use.n++});
+                async_fence();
                 if (turn == 0)
                     bulk_store(sum, dq(), C::kTileFloats * sizeof(float));
                 else
@@ -252,6 +274,7 @@ template <class C> __device__ __forceinline__ void add_halves(Smem<C> &smem, con
                 const uint32_t use = half() ^ nth;
                 smem.dq_ready[buffer() + C::kSums * (use % 2)].arrive();
                 smem.dq_full[buffer()].wait(Ring<1>{use});
+                async_fence();
                 bulk_store(part_of_tile<C>(buffers, p, item(), t) + half() * kFloats, smem.dq[buffer()], kBytes);
                 store_commit();
                 store_wait_read<0>();
@@ -273,11 +296,13 @@ template <class C> __device__ __forceinline__ void add_halves(Smem<C> &smem, con
                     bulk_load(smem.dq[buffer()], sum, kBytes, ready());
                 }
                 smem.dq_full[buffer()].wait(Ring<1>{use}); // the math has read the sum: the slot is free
+                async_fence();
                 store_release(turns, turn_value(slot.generation + 1, 0));
             } else {
                 ready().arrive();
                 wait_for_turn(turns, value);
                 smem.dq_full[buffer()].wait(Ring<1>{use});
+                async_fence();
                 if (turn == 0)
                     bulk_store(sum, smem.dq[buffer()], kBytes);
                 else

@@ -43,8 +43,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at), reinterpret_cast<Item *>(base + sizes.items_at),
             reinterpret_cast<unsigned *>(turns), turns + 1, reinterpret_cast<unsigned long long *>(base + sizes.carry_turns_at),
             reinterpret_cast<TileSum *>(base + sizes.tile_sums_at), reinterpret_cast<KeySum *>(base + sizes.key_sums_at),
-            reinterpret_cast<float *>(base + sizes.stats_at), reinterpret_cast<float *>(base + sizes.slots_at),
-            reinterpret_cast<float *>(base + sizes.carries_at),
+            base + sizes.stats_at, reinterpret_cast<float *>(base + sizes.slots_at), reinterpret_cast<float *>(base + sizes.carries_at),
             args.ds_aux ? reinterpret_cast<float *>(base + sizes.row_terms_at) : nullptr,
             reinterpret_cast<float *>(base + sizes.key_terms_at)};
     unsigned *error_word;

@@ -67,18 +67,29 @@ __device__ __forceinline__ bool any_nonfinite_row(
     return true;
 }
 
-// By all math threads: zeroes values of Q and dO that are not finite. NaN returns to P through lse, to dS through g - delta, to dV by
+// By all math threads: zeroes values of Q and dO that are not finite. NaN returns to P through S, to dS through g - delta, to dV by
 // add_hidden.
-template <class C> __device__ __forceinline__ void clean_rows(Smem<C> &smem, int stage, int dout_stage, const Item &item) {
+template <class C>
+__device__ __forceinline__ void clean_rows(
+        float (&s)[C::kColumns / 2], Smem<C> &smem, int stage, int dout_stage, const Item &item, int math_warpgroup) {
     const int i = pinned(threadIdx.x - 128);
     for (int half = 0; half < C::kHalves; half++)
-        zero_rows<C, C::kMathThreads>(
-                smem.queries[stage] + half * C::kRowHalf, C::kRowHalf, i, [&](int row) { smem.stats[stage].lse[row] = NAN; });
+        zero_rows<C, C::kMathThreads>(smem.queries[stage] + half * C::kRowHalf, C::kRowHalf, i,
+                [&](int row) { reinterpret_cast<uint16_t *>(smem.stats[stage].to_scores[row / 64])[row % 64] = 0x7fff; });
     for (int half = 0; half < C::kHalvesV; half++)
         zero_rows<C, C::kMathThreads>(
                 smem.douts[dout_stage] + half * C::kRowHalf, C::kRowHalf, i, [&](int) { smem.hides[&item - smem.items] = true; });
     async_fence();
     bar_sync<C::kMathThreads>(kMathBarrier);
+    const int column = first_row<C>(math_warpgroup) + fragment_column();
+#pragma unroll
+    for (int n = 0; n < C::kColumns / 8; n++) {
+        const int row = 8 * n + column;
+        const auto pieces = *reinterpret_cast<const uint32_t *>(smem.stats[stage].to_scores[row / 64] + row % 64 * 2);
+        const float of_row[2] = {__uint_as_float(pieces << 16), __uint_as_float(pieces & 0xffff0000)};
+#pragma unroll
+        for (int i = 4 * n; i < 4 * n + 4; i++) s[i] = fmaf(of_row[i % 2], 0.0f, s[i]);
+    }
 }
 
 template <class C, int kSize> __device__ __forceinline__ void dq_product(float (&dq)[kSize], uint32_t ds, uint32_t keys) {
@@ -110,17 +121,11 @@ template <class C> __device__ __forceinline__ Seen find_seen(const Smem<C> &smem
 }
 
 template <class C, bool kMasked>
-__device__ __forceinline__ void find_weights(
-        float (&s)[C::kColumns / 2], const RowStats<C> &stats, const Seen &seen, float scale_log2, int math_warpgroup) {
-    const int column = first_row<C>(math_warpgroup) + fragment_column();
+__device__ __forceinline__ void find_weights(float (&s)[C::kColumns / 2], const Seen &seen, float scale_log2) {
 #pragma unroll
-    for (int n = 0; n < C::kColumns / 8; n++) {
-        const float2 lse = *reinterpret_cast<const float2 *>(&stats.lse[8 * n + column]);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float p = exp2_approx(fmaf(s[4 * n + i], scale_log2, i % 2 ? -lse.y : -lse.x));
-            s[4 * n + i] = !kMasked || seen(i / 2, 8 * n + i % 2) ? p : 0.0f;
-        }
+    for (int i = 0; i < C::kColumns / 2; i++) {
+        const float p = exp2_approx(s[i] * scale_log2);
+        s[i] = !kMasked || seen(i / 2 % 2, i / 4 * 8 + i % 2) ? p : 0.0f;
     }
 }
 
@@ -149,20 +154,16 @@ __device__ __forceinline__ float sum_column(float (&columns)[8]) {
 // dp becomes dS. Unless kTermsOfAny, terms gain p_sink dS.
 template <class C, bool kMasked, TermsOf kTerms>
 __device__ __forceinline__ void find_ds(float (&dp)[C::kColumns / 2], const float (&p)[C::kColumns / 2], Smem<C> &smem,
-        const RowStats<C> &stats, const Seen &seen, int math_warpgroup) {
+        const float *p_sinks, const Seen &seen, int math_warpgroup) {
     constexpr bool kAdds = kTerms > kNoTerms;
     const int column = first_row<C>(math_warpgroup) + fragment_column();
     float of_tile[kAdds ? kNumTerms<C, kTerms> : 1] = {};
 #pragma unroll
     for (int n = 0; n < C::kColumns / 8; n++) {
-        const float2 bias = *reinterpret_cast<const float2 *>(&stats.bias[8 * n + column]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float &x = dp[4 * n + i];
-            x = !kMasked || seen(i / 2, 8 * n + i % 2) ? p[4 * n + i] * (x + (i % 2 ? bias.y : bias.x)) : 0.0f;
-        }
+        for (int i = 4 * n; i < 4 * n + 4; i++) dp[i] = !kMasked || seen(i / 2 % 2, 8 * n + i % 2) ? p[i] * dp[i] : 0.0f;
         if constexpr (kAdds) {
-            const float2 p_sink = *reinterpret_cast<const float2 *>(&stats.p_sink[8 * n + column]);
+            const float2 p_sink = *reinterpret_cast<const float2 *>(&p_sinks[8 * n + column]);
             float &x = of_tile[n % kTerms * 2], &y = of_tile[n % kTerms * 2 + 1];
             x = fmaf(p_sink.x, dp[4 * n] + dp[4 * n + 2], x);
             y = fmaf(p_sink.y, dp[4 * n + 1] + dp[4 * n + 3], y);
@@ -177,15 +178,48 @@ __device__ __forceinline__ void find_ds(float (&dp)[C::kColumns / 2], const floa
 
 // With kTermsOfAny, when all of dS is there, as registers are short before: terms gain p_sink dS.
 template <class C>
-__device__ __forceinline__ void add_terms(const float (&ds)[C::kColumns / 2], Smem<C> &smem, const RowStats<C> &stats, int math_warpgroup) {
+__device__ __forceinline__ void add_terms(const float (&ds)[C::kColumns / 2], Smem<C> &smem, const float *p_sinks, int math_warpgroup) {
     const int thread = pinned(threadIdx.x) - 128;
 #pragma unroll
     for (int i = 0; i < C::kColumns / 32; i++) {
         float columns[8];
 #pragma unroll
         for (int n = 0; n < 8; n++) columns[n] = ds[16 * i + n / 2 * 4 + n % 2] + ds[16 * i + n / 2 * 4 + n % 2 + 2];
-        smem.terms[i][thread] += stats.p_sink[first_row<C>(math_warpgroup) + 32 * i + lane_column()] * sum_column(columns);
+        smem.terms[i][thread] += p_sinks[first_row<C>(math_warpgroup) + 32 * i + lane_column()] * sum_column(columns);
     }
+}
+
+// Waits for S and dP, and packs P and dS as operands: in two branches, so that ptxas does not move the wait for dP before P.
+template <class C, TermsOf kTerms>
+__device__ __forceinline__ void find_operands(float (&s)[C::kColumns / 2], float (&dp)[C::kColumns / 2],
+        uint32_t (&weights)[C::kColumns / 16][4], uint32_t (&ds)[C::kColumns / 16][4], bool is_full, Smem<C> &smem, const BwdProblem &p,
+        const Item &item, int t, uint32_t stage, uint32_t dout_stage, int math_warpgroup) {
+    const float *p_sinks = smem.p_sink[stage];
+    Seen seen;
+    if (is_full) {
+        wgmma_wait<1>();
+        pin(s);
+        find_weights<C, false>(s, seen, p.scale_log2);
+    } else {
+        seen = find_seen<C>(smem, p, math_warpgroup, t);
+        wgmma_wait<0>();
+        pin(s);
+        pin(dp);
+        if (any_nonfinite_row<C>(smem, stage, dout_stage, s, dp)) clean_rows<C>(s, smem, stage, dout_stage, item, math_warpgroup);
+        find_weights<C, true>(s, seen, p.scale_log2);
+    }
+    if (is_full) {
+        wgmma_wait<0>();
+        pin(dp);
+        find_ds<C, false, kTerms>(dp, s, smem, p_sinks, seen, math_warpgroup);
+    } else {
+        wgmma_wait<0>();
+        pin(dp);
+        find_ds<C, true, kTerms>(dp, s, smem, p_sinks, seen, math_warpgroup);
+    }
+    if (kTerms == kTermsOfAny) add_terms<C>(dp, smem, p_sinks, math_warpgroup);
+    pack<typename C::Element>(weights, s);
+    pack<typename C::Element>(ds, dp);
 }
 
 template <class C>
@@ -313,7 +347,7 @@ __device__ __forceinline__ void add_carry(
     if (is_shared) wait_for_turn(turns, turn);
     float4 *at = own_carry<C>(buffers, carry, (threadIdx.x - 128) / 128) + threadIdx.x % 128;
     const auto add = [&](auto &d) {
-        constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize % 64 == 0 ? 16 : kSize % 32 == 0 ? 8 : 4; // loads in flight
+        constexpr int kSize = sizeof d / sizeof d[0], kBatch = kSize % 32 == 0 ? 8 : 4; // loads in flight
 #pragma unroll
         for (int first = 0; first < kSize; first += 4 * kBatch, at += kBatch * 128) {
             if (!is_first) {

@@ -17,7 +17,9 @@ template <class C> struct Smem<C, true> {
     alignas(1024) unsigned char queries[C::kStages][C::kHalves * C::kRowHalf], douts[C::kDoutStages][C::kHalvesV * C::kRowHalf];
     alignas(1024) unsigned char weights[C::kKeys * kRowBytes], ds[C::kKeys * kRowBytes]; // P, dS: keys x rows
     alignas(128) float dq[C::kParts * C::kSums][C::kPieceFloats];                        // of a warpgroup's pieces
-    RowStats<C> stats[C::kStages];
+    TileStats<C> stats[C::kStages];
+    Halves halves;
+    alignas(16) float p_sink[C::kStages][C::kRows];
     float terms[2][C::kMathThreads]; // each thread's sums for ds_aux
     int64_t dq_offset[C::kRows];     // of each row of a tile, in elements from its first
     int token[C::kRows];             // of each row of a tile, counted in the tile

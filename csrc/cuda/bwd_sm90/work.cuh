@@ -8,6 +8,7 @@
 #include "core/chains.h"
 #include "core/workspace.h"
 #include "cuda/ptx/sm80.cuh"
+#include "cuda/tile/wgmma.cuh"
 #include "cuda/work/items.cuh"
 #include "cuda/work/tile_walk.cuh"
 
@@ -94,16 +95,20 @@ struct BwdBuffers {
     unsigned long long *turns, *carry_turns; // whose turn it is at each slot and carry
     TileSum *tile_sums;                      // of each row tile and slice, where key blocks may leave parts of dQ apart
     KeySum *key_sums;                        // of each key block and kv head, where items may leave dK and dV apart
-    float *stats;                            // RowStats of each tile
+    unsigned char *stats;                    // RowStats of each tile
     float *slots, *carries;                  // slots: accumulators, or each tile's parts of dQ
     float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles], [num_q_heads][num_items][2]; NULL where it is not wanted
 };
 
-// lse: in log2 units, 0 for a row without keys and sink; bias: g - delta; p_sink: only with ds_aux.
+// What is added to a row's S, -lse / scale, 0 for a row without keys and sink, and to its dP, g - delta, rounded to 16 bits: less than what
+// it is off by already, as out is rounded. p_sink: only with ds_aux.
 template <class C> struct alignas(16) RowStats {
-    float lse[C::kRows], bias[C::kRows], p_sink[C::kRows];
+    uint16_t to_scores[C::kRows / 64][3][64], to_dp[C::kRows / 64][2][64];
+    float p_sink[C::kRows];
 };
-template <class C> __host__ __device__ constexpr int stats_length(bool has_p_sink) { return (has_p_sink ? 3 : 2) * C::kRows; }
+template <class C> __host__ __device__ constexpr int stats_bytes(bool has_p_sink) {
+    return static_cast<int>(sizeof(RowStats<C>)) - (has_p_sink ? 0 : C::kRows * 4);
+}
 
 __device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }
 
@@ -402,7 +407,8 @@ __device__ __forceinline__ TileSum tile_sum_of(const sinkattn_bwd_args &args, co
 // A block prepares one row tile of a slice; the last blocks write items instead: only these wait for a packed batch's table, the others
 // overlap its kernel. Neighbouring heads have neighbouring blocks, as their rows are neighbours in memory.
 template <class C>
-__global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
+__global__ __launch_bounds__(128, C::kIsWide ? 5 : 6) void rows_kernel(
+        const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
     constexpr int kLanes = C::kHalvesV * 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep, kBatch = 4; // loads at a time
     __shared__ float deltas[C::kRows], terms[C::kRows];
     const int heads = p.room.num_heads, n = static_cast<int>(blockIdx.x), nth_tile = n / heads, slice = n - nth_tile * heads;
@@ -464,19 +470,20 @@ __global__ __launch_bounds__(128, 6) void rows_kernel(const __grid_constant__ si
     }
     __syncthreads();
     const bool is_dead = found == -INFINITY;
-    float lse = 0.0f, bias = 0.0f, term = 0.0f;
+    float to_score = 0.0f, to_dp = 0.0f;
     if (is_row) {
-        lse = is_dead ? 0.0f : found * kLog2e;
-        bias = g - deltas[row];
-        // p_sink (g - sum_j P dP) without its part -p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
-        if (has_sink) term = p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
+        constexpr float kMost = 3.38953139e38f; // of bfloat16: P of an infinite lse is 0, not NaN
+        to_score = is_dead ? 0.0f : found / -p.scale;
+        to_score = to_score > kMost ? kMost : to_score < -kMost ? -kMost : to_score;
+        to_dp = g - deltas[row];
     }
-    float *stats = buffers.stats + tile * stats_length<C>(buffers.row_terms);
+    auto &stats = *reinterpret_cast<RowStats<C> *>(buffers.stats + tile * stats_bytes<C>(buffers.row_terms));
     if (row < C::kRows) {
-        stats[row] = lse;
-        stats[C::kRows + row] = bias;
-        if (buffers.row_terms) stats[2 * C::kRows + row] = p_sink;
-        terms[row] = term;
+        store_addend<3>(stats.to_scores[row / 64], row % 64, to_score);
+        const float bias = store_addend<2>(stats.to_dp[row / 64], row % 64, to_dp);
+        if (buffers.row_terms) stats.p_sink[row] = p_sink;
+        // p_sink (g - sum_j P dP) without its part -p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
+        terms[row] = !has_sink || !is_row ? 0.0f : p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
     }
     if (!buffers.row_terms) return;
     __syncthreads();

@@ -193,6 +193,11 @@ __device__ __forceinline__ uint64_t operand_at(uint64_t operand, uint32_t bytes)
     return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
 }
 
+// An operand whose columns are N, 8 of K that are taken twice.
+__device__ __forceinline__ uint64_t operand_again(uint32_t address, uint32_t half_step) {
+    return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | 1ull << 62;
+}
+
 // An operand with M or N along its rows, which may be shorter, or not swizzled: 8 row_bytes or 128 bytes for 8 of K. leading: bytes to the
 // next columns, 0 for the same ones again; to the next 8 of K where nothing is swizzled. In a cluster, the address holds the block's rank.
 __device__ __forceinline__ uint64_t operand_of_rows(uint32_t address, uint32_t row_bytes, uint32_t leading) {

@@ -9,16 +9,50 @@
 
 namespace sa {
 
-// d = a b^T over kLength elements of a row.
-template <class Element, int kLength, int kHalfA, int kHalfB, int kSize>
-__device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_t b) {
+// d = a b^T over kLength elements of a row, and what add() issues.
+template <class Element, int kLength, int kHalfA, int kHalfB, int kSize, class Add>
+__device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_t b, const Add &add) {
     const uint64_t left = operand(a, 0), right = operand(b, 0);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kLength / 16; step++)
         wgmma_shared<Element>(
                 d, operand_at(left, step / 4 * kHalfA + step % 4 * 32), operand_at(right, step / 4 * kHalfB + step % 4 * 32), step > 0);
+    add();
     wgmma_commit();
+}
+template <class Element, int kLength, int kHalfA, int kHalfB, int kSize>
+__device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_t b) {
+    wgmma_abt<Element, kLength, kHalfA, kHalfB>(d, a, b, [] {});
+}
+
+// A float for each column of a product, which the product adds: pieces in bfloat16 whose sum it is, rows of a tile of 8 x 64 whose other
+// rows are zeros. The left side is 0.5 throughout, so that nothing that is not finite meets a zero, and meets the 8 rows twice.
+constexpr int kAddendBytes = 8 * kRowBytes;
+
+// Returns the sum of the pieces; what is not finite is the first alone. to: the first row of the tile, copied without the zeros.
+template <int kPieces> __device__ __forceinline__ float store_addend(uint16_t (*to)[64], int column, float x) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+        const uint32_t piece = pack_halves<Bf16>(0.0f, isfinite(sum) ? x - sum : 0.0f);
+        sum += __uint_as_float(piece);
+        to[i][(column / 8 ^ i) * 8 + column % 8] = static_cast<uint16_t>(piece >> 16);
+    }
+    return sum;
+}
+
+// 8 rows of the left side.
+struct alignas(128) Halves {
+    uint32_t pairs[32];
+
+    __device__ __forceinline__ void fill() {
+        if (threadIdx.x < 32) pairs[threadIdx.x] = 0x3f003f00;
+    }
+};
+
+template <int kSize> __device__ __forceinline__ void wgmma_add_columns(float (&d)[kSize], uint32_t halves, uint32_t addends) {
+    wgmma_shared_rows<Bf16>(d, operand_of_rows(halves, 0, 0), operand_again(addends, kAddendBytes), true);
 }
 
 // d = a b over kLength columns of a, added to d if `adds`.
