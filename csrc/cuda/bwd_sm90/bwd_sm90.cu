@@ -16,8 +16,8 @@
 //
 // The LSE that is read already holds the sink, which no kernel here adds again.
 //
-// 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns to S and through g - delta;
-// in K they become 0 in every tile, and NaN returns through V.
+// 0 * NaN is not 0. In tiles that need a mask, values of Q and dO that are not finite become 0, and NaN returns to S, and by g - delta to
+// dS; in K they become 0 in every tile, and NaN returns through V.
 //
 // Shared memory and registers: docs/kernels/bwd_sm90.md, Budget.
 
@@ -110,7 +110,7 @@ template <class C, TermsOf kTerms> struct Math {
     }
 
     // complete_dq, then hands this warpgroup's dQ to the adder; where the tile has no later key block, so that it `finishes`, adds the sum
-    // and writes dq instead. What next() issues runs while the fence waits.
+    // and writes dq instead. next() may overwrite dq.
     template <int kPending, class Next>
     __device__ __forceinline__ void hand_over(float (&dq)[32], const Item &item, int t, bool finishes, uint32_t of, const Next &next) {
         const uint32_t sum = dq_ring.stage() % C::kSums;

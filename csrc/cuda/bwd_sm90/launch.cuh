@@ -17,6 +17,7 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     const sinkattn_problem &problem = args.fwd.problem;
     const sa_bwd_sm90_layout sizes = sa_bwd_sm90_layout_of(&problem, &plan);
     static_assert(C::kTileFloats == C::kRows * C::kHeadDim, "as the planner counts them");
+    static_assert(sizeof(Smem<C>) <= 227 * 1024, "what a block of compute capability 9.0 may use");
     const int64_t items = sizes.items * sizes.heads, item_writers = sa_ceil_div(items, 128);
     if (sa_max(sizes.tiles, items) > INT32_MAX / 2)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld tiles of rows and %lld key blocks; a launch holds at most 2^30",

@@ -88,7 +88,7 @@ __device__ __forceinline__ void clean_rows(
         const auto pieces = *reinterpret_cast<const uint32_t *>(smem.stats[stage].to_scores[row / 64] + row % 64 * 2);
         const float of_row[2] = {__uint_as_float(pieces << 16), __uint_as_float(pieces & 0xffff0000)};
 #pragma unroll
-        for (int i = 4 * n; i < 4 * n + 4; i++) s[i] = fmaf(of_row[i % 2], 0.0f, s[i]);
+        for (int at = 4 * n; at < 4 * n + 4; at++) s[at] = fmaf(of_row[at % 2], 0.0f, s[at]);
     }
 }
 

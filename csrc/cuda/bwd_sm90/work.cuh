@@ -100,8 +100,8 @@ struct BwdBuffers {
     float *row_terms, *key_terms; // of ds_aux, [num_q_heads][num_tiles], [num_q_heads][num_items][2]; NULL where it is not wanted
 };
 
-// What is added to a row's S, -lse / scale, 0 for a row without keys and sink, and to its dP, g - delta, rounded to 16 bits: less than what
-// it is off by already, as out is rounded. p_sink: only with ds_aux.
+// What products add to each row's S, -lse / scale, 0 for a row without keys and sink, and to its dP: g - delta, rounded to 16 bits, so off
+// by at most 2^-17 of it, mostly less than delta is off by, as out is rounded. p_sink: only with ds_aux.
 template <class C> struct alignas(16) RowStats {
     uint16_t to_scores[C::kRows / 64][3][64], to_dp[C::kRows / 64][2][64];
     float p_sink[C::kRows];

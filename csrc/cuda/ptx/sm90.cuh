@@ -193,7 +193,7 @@ __device__ __forceinline__ uint64_t operand_at(uint64_t operand, uint32_t bytes)
     return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
 }
 
-// An operand whose columns are N, 8 of K that are taken twice.
+// An operand whose columns are N; both halves of 16 of K are the same 8 rows.
 __device__ __forceinline__ uint64_t operand_again(uint32_t address, uint32_t half_step) {
     return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | 1ull << 62;
 }
