@@ -23,7 +23,7 @@ struct Maps {
     CUtensorMap q, k, v, dout;
 };
 
-// RowStats of a tile as the products take them: beside what is copied the addends are zeros.
+// RowStats of a tile as the products take them: bytes that no copy writes stay zero.
 template <class C> struct TileStats {
     alignas(1024) unsigned char to_scores[C::kRows / 64][kAddendBytes], to_dp[C::kRows / 64][kAddendBytes];
 };
@@ -47,7 +47,7 @@ template <class C, bool kIsWide = C::kIsWide> struct Smem {
     Barriers<1> kv_full, kv_empty;
     Barriers<C::kStages> row_full, row_empty;
     // dq_ready: the buffer is free or, for a row tile's last key block, holds the sum of the earlier blocks. dq_full: the buffer holds this
-    // block's dQ or, for the last key block, its sum has been read. The adder fences both for its copies. With parts, a warpgroup has every
+    // block's dQ or, for the last key block, its sum has been read. In both cases the adder then fences. With parts, a warpgroup has every
     // other use of a buffer and does not wait for the uses between, so it has barriers of its own: a parity tells a phase from the one
     // before alone.
     Barriers<C::kSumUses> dq_ready;

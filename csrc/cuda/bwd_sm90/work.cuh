@@ -470,20 +470,15 @@ __global__ __launch_bounds__(128, C::kIsWide ? 5 : 6) void rows_kernel(
     }
     __syncthreads();
     const bool is_dead = found == -INFINITY;
-    float to_score = 0.0f, to_dp = 0.0f;
-    if (is_row) {
-        constexpr float kMost = 3.38953139e38f; // of bfloat16: P of an infinite lse is 0, not NaN
-        to_score = is_dead ? 0.0f : found / -p.scale;
-        to_score = to_score > kMost ? kMost : to_score < -kMost ? -kMost : to_score;
-        to_dp = g - deltas[row];
-    }
+    constexpr float kMost = 3.38953139e38f; // of bfloat16: P of an infinite lse is 0, not NaN
+    const float of_lse = is_dead ? 0.0f : found / -p.scale;
     auto &stats = *reinterpret_cast<RowStats<C> *>(buffers.stats + tile * stats_bytes<C>(buffers.row_terms));
     if (row < C::kRows) {
-        store_addend<3>(stats.to_scores[row / 64], row % 64, to_score);
-        const float bias = store_addend<2>(stats.to_dp[row / 64], row % 64, to_dp);
+        store_addend<3>(stats.to_scores[row / 64], row % 64, of_lse > kMost ? kMost : of_lse < -kMost ? -kMost : of_lse);
+        const float bias = store_addend<2>(stats.to_dp[row / 64], row % 64, g - deltas[row]);
         if (buffers.row_terms) stats.p_sink[row] = p_sink;
         // p_sink (g - sum_j P dP) without its part -p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
-        terms[row] = !has_sink || !is_row ? 0.0f : p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g));
+        terms[row] = has_sink ? p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g)) : 0.0f;
     }
     if (!buffers.row_terms) return;
     __syncthreads();

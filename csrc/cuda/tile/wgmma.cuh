@@ -26,11 +26,11 @@ __device__ __forceinline__ void wgmma_abt(float (&d)[kSize], uint32_t a, uint32_
     wgmma_abt<Element, kLength, kHalfA, kHalfB>(d, a, b, [] {});
 }
 
-// A product can add a float to each of its columns: pieces in bfloat16, whose sum the float is, are the first rows of a tile of 8 x 64; the
-// others are zeros. The left side is 0.5 throughout, so that an infinite float meets no zero, and meets the 8 rows twice.
+// A product can add a float to each of its columns: its bfloat16 pieces are the first rows of an 8 x 64 tile, the others are zeros. The
+// left side is all 0.5, so that an infinite float meets no zero; one step of 16 takes the 8 rows twice.
 constexpr int kAddendBytes = 8 * kRowBytes;
 
-// Returns the sum of the pieces; what is not finite is the first alone. to: the tile's first kPieces rows, with its swizzle.
+// Returns the sum of the pieces; inf and NaN are the first piece alone. to: the tile's first kPieces rows, with its swizzle.
 template <int kPieces> __device__ __forceinline__ float store_addend(uint16_t (*to)[64], int column, float x) {
     float sum = 0.0f;
 #pragma unroll
