@@ -163,8 +163,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
         room->num_slots = (int32_t)sa_min((room->is_local ? SA_NEAR_BYTES : SA_SLOTS_BYTES) / tile_bytes,
                 sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
-    if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_LONG_CHAIN)
-        room->num_slots = dense.uses;
+    if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_LONG_CHAIN) room->num_slots = dense.uses;
     const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = 2 * SA_LEAST_ROUND + 1;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
