@@ -212,7 +212,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.carry_turns_at = take(&at, to.carries * 8);
     to.tile_sums_at = take(&at, to.parts ? to.tiles * SA_BWD_SM90_TILE_SUM_BYTES : 0);
     to.key_sums_at = take(&at, to.places ? blocks * p->num_kv_heads * SA_BWD_SM90_KEY_SUM_BYTES : 0);
-    to.stats_at = take(&at, to.tiles * (p->s_aux_dtype ? 14 : 10) * info->tile_q);
+    to.stats_at = take(&at, to.tiles * info->tile_q * (SA_BWD_SM90_STATS_BYTES + (p->s_aux_dtype ? SA_BWD_SM90_P_SINK_BYTES : 0)));
     to.slots_at = take(&at, (to.parts ? to.tiles * to.parts : room->num_slots) * tile_bytes);
     to.carries_at = take(&at, (to.carries + to.own_carries + to.places) * sums_bytes);
     to.row_terms_at = take(&at, p->s_aux_dtype ? group * to.tiles * 4 : 0);

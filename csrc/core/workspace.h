@@ -15,8 +15,10 @@ extern "C" {
 /* What the kernels put there; they assert their own sizes against these. */
 enum {
     SA_WORKSPACE_ALIGNMENT = 128,
-    SA_COUNTER_BYTES = 16,       /* a launch counter, however the workspace is aligned */
-    SA_BWD_SM80_STATS_BYTES = 8, /* of a row: lse and g - delta */
+    SA_COUNTER_BYTES = 16,        /* a launch counter, however the workspace is aligned */
+    SA_BWD_SM80_STATS_BYTES = 8,  /* of a row: lse and g - delta */
+    SA_BWD_SM90_STATS_BYTES = 10, /* of a row: what is added to S and dP; */
+    SA_BWD_SM90_P_SINK_BYTES = 4, /* with ds_aux */
     SA_BWD_SM90_ENTRY_BYTES = 88,
     SA_BWD_SM90_ITEM_BYTES = 128,
     SA_BWD_SM90_TILE_SUM_BYTES = 24,

@@ -47,9 +47,8 @@ template <class C, bool kIsWide = C::kIsWide> struct Smem {
     Barriers<1> kv_full, kv_empty;
     Barriers<C::kStages> row_full, row_empty;
     // dq_ready: the buffer is free or, for a row tile's last key block, holds the sum of the earlier blocks. dq_full: the buffer holds this
-    // block's dQ or, for the last key block, its sum has been read. In both cases the adder then fences. With parts, a warpgroup has every
-    // other use of a buffer and does not wait for the uses between, so it has barriers of its own: a parity tells a phase from the one
-    // before alone.
+    // block's dQ or, for the last key block, its sum has been read. With parts, a warpgroup has every other use of a buffer and does not
+    // wait for the uses between, so it has barriers of its own: a parity tells a phase from the one before alone.
     Barriers<C::kSumUses> dq_ready;
     Barriers<C::kSums> dq_full;
     Barriers<2> ds_full, ds_empty; // with kIsLate. ds_empty: both warpgroups have their dQ
@@ -190,6 +189,12 @@ __device__ __forceinline__ void load_tiles(
     }
 }
 
+// Waits until the math has written or read a buffer of dQ, and orders that before copies of it.
+__device__ __forceinline__ void receive(Barrier &full, uint32_t use) {
+    full.wait(Ring<1>{use});
+    async_fence();
+}
+
 // Run by kSums threads, each for every kSums-th tile: while one waits for its addition, the next waits for its turn. Registers are short:
 // what is cheap to find again is not kept.
 template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, const BwdProblem &p, const BwdBuffers &buffers, int nth) {
@@ -208,8 +213,7 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
             skip = C::kSums - 1;
             if (item().has_parts()) {
                 smem.dq_ready[nth].arrive();
-                smem.dq_full[nth].wait(Ring<1>{use.n++});
-                async_fence();
+                receive(smem.dq_full[nth], use.n++);
                 bulk_store(part_of_tile<C>(buffers, p, item(), t), dq(), C::kTileFloats * sizeof(float));
                 store_commit();
                 store_wait_read<0>();
@@ -227,14 +231,12 @@ template <class C> __device__ __forceinline__ void add_tiles(Smem<C> &smem, cons
                     smem.dq_ready[nth].arrive_expect(C::kTileFloats * sizeof(float));
                     bulk_load(dq(), sum, C::kTileFloats * sizeof(float), smem.dq_ready[nth]);
                 }
-                smem.dq_full[nth].wait(Ring<1>{use.n++}); // the math has read the sum: the slot is free
-                async_fence();
+                receive(smem.dq_full[nth], use.n++); // the math has read the sum: the slot is free
                 store_release(turns, turn_value(slot.generation + 1, 0));
             } else {
                 smem.dq_ready[nth].arrive();
                 wait_for_turn(turns, value);
-                smem.dq_full[nth].wait(Ring<1>{use.n++});
-                async_fence();
+                receive(smem.dq_full[nth], use.n++);
                 if (turn == 0)
                     bulk_store(sum, dq(), C::kTileFloats * sizeof(float));
                 else
@@ -273,8 +275,7 @@ template <class C> __device__ __forceinline__ void add_halves(Smem<C> &smem, con
             if (item().has_parts()) {
                 const uint32_t use = half() ^ nth;
                 smem.dq_ready[buffer() + C::kSums * (use % 2)].arrive();
-                smem.dq_full[buffer()].wait(Ring<1>{use});
-                async_fence();
+                receive(smem.dq_full[buffer()], use);
                 bulk_store(part_of_tile<C>(buffers, p, item(), t) + half() * kFloats, smem.dq[buffer()], kBytes);
                 store_commit();
                 store_wait_read<0>();
@@ -295,14 +296,12 @@ template <class C> __device__ __forceinline__ void add_halves(Smem<C> &smem, con
                     ready().arrive_expect(kBytes);
                     bulk_load(smem.dq[buffer()], sum, kBytes, ready());
                 }
-                smem.dq_full[buffer()].wait(Ring<1>{use}); // the math has read the sum: the slot is free
-                async_fence();
+                receive(smem.dq_full[buffer()], use); // the math has read the sum: the slot is free
                 store_release(turns, turn_value(slot.generation + 1, 0));
             } else {
                 ready().arrive();
                 wait_for_turn(turns, value);
-                smem.dq_full[buffer()].wait(Ring<1>{use});
-                async_fence();
+                receive(smem.dq_full[buffer()], use);
                 if (turn == 0)
                     bulk_store(sum, smem.dq[buffer()], kBytes);
                 else

@@ -107,7 +107,8 @@ template <class C> struct alignas(16) RowStats {
     float p_sink[C::kRows];
 };
 template <class C> __host__ __device__ constexpr int stats_bytes(bool has_p_sink) {
-    return static_cast<int>(sizeof(RowStats<C>)) - (has_p_sink ? 0 : C::kRows * 4);
+    static_assert(sizeof(RowStats<C>) == C::kRows * (SA_BWD_SM90_STATS_BYTES + SA_BWD_SM90_P_SINK_BYTES), "as the planner counts them");
+    return C::kRows * (SA_BWD_SM90_STATS_BYTES + (has_p_sink ? SA_BWD_SM90_P_SINK_BYTES : 0));
 }
 
 __device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }

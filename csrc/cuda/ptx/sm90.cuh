@@ -184,18 +184,13 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32
 
 // wgmma: rows of 64 16-bit elements, swizzled by 128 bytes.
 
-// A tile may start at any row. half_step: bytes between the 64-column halves of an operand whose columns are N. The address is the low
-// field, so offsets may be added to the whole descriptor.
-__device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t half_step) {
-    return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+// A tile may start at any row. half_step: bytes between the 64-column halves of an operand whose columns are N. step: to the next 8 rows, 0
+// for the same again. The address is the low field, so offsets may be added to the whole descriptor.
+__device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t half_step, uint32_t step = 1024) {
+    return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | static_cast<uint64_t>(step >> 4) << 32 | 1ull << 62;
 }
 __device__ __forceinline__ uint64_t operand_at(uint64_t operand, uint32_t bytes) {
     return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
-}
-
-// An operand whose columns are N; both halves of 16 of K are the same 8 rows.
-__device__ __forceinline__ uint64_t operand_again(uint32_t address, uint32_t half_step) {
-    return static_cast<uint64_t>(address >> 4 | half_step >> 4 << 16) | 1ull << 62;
 }
 
 // An operand with M or N along its rows, which may be shorter, or not swizzled: 8 row_bytes or 128 bytes for 8 of K. leading: bytes to the

@@ -52,7 +52,7 @@ struct alignas(128) Halves {
 };
 
 template <int kSize> __device__ __forceinline__ void wgmma_add_columns(float (&d)[kSize], uint32_t halves, uint32_t addends) {
-    wgmma_shared_rows<Bf16>(d, operand_of_rows(halves, 0, 0), operand_again(addends, kAddendBytes), true);
+    wgmma_shared_rows<Bf16>(d, operand_of_rows(halves, 0, 0), operand(addends, kAddendBytes, 0), true);
 }
 
 // d = a b over kLength columns of a, added to d if `adds`.
