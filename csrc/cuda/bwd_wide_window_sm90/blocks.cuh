@@ -18,24 +18,31 @@ template <class W, int kStages_> struct KeysConfig : W {
 
 // In which order a block's tiles are loaded: pairs of one that only the first warpgroup needs and one that only the second needs, and those
 // between. Every other block begins with those between: neighbours, which run side by side, then read the tiles that they share at nearly
-// the same time, the second of them from the L2 cache.
+// the same time, the second of them from the L2 cache. Half a block, of one warpgroup's keys, has that warpgroup's tiles in the same order.
 struct TileOrder {
-    int num_tiles, num_pairs, first; // first: 0, or 2 num_pairs, so that pairs come last
+    int num_tiles, num_pairs, first; // first: 0, or 2 num_pairs, so that pairs come last; of half a block, where it begins
+    int skipped;                     // tiles before all of them, of the other half alone
 
     __device__ __forceinline__ int tile(int n) const {
         n += first;
         if (n >= num_tiles) n -= num_tiles;
-        if (n >= 2 * num_pairs) return n - num_pairs;
+        if (n >= 2 * num_pairs) return skipped + n - num_pairs;
         return n % 2 ? num_tiles - num_pairs + n / 2 : n / 2;
     }
+    // The order of half a block, whose pairs' other tiles are the other half's.
+    __device__ __forceinline__ TileOrder of_half(int half) const {
+        const int begin = half == 0 ? first / 2 : first ? 0 : num_tiles - 2 * num_pairs;
+        return {num_tiles - num_pairs, 0, begin, half * num_pairs};
+    }
     // Tiles after the last one that the warpgroup needs: where pairs come last, the last tile is the second warpgroup's alone.
-    __device__ __forceinline__ int rest_of(int warpgroup) const { return first && warpgroup == 0 ? 1 : 0; }
+    __device__ __forceinline__ int rest_of(int warpgroup) const { return num_pairs && first && warpgroup == 0 ? 1 : 0; }
 };
 
 struct Block {
     sa_sequence sequence;
     sa_band band;
     int key, kv_head, first_token; // first_token: the first row that sees a key of the block
+    int idle;                      // the warpgroup whose keys are another item's; 2: none
     TileOrder order;               // tile() is for the loader, which tells it by `uses`
     bool exists, hides;            // hides: the checker zeroed some of dO
 };
@@ -61,8 +68,10 @@ __device__ __forceinline__ sa_range rows_of(const sa_band &band, int key, int si
     return key < end && band.q_len ? sa_keys_rows(&band, {key, end}) : sa_range{0, 0};
 }
 
-// Writes block n of the launch, if it exists. By a whole warp.
+// Writes block n of the launch, or half of it, if it exists. By a whole warp.
 __device__ __forceinline__ bool describe_block(Block &to, unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
+    const int half = static_cast<int>(n % p.halves);
+    n /= p.halves;
     const Place place = find_place(n / p.num_kv_heads, kBlockKeys, p.batch_blocks, args.problem.batch,
             [&](int64_t b) { return sa_packed_begin(args.cu_seqlens_k, b, args.problem.k_len); });
     const sa_sequence sequence = keys_or_tail(args, place.b);
@@ -84,7 +93,9 @@ __device__ __forceinline__ bool describe_block(Block &to, unsigned n, const sink
             num_pairs = min(
                     min(sa_tile_of(of_second.begin - rows.begin, p.tokens), num_tiles - sa_tile_from(of_first.end - rows.begin, p.tokens)),
                     num_tiles / 2);
-        to.order = {num_tiles, num_pairs, place.within % 2 * 2 * num_pairs};
+        to.order = {num_tiles, num_pairs, place.within % 2 * 2 * num_pairs, 0};
+        to.idle = p.halves == 1 ? 2 : 1 - half;
+        if (p.halves > 1) to.order = to.order.of_half(half);
     }
     __syncwarp();
     return true;
@@ -98,7 +109,7 @@ __device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bw
     unsigned char *const keys = (lane < C::kHalves ? smem.keys : smem.values) + half * C::kKeyHalf;
     Ring<2> blocks;
     Ring<C::kStages> ring;
-    for (unsigned n = blockIdx.x; n < p.num_blocks * p.num_kv_heads; n += gridDim.x) {
+    for (unsigned n = blockIdx.x; n < p.num_blocks * p.num_kv_heads * p.halves; n += gridDim.x) {
         smem.block_empty.acquire(blocks);
         if (!describe_block(smem.blocks[blocks.stage()], n, args.fwd, p)) continue;
         const Block &block = smem.blocks[blocks.stage()];
@@ -155,6 +166,7 @@ struct Tiles {
 };
 
 __device__ __forceinline__ Tiles find_tiles(const Block &block, int warpgroup, int tokens) {
+    if (warpgroup == block.idle) return {0, 0, 0, 0};
     const int key = block.key + 64 * warpgroup;
     const sa_range some = rows_of(block.band, key, 64), of_first = rows_of(block.band, key, 1), of_last = rows_of(block.band, key + 63, 1);
     Tiles tiles = {0, 0, 0, 0};

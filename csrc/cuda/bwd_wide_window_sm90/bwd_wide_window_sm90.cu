@@ -97,9 +97,10 @@ sinkattn_status launch_keys(
         return sa_status(SINKATTN_UNSUPPORTED, "%lld blocks of keys; a launch holds at most 2^31", static_cast<long long>(items));
     p.num_blocks = static_cast<unsigned>(pieces);
     p.batch_blocks = problem.packed ? 0 : static_cast<unsigned>(pieces / problem.batch);
+    p.halves = 2 * items <= plan.workers ? 2 : 1; // it changes no bit
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kBlockKeys, "k"));
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, kBlockKeys, "v"));
-    const auto blocks = static_cast<unsigned>(sa_min(items, plan.workers));
+    const auto blocks = static_cast<unsigned>(sa_min(items * p.halves, plan.workers));
     return launch_overlapping<keys_kernel<C>>(
             "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(KeysSmem<C>), context.stream, args, maps, p);
 }

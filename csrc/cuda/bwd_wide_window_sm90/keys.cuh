@@ -11,7 +11,7 @@
 // A tile's rows are columns here. S of a tile is issued before dV and dK of the tile before are awaited.
 //
 // The first tiles see keys of the first warpgroup alone, the last ones keys of the second: they come in pairs, one of each in turn, so that
-// neither warpgroup waits for the other's.
+// neither warpgroup waits for the other's. Where blocks are few, one's halves are two items, in each of which one warpgroup idles.
 #pragma once
 
 #include "cuda/bwd_wide_window_sm90/blocks.cuh"
@@ -173,7 +173,7 @@ template <class C> struct KeysMath {
     // Adds the values of dO that the checker zeroed to dV of the keys that their rows see.
     __device__ __forceinline__ void add_hidden(float (&dv)[64], const Block &block) const {
 #pragma unroll 1
-        for (int n = 0; n < block.order.num_tiles * p.tokens * p.group; n++) {
+        for (int n = 0; n < (block.order.skipped + block.order.num_tiles) * p.tokens * p.group; n++) {
             const int token = n / p.group, head = block.kv_head * p.group + n % p.group;
             if (block.first_token + token >= block.band.q_len) return;
             add_nonfinite<Element>(dv,
@@ -251,7 +251,7 @@ template <class C> struct KeysMath {
             if (held) release_last();
             if (warp_uniform(block.order.num_tiles) == 0) smem.kv_empty[0].arrive();
             if (block.hides) add_hidden(dv, block);
-            write(dk, dv, block);
+            if (math_warpgroup != block.idle) write(dk, dv, block);
             smem.block_empty.release(blocks);
         }
     }

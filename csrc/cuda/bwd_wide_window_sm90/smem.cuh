@@ -46,6 +46,7 @@ struct Problem {
     int tokens, span_tokens;  // of a row tile; of a span, the first launch's item
     unsigned num_kv_heads, num_spans, num_blocks; // spans and key blocks of a kv head
     unsigned batch_spans, batch_blocks;           // of a sequence; 0 if packed
+    unsigned halves;                              // items of a key block: 1, or one a math warpgroup
     int64_t num_tokens;                           // of all sequences
     float scale, scale_log2;
     RowStats *stats; // [num_kv_heads][num_tokens][group]
