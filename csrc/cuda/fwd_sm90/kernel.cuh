@@ -58,12 +58,13 @@ __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args 
     Ring<1> waits;
     for (Ring<C::kRowStages> ring;; ring.n++) {
         Rows<C> &rows = smem.rows[ring.stage()];
-        rows.empty.wait_previous(ring);
+        if (ring.n > 0) rows.empty.wait_previous(ring);
         bool exists = false, awaited = false; // awaited: in the leader
         while (!exists && item < p.num_items) {
-            const unsigned nth = item / p.num_kv_heads, tile = ascends ? nth : p.num_tiles - 1 - nth, b = sequence_of_tile(args, p, tile);
+            const unsigned nth = sa_divide(item, p.by_kv_heads), tile = ascends ? nth : p.num_tiles - 1 - nth,
+                           b = sequence_of_tile(args, p, tile);
             if (leader) {
-                exists = describe_tile<C>(args, keys, p, item % p.num_kv_heads, b, tile, ascends, rows.work);
+                exists = describe_tile<C>(args, keys, p, item - nth * p.num_kv_heads, b, tile, ascends, rows.work);
                 const sa_key_tiles &tiles = rows.work.tiles;
                 awaited = exists && p.counter && (tiles.end - tiles.begin > kFewKeyTiles || item + 2 * gridDim.x >= p.num_items);
                 if (!awaited) item = item_of_round(p, ++round);
@@ -71,6 +72,7 @@ __device__ __forceinline__ void schedule(Smem<C> &smem, const sinkattn_fwd_args 
             exists = __shfl_sync(0xffffffffu, exists, 0);
             if (!exists) item = __shfl_sync(0xffffffffu, item, 0);
         }
+        if (ring.n == 0) __syncthreads(); // meanwhile the other warps prepared the barriers
         if (leader) {
             rows.exists = exists;
             rows.awaited = awaited;
@@ -150,7 +152,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     fetch_params(p);
     if (threadIdx.x == 32)
         for (const CUtensorMap *map : {&maps.q, &maps.k, &maps.v}) tensor_map_prefetch(map);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 64) {
         smem.sent.init(1);
         for (int i = 0; i < C::kRowStages; i++) {
             smem.rows[i].placed.init(1);
@@ -175,7 +177,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void fwd_kernel(const __grid_consta
     zero_rows<C::kQueries * C::kHalves, C::kTileQ, C::kThreads>(smem.queries[0], p.tokens * p.group, C::kTileQ);
     async_fence();
     if (blockIdx.x == 0) check_lengths(args, keys, error_word);
-    __syncthreads();
+    if (threadIdx.x >= 32) __syncthreads(); // the scheduler's stands in schedule()
     if (threadIdx.x < 128) {
         registers_down<C::kLoaderRegisters>();
         if (threadIdx.x < 32) schedule<C>(smem, args, keys, p);
@@ -209,6 +211,8 @@ sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, con
     p.num_kv_heads = static_cast<unsigned>(problem.num_kv_heads);
     p.num_tiles = static_cast<unsigned>(num_tiles);
     p.num_items = static_cast<unsigned>(num_items);
+    p.by_kv_heads = sa_divisor_of(p.num_kv_heads);
+    p.by_batch = sa_divisor_of(static_cast<uint32_t>(sa_clamp(problem.batch, 1, INT32_MAX)));
     p.copied_tokens = 64 % p.group ? 0 : 64 / p.group;
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     p.counter = nullptr;

@@ -78,6 +78,7 @@ template <class C> struct Rows {
 struct Problem {
     unsigned long long *counter, tag; // NULL: blocks take items in a fixed order
     unsigned num_kv_heads, num_tiles, num_items;
+    sa_divisor by_kv_heads, by_batch;
     int group, tokens; // heads and tokens of a tile of rows
     int group_inverse; // 2^16 / group, rounded up: row / group is row * group_inverse >> 16
     int copied_tokens; // of a math warpgroup's rows, by one copy of out; 0 where 64 rows are not whole tokens
@@ -88,7 +89,7 @@ struct Problem {
 
 // The sequence of tile n. By a whole warp.
 __device__ __forceinline__ unsigned sequence_of_tile(const sinkattn_fwd_args &args, const Problem &p, unsigned n) {
-    if (!args.problem.packed) return n % static_cast<unsigned>(args.problem.batch);
+    if (!args.problem.packed) return n - sa_divide(n, p.by_batch) * static_cast<unsigned>(args.problem.batch);
     return packed_sequence_of_tile(args, p.tokens, n);
 }
 
@@ -97,7 +98,7 @@ template <class C>
 __device__ __forceinline__ bool describe_tile(const sinkattn_fwd_args &args, const typename C::Keys &keys, const Problem &p,
         unsigned kv_head, unsigned b, unsigned n, bool ascends, Work &work) {
     const int first = args.problem.packed ? static_cast<int>(rows_before(args, b)) / p.tokens + static_cast<int>(b) : 0;
-    int within = static_cast<int>(args.problem.packed ? n : n / static_cast<unsigned>(args.problem.batch)) - first;
+    int within = static_cast<int>(args.problem.packed ? n : sa_divide(n, p.by_batch)) - first;
     work.group = p.group;
     work.kv_head = kv_head;
     work.has_sink = args.s_aux && b < args.problem.batch;
