@@ -14,6 +14,7 @@
 #include "cuda/bwd_sm90/copies.cuh"
 #include "cuda/bwd_sm90/finish.cuh"
 #include "cuda/bwd_sm90/launch.cuh"
+#include "cuda/bwd_sm90/rows.cuh"
 #include "cuda/bwd_sm90/tile.cuh"
 #include "cuda/bwd_sm90/wide.cuh"
 #include "cuda/bwd_sm90/work.cuh"
@@ -232,7 +233,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void wide_kernel(const __grid_const
         smem.operands_empty[0].init(C::kMathThreads);
         barrier_init_fence();
     }
-    prepare_rows<C>(smem, args, p);
+    prepare_block<C>(smem, args, maps, p, buffers);
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<C::kLoaderRegisters>();

@@ -40,6 +40,7 @@ template <class C, bool kIsWide = C::kIsWide> struct Smem {
     int64_t dq_offset[C::kRows];                     // of each row of a tile, in elements from its first
     int token[C::kRows];                             // of each row of a tile, counted in the tile
     Item items[2];
+    uint32_t first, all;               // the block's first item; how many there are
     sa_range seen_by[C::kKeys];        // rows that see each key
     bool poisoned[C::kKeys], hides[2]; // keys of K that were not finite; whether clean_rows zeroed any dO of each of `items`
     bool finish_alone[C::kSums];       // the tile to be finished has no earlier key block
@@ -54,8 +55,25 @@ template <class C, bool kIsWide = C::kIsWide> struct Smem {
     Barriers<2> ds_full, ds_empty; // with kIsLate. ds_empty: both warpgroups have their dQ
 };
 
-// By all threads: where the rows of a tile lie, and what no copy writes.
-template <class C> __device__ __forceinline__ void prepare_rows(Smem<C> &smem, const sinkattn_bwd_args &args, const BwdProblem &p) {
+// Takes the next item that exists; at least `all` where there is none.
+__device__ __forceinline__ uint32_t take_item(const BwdBuffers &buffers, uint32_t all) {
+    uint32_t n;
+    do n = atomicAdd(buffers.counter, 1u);
+    while (n < all && !buffers.items[n].exists);
+    return n;
+}
+
+// By all threads: where the rows of a tile lie, and what no copy writes. Meanwhile one takes the first item.
+template <class C>
+__device__ __forceinline__ void prepare_block(
+        Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p, const BwdBuffers &buffers) {
+    let_next_kernel_start(); // finish_kernel waits for this one
+    if (threadIdx.x == 96) {
+        smem.all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item);
+        smem.first = take_item(buffers, smem.all);
+    }
+    if (threadIdx.x == 32)
+        for (const CUtensorMap *map : {&maps.q, &maps.dout, &maps.k, &maps.v}) tensor_map_prefetch(map);
     smem.halves.fill();
     for (int i = threadIdx.x; i < static_cast<int>(sizeof smem.stats) / 16; i += C::kThreads)
         reinterpret_cast<uint4 *>(smem.stats)[i] = uint4{0, 0, 0, 0};
@@ -112,7 +130,8 @@ template <class C>
 __device__ __forceinline__ void load_tiles(
         Smem<C> &smem, const sinkattn_bwd_args &args, const Maps &maps, const BwdProblem &p, const BwdBuffers &buffers) {
     const int row_stats = stats_bytes<C>(buffers.row_terms);
-    const auto all = static_cast<uint32_t>(buffers.entries[p.num_entries].first_item);
+    const uint32_t all = smem.all;
+    uint32_t n = smem.first;
     // Under a window, a row tile would leave the L2 cache before the next block meets it, and evict slots until then.
     const uint64_t policy = evict_first();
     const auto load = [&](void *to, const CUtensorMap *map, uint64_t *full, int half, int head, int row, int batch) {
@@ -130,12 +149,9 @@ __device__ __forceinline__ void load_tiles(
         if (buffers.row_terms) bulk_load(smem.p_sink[stage], of.p_sink, sizeof of.p_sink, full);
     };
     Ring<C::kStages> ring;
-    for (Ring<2> items;; items.n++) {
+    for (Ring<2> items;; items.n++, n = take_item(buffers, all)) {
         Item &item = smem.items[items.stage()];
         Barrier &item_full = smem.item_full[items.stage()];
-        uint32_t n;
-        do n = atomicAdd(buffers.counter, 1u);
-        while (n < all && !buffers.items[n].exists);
         smem.item_empty.acquire(items);
         async_fence();
         if (n >= all) {

@@ -15,6 +15,7 @@ constexpr int kFinishThreads = 256;
 static __device__ __forceinline__ void add_head_terms(
         const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t head) {
     __shared__ double sums[kFinishThreads / 32];
+    wait_for_previous_kernel();
     const Entry &end = buffers.entries[p.num_entries];
     double sum = 0.0;
     for (int64_t i = threadIdx.x; i < p.num_tiles; i += kFinishThreads) sum += buffers.row_terms[head * p.num_tiles + i];
@@ -32,7 +33,7 @@ __device__ __forceinline__ float4 operator+(const float4 &a, const float4 &b) { 
 
 // The sum of `count` parts, at least one, in their order.
 __device__ __forceinline__ float4 add_parts(const float4 *parts, int count, int64_t step) {
-    constexpr int kAtOnce = 8; // loads in flight
+    constexpr int kAtOnce = 4; // loads in flight
     float4 sum;
     for (int first = 0; first < count; first += kAtOnce) {
         float4 part[kAtOnce];
@@ -77,6 +78,7 @@ template <class C>
 __device__ __forceinline__ void add_dq(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int n) {
     const int nth = n / kDqPieces<C>, piece = n - nth * kDqPieces<C>;
     const TileSum of = buffers.tile_sums[nth];
+    wait_for_previous_kernel();
     if (!of.count) return;
     const float4 sum = add_parts(of.parts + piece * kFinishThreads + threadIdx.x, of.count, C::kTileFloats / 4);
     const int heads = p.heads_of(nth % p.room.num_heads);
@@ -113,14 +115,16 @@ template <class C> __device__ __forceinline__ Columns columns_of(int x, int math
 template <class C>
 __device__ __forceinline__ void add_keys(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int n) {
     const int nth = n / kKeyPieces<C>, piece = n - nth * kKeyPieces<C>;
-    if (nth >= buffers.entries[p.num_entries].first_block * args.fwd.problem.num_kv_heads) return;
-    const KeySum of = buffers.key_sums[nth];
-    if (!of.count) return;
+    const KeySum &of = buffers.key_sums[nth];
+    const int count = of.count;
+    const bool exists = nth < buffers.entries[p.num_entries].first_block * args.fwd.problem.num_kv_heads;
+    wait_for_previous_kernel();
+    if (!exists || !count) return;
     const int float4s = 2 * piece + static_cast<int>(threadIdx.x) / 128, math_warpgroup = float4s / kKeyPieces<C>,
               x = float4s - math_warpgroup * kKeyPieces<C>;
     const float4 *parts = of.parts + math_warpgroup * kHalfCarry<C> + x * 128 + threadIdx.x % 128;
-    float4 sum = add_parts(parts, of.count, of.step);
-    for (int slice = 1; slice < p.slices; slice++) sum = sum + add_parts(parts + slice * 2 * kHalfCarry<C>, of.count, of.step);
+    float4 sum = add_parts(parts, count, of.step);
+    for (int slice = 1; slice < p.slices; slice++) sum = sum + add_parts(parts + slice * 2 * kHalfCarry<C>, count, of.step);
     const Columns columns = columns_of<C>(x, math_warpgroup);
     const sinkattn_tensor &to = columns.is_dv ? args.dv : args.dk;
     const int64_t column = columns.first + fragment_column(),
@@ -141,7 +145,7 @@ struct FinishBlocks {
 };
 
 template <class C>
-__global__ __launch_bounds__(kFinishThreads) void finish_kernel(
+__global__ __launch_bounds__(kFinishThreads, 5) void finish_kernel(
         const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers, FinishBlocks blocks) {
     int64_t n = blockIdx.x;
     if (n < blocks.heads) return add_head_terms(args, p, buffers, n);

@@ -5,6 +5,7 @@
 
 #include "cuda/bwd_sm90/copies.cuh"
 #include "cuda/bwd_sm90/finish.cuh"
+#include "cuda/bwd_sm90/rows.cuh"
 #include "cuda/bwd_sm90/work.cuh"
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.cuh"
@@ -28,17 +29,24 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.places_at = sizes.carries + sizes.own_carries;
     p.num_places = sizes.places;
     p.room = sizes.room;
-    p.rounds = sizes.rounds;
     p.group = static_cast<int>(sa_bwd_sm90_slice_heads(&problem, C::kRows));
     p.slices = static_cast<int>(sa_bwd_sm90_slices(&problem, C::kRows));
     p.num_q_heads = static_cast<int>(problem.num_q_heads);
     p.tokens = C::kRows / p.group;
+    p.by_heads = sa_divisor_of(static_cast<uint32_t>(sizes.heads));
+    p.by_group = sa_divisor_of(static_cast<uint32_t>(p.group));
+    p.by_tokens = sa_divisor_of(static_cast<uint32_t>(p.tokens));
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
     p.num_tiles = sizes.tiles / sizes.heads;
     p.num_items = sizes.items;
     p.parts = static_cast<int>(sizes.parts);
     p.dense_tiles = static_cast<int>(sa_ceil_div(problem.q_len, p.tokens));
+    p.by_tiles = sa_divisor_of(static_cast<uint32_t>(sa_max(p.dense_tiles, 1)));
+    if (!problem.packed) {
+        const sa_band band = sa_band_of(&problem.mask, static_cast<int>(problem.q_len), static_cast<int>(problem.k_len));
+        p.chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, sizes.rounds);
+    }
     auto *base = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(context.workspace) + 127) / 128 * 128);
     auto *turns = reinterpret_cast<unsigned long long *>(base + sizes.turns_at);
     const BwdBuffers buffers = {reinterpret_cast<Entry *>(base + sizes.entries_at), reinterpret_cast<Item *>(base + sizes.items_at),
@@ -79,7 +87,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
             sizes.places ? sizes.blocks * problem.num_kv_heads * kKeyPieces<C> : 0};
     const int64_t finishing = blocks.heads + blocks.dq + blocks.keys;
     if (!finishing) return sa_ok();
-    return launch_blocks<finish_kernel<C>>(name, static_cast<unsigned>(finishing), kFinishThreads, 0, stream, args, p, buffers, blocks);
+    return launch_overlapping<finish_kernel<C>>(
+            name, static_cast<unsigned>(finishing), kFinishThreads, 0, stream, args, p, buffers, blocks);
 }
 
 } // namespace sa::bwd_sm90

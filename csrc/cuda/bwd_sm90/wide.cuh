@@ -24,6 +24,7 @@ template <class C> struct Smem<C, true> {
     int64_t dq_offset[C::kRows];     // of each row of a tile, in elements from its first
     int token[C::kRows];             // of each row of a tile, counted in the tile
     Item items[2];
+    uint32_t first, all;
     sa_range seen_by[C::kKeys];        // rows that see each key
     bool poisoned[C::kKeys], hides[2]; // keys of K that were not finite; whether clean_rows zeroed any dO of each of `items`
     bool finish_alone[C::kParts];      // the tile to be finished has no earlier key block

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels before the general backward's main kernel on sm_90: the items, lse and g - delta of every row.
+// The work of the general backward on sm_90: a packed batch's table, items, and what lies in the workspace.
 //
 // A kernel's Config has kHeadDim, kHeadDimV, kRows and kKeys of a tile, kTileFloats of its dQ, and kParts, in which that is added.
 #pragma once
@@ -63,12 +63,13 @@ struct BwdProblem {
     int64_t num_entries, num_carries; // carries that items share; one a block follows them
     int64_t places_at, num_places;    // carries of items that leave dK and dV apart, behind these
     sa_chain_room room;
-    int rounds;                             // of a dense batch's sequences
+    sa_chains chains;                       // of a dense batch
     int group, tokens, slices, num_q_heads; // heads and tokens of a tile of rows; slices of a kv head
     float scale, scale_log2;
     int64_t num_tiles, num_items; // upper bounds for one slice
     int dense_tiles;              // of a slice of a sequence, where all are alike
     int parts;                    // of dQ that a tile may have, which its key blocks leave apart; 0 where they add in turn
+    sa_divisor by_heads, by_group, by_tokens, by_tiles; // slices, heads of one; tokens of a tile; dense_tiles
 
     __device__ __forceinline__ int heads_of(int slice) const { return min(group, num_q_heads - slice * group); }
 };
@@ -111,12 +112,14 @@ template <class C> __host__ __device__ constexpr int stats_bytes(bool has_p_sink
     return C::kRows * (SA_BWD_SM90_STATS_BYTES + (has_p_sink ? SA_BWD_SM90_P_SINK_BYTES : 0));
 }
 
-__device__ __forceinline__ int64_t num_tiles_of(const sa_sequence &sequence, int tokens) { return sa_ceil_div(sequence.q_len, tokens); }
+__device__ __forceinline__ int divide(int x, sa_divisor by) { return static_cast<int>(sa_divide(static_cast<uint32_t>(x), by)); }
+
+__device__ __forceinline__ int num_tiles_of(const BwdProblem &p, int q_len) { return divide(q_len + p.tokens - 1, p.by_tokens); }
 
 // Blind: row tiles before the first row that sees a key, which use no slot.
-__device__ __forceinline__ int64_t num_blind_tiles(const sa_sequence &sequence, const sa_band &band, int tokens) {
-    const int64_t row = sa_first_seeing_row(&band);
-    return row < sequence.q_len ? row / tokens : num_tiles_of(sequence, tokens);
+__device__ __forceinline__ int num_blind_tiles(const BwdProblem &p, const sa_band &band) {
+    const int row = sa_first_seeing_row(&band);
+    return row < band.q_len ? divide(row, p.by_tokens) : num_tiles_of(p, band.q_len);
 }
 
 // The key blocks that see a row tile: those of its sink prefix, and those from its window's first key on.
@@ -142,7 +145,7 @@ __device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const 
 // Sequences of a dense batch are alike, and the first has the items of all. A packed batch has a table.
 __device__ __forceinline__ Entry entry_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t e) {
     if (args.fwd.problem.packed) return buffers.entries[e];
-    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, static_cast<int16_t>(p.rounds), 0, p.num_places ? 0 : -1};
+    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, 0, 0, p.num_places ? 0 : -1};
 }
 
 template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
@@ -295,7 +298,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
     if (e >= p.num_entries) return;
     const Entry entry = entry_of(args, p, buffers, e);
     const sa_band band = band_of(args, entry.sequence, is_packed && e == p.num_entries - 1);
-    const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, entry.rounds);
+    const sa_chains chains = is_packed ? sa_chains_of(&band, p.tokens, C::kKeys, &p.room, entry.rounds) : p.chains;
     const auto all = static_cast<int32_t>(sa_num_chain_items(&chains)); // the launcher has refused more
     if (!is_packed) {
         if (n == 0) buffers.entries[p.num_entries] = {{}, 0, 0, all, 0, 1, chains.blocks * p.room.copies, -1};
@@ -373,117 +376,6 @@ __device__ __forceinline__ void begin_items(const sinkattn_bwd_args &args, const
     for (int i = item; i < C::kParts * p.room.num_slots; i += all) buffers.turns[i] = 0;
     for (int64_t i = item; i < p.num_carries; i += all) buffers.carry_turns[i] = 0;
     write_item<C>(args, p, buffers, item);
-}
-
-// The sum of one head's terms over a tile's rows.
-__device__ __forceinline__ float sum_head(const float *terms, const BwdProblem &p, int head) {
-    float sum = 0.0f;
-    for (int row = head; row < p.tokens * p.group; row += p.group) sum += terms[row];
-    return sum;
-}
-
-// Stores out . dout of rows that kLanes lanes hold together: of the thread's i-th row after i * 128 / kLanes others.
-template <class Element, int kLanes, int kBatch>
-__device__ __forceinline__ void store_deltas(float *to, const uint4 (&out)[kBatch], const uint4 (&dout)[kBatch]) {
-#pragma unroll
-    for (int i = 0; i < kBatch; i++) {
-        float delta = dot<Element>(out[i], dout[i]);
-#pragma unroll
-        for (int x = kLanes / 2; x > 0; x /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, x);
-        if (threadIdx.x % kLanes == 0) to[i * 128 / kLanes] = delta;
-    }
-}
-
-// The sum of a tile's dQ, which is the n-th of all slices, where key blocks leave their parts apart.
-template <class C>
-__device__ __forceinline__ TileSum tile_sum_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers,
-        const sa_sequence &sequence, const sa_band &band, int64_t n, int t, int slice) {
-    const BlocksSeen seen = blocks_seen<C>(band, p, t);
-    const int64_t row = static_cast<int64_t>(t) * p.tokens;
-    return {reinterpret_cast<const float4 *>(buffers.slots + n * p.parts * C::kTileFloats),
-            static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, sequence.batch, sequence.q_begin + row, slice * p.group),
-            seen.before(seen.end), static_cast<int>(sa_min(p.tokens, sequence.q_len - row))};
-}
-
-// A block prepares one row tile of a slice; the last blocks write items instead: only these wait for a packed batch's table, the others
-// overlap its kernel. Neighbouring heads have neighbouring blocks, as their rows are neighbours in memory.
-template <class C>
-__global__ __launch_bounds__(128, C::kIsWide ? 5 : 6) void rows_kernel(
-        const __grid_constant__ sinkattn_bwd_args args, BwdProblem p, BwdBuffers buffers) {
-    constexpr int kLanes = C::kHalvesV * 8, kStep = 128 / kLanes, kSteps = C::kRows / kStep, kBatch = 4; // loads at a time
-    __shared__ float deltas[C::kRows], terms[C::kRows];
-    const int heads = p.room.num_heads, n = static_cast<int>(blockIdx.x), nth_tile = n / heads, slice = n - nth_tile * heads;
-    if (nth_tile >= p.num_tiles) return begin_items<C>(args, p, buffers, n - static_cast<int>(p.num_tiles) * heads);
-    const sinkattn_problem &problem = args.fwd.problem;
-    const auto b = problem.packed ? packed_sequence_of_tile(args.fwd, p.tokens, nth_tile) : static_cast<unsigned>(nth_tile / p.dense_tiles);
-    const sa_sequence sequence = sequence_or_tail(args.fwd, b);
-    const int first_tile = static_cast<int>(problem.packed ? packed_first_tile(args.fwd, p.tokens, b) : b * p.dense_tiles),
-              t = nth_tile - first_tile, first = t * p.tokens, rows = min(p.tokens, static_cast<int>(sequence.q_len) - first) * p.group;
-    const int row = threadIdx.x, token = row / p.group, first_head = slice * p.group, head = first_head + row - token * p.group;
-    if (p.parts && threadIdx.x == 0) buffers.tile_sums[n] = {};
-    if (t < 0 || rows <= 0) { // a packed sequence may have one tile less than are counted
-        if (buffers.row_terms && row < p.heads_of(slice)) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = 0.0f;
-        return;
-    }
-    const bool is_tail = b >= problem.batch, has_sink = buffers.row_terms && args.fwd.s_aux && !is_tail;
-    const sa_band band = sa_band_of(&problem.mask, sequence.q_len, sequence.k_len);
-    const bool blind = is_tail || t < num_blind_tiles(sequence, band, p.tokens);
-    const int64_t tile = int64_t{heads} * first_tile + slice * num_tiles_of(sequence, p.tokens) + t;
-    if (threadIdx.x == 0 && p.parts && !blind) buffers.tile_sums[n] = tile_sum_of<C>(args, p, buffers, sequence, band, tile, t, slice);
-    // Reads the row's statistics first: p_sink is computed from them while the longer reads of out and dO are in flight.
-    const bool is_row = row < rows && head < p.num_q_heads;
-    float found = 0.0f, g = 0.0f;
-    double s_aux = 0.0;
-    if (is_row) {
-        const int64_t at = sa_row_index(&problem, &sequence, head, first + token);
-        found = static_cast<const float *>(args.fwd.lse)[at];
-        if (args.dlse) g = static_cast<const float *>(args.dlse)[at];
-        if (has_sink) s_aux = sa_s_aux(&args.fwd, head);
-    }
-    const int lane_row = threadIdx.x / kLanes, column = threadIdx.x % kLanes * 8, step_tokens = kStep / p.group,
-              step_heads = kStep - step_tokens * p.group;
-    int own_token = lane_row / p.group, own_head = lane_row - own_token * p.group; // of the next row
-    float p_sink = 0.0f;
-    const auto head_dim = problem.head_dim, head_dim_v = C::kIsWide ? sa_head_dim_v(&problem) : head_dim;
-#pragma unroll
-    for (int first_step = 0; first_step < kSteps; first_step += kBatch) {
-        uint4 out[kBatch] = {}, dout[kBatch] = {};
-#pragma unroll
-        for (int i = 0; i < kBatch; i++) {
-            const auto at = [&](const sinkattn_tensor &tensor) {
-                return static_cast<uint16_t *>(tensor.data) +
-                       (sa_offset(&tensor, sequence.batch, sequence.q_begin + first + own_token, first_head + own_head) + column);
-            };
-            const bool is_real = (first_step + i) * kStep + lane_row < rows && first_head + own_head < p.num_q_heads;
-            if (is_real && column < head_dim_v) {
-                out[i] = *reinterpret_cast<const uint4 *>(at(args.fwd.out));
-                dout[i] = *reinterpret_cast<const uint4 *>(at(args.dout));
-                if (blind && !C::kIsWide) *reinterpret_cast<uint4 *>(at(args.dq)) = uint4{0, 0, 0, 0};
-            }
-            for (int64_t x = 0; C::kIsWide && blind && is_real && column + x < head_dim; x += C::kHeadDimV)
-                *reinterpret_cast<uint4 *>(at(args.dq) + x) = uint4{0, 0, 0, 0};
-            own_token += step_tokens;
-            own_head += step_heads;
-            if (own_head >= p.group) own_head -= p.group, own_token++;
-        }
-        if (first_step == 0 && has_sink && is_row) p_sink = static_cast<float>(sa_exp_minus(s_aux, found));
-        store_deltas<typename C::Element, kLanes>(deltas + first_step * kStep + lane_row, out, dout);
-    }
-    __syncthreads();
-    const bool is_dead = found == -INFINITY;
-    constexpr float kMost = 3.38953139e38f; // of bfloat16: P of an infinite lse is 0, not NaN
-    const float of_lse = is_dead ? 0.0f : found / -p.scale;
-    auto &stats = *reinterpret_cast<RowStats<C> *>(buffers.stats + tile * stats_bytes<C>(buffers.row_terms));
-    if (row < C::kRows) {
-        store_addend<3>(stats.to_scores[row / 64], row % 64, of_lse > kMost ? kMost : of_lse < -kMost ? -kMost : of_lse);
-        const float bias = store_addend<2>(stats.to_dp[row / 64], row % 64, g - deltas[row]);
-        if (buffers.row_terms) stats.p_sink[row] = p_sink;
-        // p_sink (g - sum_j P dP) without its part -p_sink sum_j dS, which the keys kernel adds; sum_j P is 1 - p_sink.
-        terms[row] = has_sink ? p_sink * (is_dead || p_sink == 1.0f ? g : fmaf(bias, 1.0f - p_sink, g)) : 0.0f;
-    }
-    if (!buffers.row_terms) return;
-    __syncthreads();
-    if (row < p.heads_of(slice)) buffers.row_terms[(first_head + row) * p.num_tiles + nth_tile] = sum_head(terms, p, row);
 }
 
 } // namespace sa::bwd_sm90
