@@ -180,11 +180,10 @@ __device__ __forceinline__ void load_tiles(
             smem.row_empty.acquire(ring);
             if constexpr (C::kIsWide) {
                 const int row = item.q_begin + tile.t * p.tokens, half_bytes = p.tokens * p.group * kRowBytes;
-                const int64_t nth = item.first_tile + tile.t;
                 barrier_arrive_expect(full, C::kHalves * half_bytes + row_stats);
                 for (int half = 0; half < C::kHalves; half++)
                     load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, first_head, row, item.batch);
-                load_stats(ring.stage(), nth, full);
+                load_stats(ring.stage(), item.first_tile + tile.t, full);
                 const Ring<C::kDoutStages> douts = {ring.n};
                 uint64_t *dout_full = smem.dout_full[douts.stage()];
                 smem.dout_empty.acquire(douts);
@@ -198,8 +197,7 @@ __device__ __forceinline__ void load_tiles(
                     load(smem.queries[ring.stage()] + half * C::kRowHalf, &maps.q, full, half, first_head, row, item.batch);
                     load(smem.douts[ring.stage()] + half * C::kRowHalf, &maps.dout, full, half, first_head, row, item.batch);
                 }
-                const int64_t nth = item.first_tile + tile.t;
-                load_stats(ring.stage(), nth, full);
+                load_stats(ring.stage(), item.first_tile + tile.t, full);
             }
         }
     }

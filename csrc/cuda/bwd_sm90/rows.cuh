@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/bwd_sm90/work.cuh"
+#include "cuda/tile/wgmma.cuh"
 
 namespace sa::bwd_sm90 {
 

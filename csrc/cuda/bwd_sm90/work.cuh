@@ -8,7 +8,6 @@
 #include "core/chains.h"
 #include "core/workspace.h"
 #include "cuda/ptx/sm80.cuh"
-#include "cuda/tile/wgmma.cuh"
 #include "cuda/work/items.cuh"
 #include "cuda/work/tile_walk.cuh"
 
@@ -19,7 +18,7 @@ namespace sa::bwd_sm90 {
 struct Entry {
     sa_sequence sequence;
     int64_t first_tile, first_use, first_item, first_carry;
-    int16_t rounds;      // sa_rounds_of
+    int16_t rounds;      // sa_rounds_of; of packed ones alone
     int first_block;     // of the sequences before it, key blocks of one kv head
     int64_t first_place; // of its items that leave dK and dV apart; -1 if none does
 };
