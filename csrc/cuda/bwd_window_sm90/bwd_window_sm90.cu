@@ -49,7 +49,6 @@ struct MathWarpgroup {
     float *warp_sums;              // [kHeads]: the warp's part of ds_aux
     float (&dk)[32], (&dv)[32], (&sums)[2]; // sums: p_sink P dP of the heads of the thread's two columns
     const int &age, &key_stage;             // of the key tile
-    const bool &adds;                       // to dK and dV, else begins them: zeroing the accumulators makes ptxas serialize all wgmma
 };
 
 template <class Element> __device__ __forceinline__ void score_product(float (&s)[16], uint32_t keys, uint32_t rows) {
@@ -209,8 +208,9 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
         score_product<Element>(s, k, q + half * kHalfBytes);
         score_product<Element>(dp, v, dout + half * kHalfBytes);
         wgmma_commit();
-        // Also for keys of another block; that result is discarded.
-        if (half) add_gradients<Element>(m.dk, m.dv, weights, gradients, q, dout, m.adds);
+        // Also for keys of another block; that result is discarded. The first of a key tile begins dK and dV: zeroing the accumulators
+        // makes ptxas serialize all wgmma.
+        if (half) add_gradients<Element>(m.dk, m.dv, weights, gradients, q, dout, !begins || m.age > 0);
         const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
         // The smallest and the largest distance of a row from one of the warp's keys.
         const int nearest = m.age * kKeys + first - 16 * warp - 15, farthest = m.age * kKeys + last - 16 * warp;
@@ -257,9 +257,8 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
     float *warp_sums = smem.sums[math_warp], dk[32] = {}, dv[32] = {}, sums[2] = {};
     // Before the first tile of rows, number 2: warpgroups 0 and 1 have key tiles 0 and 1, and warpgroup 2 takes tile 2 next.
     int age = (kWarpgroups + 1 - warpgroup) % kWarpgroups, key_stage = age == kSeenTiles - 1 ? kKeyStages - 1 : warpgroup;
-    bool adds = false;
     const MathWarpgroup m = {
-            smem, p, warp, lane, swizzled(16 * warp + left_row(lane), left_chunk(lane)), warp_sums, dk, dv, sums, age, key_stage, adds};
+            smem, p, warp, lane, swizzled(16 * warp + left_row(lane), left_chunk(lane)), warp_sums, dk, dv, sums, age, key_stage};
     uint32_t n = 0;
     const auto wait_for_step = [&]() {
         smem.step_ready.wait({n});
@@ -271,7 +270,6 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
         if (age == kSeenTiles - 1) { // takes the newest keys
             age = 0;
             key_stage = (key_stage + kWarpgroups) & (kKeyStages - 1);
-            adds = false;
         } else {
             age++;
         }
@@ -285,14 +283,12 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
                 take_step<C>(m, n, flags, begins);
                 if (__any_sync(0xffffffffu, flags & kTileEnd)) break;
                 n++;
-                adds = true;
                 begins = false;
                 flags = wait_for_step();
             }
             wgmma_wait<0>();
             pin(dv);
             pin(dk);
-            adds = true;
         } else {
             while (true) {
                 smem.ds_full.arrive({n});
@@ -319,7 +315,8 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
 template <class C>
 __device__ __forceinline__ void compute_share(
         Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, unsigned *error_word) {
-    if (threadIdx.x == 0) {
+    // By warps other than the first, whose lane walks a dense batch.
+    if (threadIdx.x == 32) {
         for (int i = 0; i < kStages; i++) {
             smem.step_full[i].init(1 + 32);
             smem.step_ready[i].init(kPreparers);
@@ -331,11 +328,13 @@ __device__ __forceinline__ void compute_share(
         smem.nonfinite = 0;
         if (C::kSinkTokens) smem.any_bad_sinks = 0;
     }
-    if (C::kSums)
-        for (int64_t h = threadIdx.x / 16; h < args.fwd.problem.num_q_heads; h += kThreads / 16)
+    if (threadIdx.x == 64)
+        for (const CUtensorMap *map : {&maps.q, &maps.dout, &maps.out, &maps.k, &maps.v, &maps.dq}) tensor_map_prefetch(map);
+    if (C::kSums && threadIdx.x >= 128)
+        for (int64_t h = threadIdx.x / 16 - 8; h < args.fwd.problem.num_q_heads; h += kThreads / 16 - 8)
             if (threadIdx.x % 16 < C::kParts) p.sums[(h * gridDim.x + blockIdx.x) * C::kParts + threadIdx.x % 16] = 0.0f;
     if (blockIdx.x == 0 && !C::kHide) check_lengths(args.fwd, error_word);
-    start_walk<kThreads, C::kShared>(smem.walk, smem.scan, args.fwd, p);
+    start_walk<kThreads>(smem.walk, smem.scan, args.fwd, p);
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<80>();
@@ -359,7 +358,7 @@ __device__ __forceinline__ void fill_unseen_keys(const sinkattn_bwd_args &args, 
                                          : x / problem.k_len;
         const sa_sequence sequence = keys_or_tail(args.fwd, b);
         const int64_t begin = problem.packed ? sequence.k_begin : b * problem.k_len,
-                      unseen = sa_min(sa_max(tiles_of(sequence, p).begin, 0) * kKeys, sequence.k_len);
+                      unseen = sa_min(sa_last(tiles_of(sequence, p).begin, 0) * kKeys, sequence.k_len);
         const int num_sinks = b < problem.batch ? p.num_sink_tokens : 0;
         for (int64_t key = sa_max(x - begin, num_sinks); key < sa_min(unseen, end - begin); key++)
             for (int64_t head = first_head; head < problem.num_kv_heads; head += 4)
@@ -455,7 +454,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     SA_TRY(map_keys(&maps.v, problem, args.fwd.v, kKeys, "v"));
     const char *name = "sa_bwd_cuda_sm90_window";
     const int64_t tiles = num_row_tiles(problem, int64_t{kKeys} * p.group) * problem.num_kv_heads;
-    p.owners = First::kShared && 2 * tiles <= plan.workers ? 2 : 1;
+    p.steps = problem.packed ? 0 : num_steps({0, 0, problem.q_len, 0, problem.k_len}, p);
+    p.owners = 2 * tiles <= plan.workers ? 2 : 1;
     const auto blocks = static_cast<unsigned>(plan.workers / p.owners * p.owners);
     SA_TRY(launch_overlapping<bwd_window_kernel<First>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word));
     return launch_overlapping<bwd_window_kernel<Second>>(name, blocks, kThreads, kSmemBytes, context.stream, args, maps, p, error_word);

@@ -31,16 +31,16 @@ __device__ __forceinline__ bool load_steps(
         Barrier &full = smem.step_full[stage];
         Step step;
         step.flags = 0;
-        if (loaded > 0 && next_tokens(step, smem.steps[(loaded - 1) % kStages], p)) {
+        if (loaded > 0 && next_in_tile(step, smem.steps[(loaded - 1) % kStages], p)) {
             smem.step_empty.acquire(use);
             if (lane == 0) smem.steps[stage] = step;
             if (C::kSinkTokens && lane == 0) copy_sink_step(smem, loaded);
             __syncwarp();
         } else {
-            if (next_newest(smem.walk) > finished + 2) return true;
+            if (smem.walk.newest >= finished + 2) return true;
             smem.step_empty.acquire(use);
             __syncwarp();
-            if (lane == 0) next_heads<C::kShared>(smem.steps[stage], smem.walk, args.fwd, p);
+            if (lane == 0) next_tile(smem.steps[stage], smem.walk, args.fwd, p);
             if (C::kSinkTokens && lane == 0) describe_sink_step(smem, stage, args.fwd, p);
             __syncwarp();
             step = smem.steps[stage];

@@ -35,18 +35,19 @@ __device__ __forceinline__ float *partial_at(const Problem &p, int64_t kv_head, 
     return p.partials + ((kv_head * p.row_tiles + slot) * p.num_sink_tokens + token) * kPartial;
 }
 
-// Beside next_heads, which has advanced the walk.
+// Beside next_tile, which has advanced the walk.
 __device__ __forceinline__ void describe_sink_step(Smem &smem, int stage, const sinkattn_fwd_args &args, const Problem &p) {
     const ShareWalk &walk = smem.walk;
     if (!(smem.steps[stage].flags & kExists)) return;
     const sa_sequence &sequence = walk.sequence;
     SinkStep &step = smem.sink_steps[stage];
-    step.position = static_cast<int>(kKeys * walk.tile);
+    step.position = kKeys * walk.tile;
     step.num_keys = static_cast<int>(sa_min(sequence.k_len, p.num_sink_tokens));
     const int64_t slot = first_slot(args.problem, sequence, walk.index) + walk.tile - first_row_tile(sequence);
-    const bool sees = walk.tile >= 0 && walk.tile < walk.end && walk.token_begin < walk.token_end && step.num_keys > 0;
+    const Step &rows = smem.steps[stage];
+    const bool sees = walk.tile >= 0 && rows.flags & kOwnsRows && rows.begin < rows.end && step.num_keys > 0;
     step.slot = sees ? static_cast<int>(slot) : -1;
-    step.first_key = walk.tile == walk.begin && walk.heads == 1 ? static_cast<int>(sequence.k_begin) : -1;
+    step.first_key = walk.tile == walk.begin ? static_cast<int>(sequence.k_begin) : -1;
 }
 
 __device__ __forceinline__ void copy_sink_step(Smem &smem, uint32_t n) {

@@ -26,7 +26,6 @@ template <class Element_, bool kSums_, bool kHide_, int kSinkTokens_> struct Con
     static constexpr bool kSums = kSums_; // ds_aux is wanted
     static constexpr bool kHide = kHide_; // the second launch: values that are not finite are zeroed, and NaN put where a row sees them
     static constexpr int kSinkTokens = kSinkTokens_; // at most so many, in blocks of 8
-    static constexpr bool kShared = !kSinkTokens;    // a share may be two blocks': sink tokens leave no register for that
     static constexpr int kParts =
             kWarps + (kSinkTokens ? 4 : 0); // of ds_aux a block and head: each math warp's and, with sink tokens, row warp's
 };
