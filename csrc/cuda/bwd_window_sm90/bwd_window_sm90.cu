@@ -208,7 +208,7 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
         score_product<Element>(s, k, q + half * kHalfBytes);
         score_product<Element>(dp, v, dout + half * kHalfBytes);
         wgmma_commit();
-        // Also for keys of another block; that result is discarded. The first of a key tile begins dK and dV: zeroing the accumulators
+        // Also for keys of another block; that result is discarded. The first step of a key tile begins dK and dV: zeroing the accumulators
         // makes ptxas serialize all wgmma.
         if (half) add_gradients<Element>(m.dk, m.dv, weights, gradients, q, dout, !begins || m.age > 0);
         const int first = step_token + (half * kHalfRows >> p.head_shift), last = first + (kHalfRows >> p.head_shift) - 1;
@@ -315,7 +315,7 @@ template <class C> __device__ __forceinline__ void run_math(Smem &smem, const si
 template <class C>
 __device__ __forceinline__ void compute_share(
         Smem &smem, const sinkattn_bwd_args &args, const Maps &maps, const Problem &p, unsigned *error_word) {
-    // By warps other than the first, whose lane walks a dense batch.
+    // By other warps than the first: thread 0 walks a dense batch.
     if (threadIdx.x == 32) {
         for (int i = 0; i < kStages; i++) {
             smem.step_full[i].init(1 + 32);

@@ -37,7 +37,7 @@ __device__ __forceinline__ bool load_steps(
             if (C::kSinkTokens && lane == 0) copy_sink_step(smem, loaded);
             __syncwarp();
         } else {
-            if (smem.walk.newest >= finished + 2) return true;
+            if (smem.walk.newest >= finished + 2) return true; // the next tile is one more
             smem.step_empty.acquire(use);
             __syncwarp();
             if (lane == 0) next_tile(smem.steps[stage], smem.walk, args.fwd, p);

@@ -45,8 +45,7 @@ __device__ __forceinline__ void describe_sink_step(Smem &smem, int stage, const 
     step.num_keys = static_cast<int>(sa_min(sequence.k_len, p.num_sink_tokens));
     const int64_t slot = first_slot(args.problem, sequence, walk.index) + walk.tile - first_row_tile(sequence);
     const Step &rows = smem.steps[stage];
-    const bool sees = walk.tile >= 0 && rows.flags & kOwnsRows && rows.begin < rows.end && step.num_keys > 0;
-    step.slot = sees ? static_cast<int>(slot) : -1;
+    step.slot = rows.flags & kOwnsRows && rows.begin < rows.end && walk.tile >= 0 && sequence.k_len > 0 ? static_cast<int>(slot) : -1;
     step.first_key = walk.tile == walk.begin ? static_cast<int>(sequence.k_begin) : -1;
 }
 

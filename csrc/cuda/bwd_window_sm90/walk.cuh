@@ -53,7 +53,7 @@ struct alignas(16) Step {
     int flags, newest, tiles;      // tiles: three sets
     int token, begin, end;         // of the tile's 64 positions: the step's first, and those [begin, end) that have tokens
     int row, batch, kv_head, head; // coordinates of the first row in tensors like q
-    int head_in_group, end_head;   // end_head: of the tile's heads
+    int head_in_group, end_head;   // the tile's heads end before end_head of the group
     int key, num_keys;             // coordinate of the newest tile's first key; keys of the sequence from there on
     int last_token, last_flags;    // every head's last step ends at this position; flags of the tile's last step alone
 
@@ -226,12 +226,13 @@ __device__ __forceinline__ void start_walk(
         return;
     }
     const unsigned share = blockIdx.x / p.owners, shares = gridDim.x / p.owners;
-    const int64_t all = total * args.problem.num_kv_heads, each = all / shares, longer = all - each * shares, // so many have one step more
-            begin = each * share + sa_min(share, longer), length = each + (share < longer);
+    const int64_t all = total * args.problem.num_kv_heads, each = all / shares;
+    const auto longer = static_cast<unsigned>(all - each * shares); // so many shares have one step more
+    const int64_t begin = each * share + longer * share / shares, length = each * (share + 1) + longer * (share + 1) / shares - begin;
     if (length == 0) {
         if (threadIdx.x == 0) {
             walk.remaining = 0;
-            walk.tile = walk.last = 0;
+            walk.tile = walk.last = walk.newest = 0;
         }
         return;
     }
