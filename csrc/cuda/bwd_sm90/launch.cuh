@@ -33,16 +33,16 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.slices = static_cast<int>(sa_bwd_sm90_slices(&problem, C::kRows));
     p.num_q_heads = static_cast<int>(problem.num_q_heads);
     p.tokens = C::kRows / p.group;
-    p.by_heads = sa_divisor_of(static_cast<uint32_t>(sizes.heads));
-    p.by_group = sa_divisor_of(static_cast<uint32_t>(p.group));
-    p.by_tokens = sa_divisor_of(static_cast<uint32_t>(p.tokens));
+    p.by_heads = divisor_of(sizes.heads);
+    p.by_group = divisor_of(p.group);
+    p.by_tokens = divisor_of(p.tokens);
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
     p.num_tiles = sizes.tiles / sizes.heads;
     p.num_items = sizes.items;
     p.parts = static_cast<int>(sizes.parts);
     p.dense_tiles = static_cast<int>(sa_ceil_div(problem.q_len, p.tokens));
-    p.by_tiles = sa_divisor_of(static_cast<uint32_t>(sa_max(p.dense_tiles, 1)));
+    p.by_tiles = divisor_of(p.dense_tiles);
     if (!problem.packed) {
         const sa_band band = sa_band_of(&problem.mask, static_cast<int>(problem.q_len), static_cast<int>(problem.k_len));
         p.chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, sizes.rounds);

@@ -249,7 +249,7 @@ template <class C> __device__ __forceinline__ void take_step(const MathWarpgroup
         pin(m.dk);
         mark_values(m.dv, smem, stage, before, p);
     }
-    if (C::kSums && flags & kHeadsEnd) close_heads(m.warp_sums, m.sums, step.head_in_group, 1 << p.head_shift);
+    if (C::kSums && flags & kHeadsEnd) close_heads(m.warp_sums, m.sums, step.head_in_group, p.heads());
 }
 
 template <class C> __device__ __forceinline__ void run_math(Smem &smem, const sinkattn_bwd_args &args, const Problem &p) {
@@ -442,14 +442,13 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.partials = reinterpret_cast<float *>(workspace);
     p.sums = p.partials + layout.partials;
     p.redo = reinterpret_cast<unsigned *>(p.sums) + layout.sums;
-    const int heads = 1 << p.head_shift, tokens = kRows / heads;
     unsigned *error_word;
     Maps maps;
     SA_TRY(sa_cuda_error_word(&error_word));
-    SA_TRY(map_rows(&maps.q, problem, args.fwd.q, tokens, heads, "q"));
-    SA_TRY(map_rows(&maps.dout, problem, args.dout, tokens, heads, "dout"));
-    SA_TRY(map_rows(&maps.out, problem, args.fwd.out, tokens, heads, "out"));
-    SA_TRY(map_rows(&maps.dq, problem, args.dq, tokens, heads, "dq"));
+    SA_TRY(map_rows(&maps.q, problem, args.fwd.q, p.tokens(), p.heads(), "q"));
+    SA_TRY(map_rows(&maps.dout, problem, args.dout, p.tokens(), p.heads(), "dout"));
+    SA_TRY(map_rows(&maps.out, problem, args.fwd.out, p.tokens(), p.heads(), "out"));
+    SA_TRY(map_rows(&maps.dq, problem, args.dq, p.tokens(), p.heads(), "dq"));
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kKeys, "k"));
     SA_TRY(map_keys(&maps.v, problem, args.fwd.v, kKeys, "v"));
     const char *name = "sa_bwd_cuda_sm90_window";

@@ -63,7 +63,7 @@ __device__ __forceinline__ bool load_steps(
         } else if (lane == 0) {
             full.arrive();
         }
-        const int token = lane >> p.head_shift, head = lane & ((1 << p.head_shift) - 1);
+        const int token = lane >> p.head_shift, head = lane & (p.heads() - 1);
         const int64_t at = (static_cast<int64_t>(step.batch) * args.fwd.problem.num_q_heads + step.head + head) * args.fwd.problem.q_len +
                            step.row + token;
 #pragma unroll
@@ -165,7 +165,7 @@ __device__ __forceinline__ bool prepare_step(
             }
             const float delta = row_dot<Element>(shared_address(smem.dout[stage]) + 32 * row_warp * kRowBytes,
                     shared_address(smem.out[stage]) + 32 * row_warp * kRowBytes);
-            const int head = step.head + (row & ((1 << p.head_shift) - 1));
+            const int head = step.head + (row & (p.heads() - 1));
             if (C::kSums && head != sink.head) {
                 sink.head = head;
                 sink.value = static_cast<float>(sa_load(args.fwd.s_aux, args.fwd.problem.s_aux_dtype, head));
@@ -186,9 +186,8 @@ __device__ __forceinline__ bool prepare_step(
                     __syncwarp();
                 }
                 if (flags & kHeadsEnd) {
-                    for (int distance = 16; distance >= 1 << p.head_shift; distance /= 2)
-                        terms += __shfl_xor_sync(0xffffffffu, terms, distance);
-                    if (lane < 1 << p.head_shift) sums[step.head_in_group + lane] += terms;
+                    for (int distance = 16; distance >= p.heads(); distance /= 2) terms += __shfl_xor_sync(0xffffffffu, terms, distance);
+                    if (lane < p.heads()) sums[step.head_in_group + lane] += terms;
                     terms = 0.0f;
                 }
             }
@@ -250,7 +249,7 @@ template <class C>
 __device__ __forceinline__ void write_dq(const float (&dq)[32], const Step &step, const sinkattn_bwd_args &args, const Problem &p) {
     const int thread = row_thread<C>(), row = warpgroup_row(thread, 0), column = 8 * (thread & 1) + 2 * (thread & 2);
     const bool odd = thread & 1;
-    const int first = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
+    const int first = row >> p.head_shift, head = row & (p.heads() - 1);
     auto *to = static_cast<uint16_t *>(args.dq.data) + sa_offset(&args.dq, step.batch, step.row + first, step.head + head) + column;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -303,7 +302,7 @@ __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args
         };
         // Blocks of 16 keys from the first that the first row sees to the last that the last row sees; dS of others is zero.
         const uint32_t token = warp_uniform_register(step.token), first = (2 * kKeys + token - p.max_distance) / 16,
-                       end = (2 * kKeys + token + (kRows >> p.head_shift) + 15) / 16;
+                       end = (2 * kKeys + token + p.tokens() + 15) / 16;
         if (count == 3 && end - first <= 9)
             dq_product<C, 9>(dq, smem, n, newest, min(first, 3), sink_ds, between);
         else if (count == 3)

@@ -293,7 +293,7 @@ template <class C> struct SinkTokens {
     __device__ __forceinline__ void close_sums(const Smem &smem, const Problem &p, uint32_t n) {
         const Step &step = smem.steps[n % kStages];
         if (!(step.flags & kHeadsEnd)) return;
-        const int lane = pinned(threadIdx.x % 32), warp = pinned(threadIdx.x / 32), heads = 1 << p.head_shift;
+        const int lane = pinned(threadIdx.x % 32), warp = pinned(threadIdx.x / 32), heads = p.heads();
         for (int distance = 16; distance > 0; distance /= 2)
             if (distance < 4 || distance >= 4 * heads) terms += __shfl_xor_sync(0xffffffffu, terms, distance);
         const int head = fragment_row(lane, 0);

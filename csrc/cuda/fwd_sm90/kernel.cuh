@@ -211,8 +211,8 @@ sinkattn_status launch(const sinkattn_fwd_args &args, typename C::Keys keys, con
     p.num_kv_heads = static_cast<unsigned>(problem.num_kv_heads);
     p.num_tiles = static_cast<unsigned>(num_tiles);
     p.num_items = static_cast<unsigned>(num_items);
-    p.by_kv_heads = sa_divisor_of(p.num_kv_heads);
-    p.by_batch = sa_divisor_of(static_cast<uint32_t>(sa_clamp(problem.batch, 1, INT32_MAX)));
+    p.by_kv_heads = divisor_of(p.num_kv_heads);
+    p.by_batch = divisor_of(problem.batch);
     p.copied_tokens = 64 % p.group ? 0 : 64 / p.group;
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     p.counter = nullptr;

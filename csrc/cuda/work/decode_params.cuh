@@ -6,10 +6,9 @@
 #include "core/layout.h"
 #include "core/split.h"
 #include "cuda/ptx/sm80.cuh"
+#include "cuda/work/items.cuh"
 
 namespace sa {
-
-inline sa_divisor divisor_of(int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); }
 
 // The tensors and the mask; not what depends on how rows are cut into streams.
 template <class Params> void set_cache(Params &params, const sinkattn_decode_args &args) {

@@ -15,6 +15,9 @@ namespace sa {
     constexpr int sa_##op##_##backend##_##arch##_tile_q = tile_q, sa_##op##_##backend##_##arch##_tile_k = tile_k;
 #include "core/variants.def"
 
+// 1 for 0: then there is nothing to divide.
+inline sa_divisor divisor_of(int64_t size) { return sa_divisor_of(static_cast<uint32_t>(sa_clamp(size, 1, INT32_MAX))); }
+
 // One item. Rows past cu_seqlens[batch] are one more sequence, without keys and without a sink: out 0, lse -inf.
 struct Work {
     sa_sequence sequence;
