@@ -3,12 +3,11 @@
 // What the tests of csrc/cuda/ptx share: memory that host and device see, a verdict, and exact small numbers.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "core/numerics.h"
 #include "cuda/ptx/sm80.cuh"
 
 extern int failures;
@@ -27,8 +26,13 @@ template <class T> T *new_array(size_t length) {
     return array;
 }
 
-inline uint16_t bits_of(sa::Bf16, float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
-inline uint16_t bits_of(sa::Fp16, float x) { return __half_as_ushort(__float2half_rn(x)); }
+inline uint16_t bits_of(sinkattn_dtype dtype, float x) {
+    uint16_t bits;
+    sa_store(&bits, dtype, 0, x);
+    return bits;
+}
+inline uint16_t bits_of(sa::Bf16, float x) { return bits_of(SINKATTN_BF16, x); }
+inline uint16_t bits_of(sa::Fp16, float x) { return bits_of(SINKATTN_FP16, x); }
 
 // Small integers, whose products and sums are exact in every format, and differ from neighbours.
 inline float small(int row, int column) { return (row * 7 + column * 5) % 11 - 5; }

@@ -210,6 +210,37 @@ static bool shuffles_are_right() {
     return right;
 }
 
+// found: maxima taken and not taken, and two sums, of eight numbers in four chains. halves: 0 * (1, infinity) + 2 and 0 * (NaN, 1) + 2.
+template <class Element> __global__ void chains(const float *numbers, float *found, uint32_t *halves) {
+    float top[4] = {1, 1, 1, 1}, kept[4] = {1, 1, 1, 1}, a[4] = {}, b[4] = {}, x[8], y[8];
+    for (int i = 0; i < 8; i++) x[i] = numbers[i], y[i] = 3 * x[i];
+    const bool yes = __all_sync(0xffffffffu, thread_again() == threadIdx.x);
+    max_if(yes, top, x);
+    max_if(!yes, kept, x);
+    add_to_either(!yes, a, b, x);
+    add_to_either(yes, a, b, y);
+    for (int i = 0; i < 4 && threadIdx.x == 0; i++) found[i] = top[i], found[4 + i] = kept[i], found[8 + i] = a[i], found[12 + i] = b[i];
+    const uint32_t two = pack_halves<Element>(2, 2);
+    halves[0] = add_times_zero<Element>(two, pack_halves<Element>(1, INFINITY));
+    halves[1] = add_times_zero<Element>(two, pack_halves<Element>(NAN, 1));
+}
+
+template <class Element> static bool chains_are_right() {
+    auto *numbers = new_array<float>(8), *found = new_array<float>(16);
+    auto *halves = new_array<uint32_t>(2);
+    for (int i = 0; i < 8; i++) numbers[i] = small(i, 3);
+    chains<Element><<<1, 32>>>(numbers, found, halves);
+    cudaDeviceSynchronize();
+    const uint32_t two = bits_of(Element(), 2), exponent = kExponent<Element>;
+    bool right = (halves[0] & 0xffff) == two && (halves[0] >> 16 & 0x7fff) > exponent && halves[1] >> 16 == two &&
+                 (halves[1] & 0x7fff) > exponent;
+    for (int i = 0; i < 4; i++) {
+        const float x = small(i, 3), y = small(i + 4, 3);
+        right &= found[i] == fmaxf(1, fmaxf(x, y)) && found[4 + i] == 1 && found[8 + i] == x + y && found[12 + i] == 3 * (x + y);
+    }
+    return right;
+}
+
 // Every block writes a number, then counts itself; the last one reads what all others wrote.
 __global__ void arrivals(int32_t *written, unsigned long long *counter, int *order, int32_t *sum) {
     __shared__ unsigned long long before;
@@ -277,6 +308,8 @@ void test_sm80() {
     check("pack_halves, widen, bf16", roundings_are_right<Bf16>());
     check("pack_halves, widen, fp16", roundings_are_right<Fp16>());
     check("exp2, reciprocal, dot", numbers_are_right());
+    check("chains, 0 * x, bf16", chains_are_right<Bf16>());
+    check("chains, 0 * x, fp16", chains_are_right<Fp16>());
     check("quad_sum, _max, _transpose", shuffles_are_right());
     check("add_acquire_release", arrivals_are_right());
     check("wait_for_previous_kernel", early_starts_are_right());

@@ -40,13 +40,6 @@ template <class C> struct Tile {
     __device__ __forceinline__ int cut() const { return C::kRegionSteps - step % C::kRegionSteps; }
 };
 
-// threadIdx.x, read again: no register is free to keep it.
-__device__ __forceinline__ unsigned thread_again() {
-    unsigned thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
-
 // The i-th of the thread's two rows of an accumulator: its token and head in the tile.
 struct ThreadRow {
     int token, head;
@@ -103,34 +96,6 @@ template <int kStep, int kEnd, int kFrom, int kLength> __device__ __forceinline_
             if (element_column(i) >= seen.end[element_row(i)]) s[i - 8 * kFrom] = -INFINITY;
         mask_end<kStep - 1, kEnd, kFrom>(s, seen);
     }
-}
-
-// Maxima and sums run in four chains: element i of a step belongs to chain i % 4, of the thread's row i / 2 % 2. Which region has a step
-// is the same for the whole warp; ptxas makes branches of such conditions, so these instructions are predicated explicitly.
-__device__ __forceinline__ void max_if(bool condition, float (&top)[4], const float *s) {
-    asm("{\n"
-        ".reg .pred p;\n"
-        "setp.ne.u32 p, %12, 0;\n"
-        "@p max.f32 %0, %0, %4;\n@p max.f32 %1, %1, %5;\n@p max.f32 %2, %2, %6;\n@p max.f32 %3, %3, %7;\n"
-        "@p max.f32 %0, %0, %8;\n@p max.f32 %1, %1, %9;\n@p max.f32 %2, %2, %10;\n@p max.f32 %3, %3, %11;\n"
-        "}"
-            : "+f"(top[0]), "+f"(top[1]), "+f"(top[2]), "+f"(top[3])
-            : "f"(s[0]), "f"(s[1]), "f"(s[2]), "f"(s[3]), "f"(s[4]), "f"(s[5]), "f"(s[6]), "f"(s[7]),
-            "r"(static_cast<uint32_t>(condition)));
-}
-
-// Adds a step's weights to the sums of one region or of the next.
-__device__ __forceinline__ void add_to_either(bool second, float (&a)[4], float (&b)[4], const float (&x)[8]) {
-    asm("{\n"
-        ".reg .pred p;\n"
-        "setp.ne.u32 p, %16, 0;\n"
-        "@p add.rn.f32 %4, %4, %8;\n@p add.rn.f32 %5, %5, %9;\n@p add.rn.f32 %6, %6, %10;\n@p add.rn.f32 %7, %7, %11;\n"
-        "@!p add.rn.f32 %0, %0, %8;\n@!p add.rn.f32 %1, %1, %9;\n@!p add.rn.f32 %2, %2, %10;\n@!p add.rn.f32 %3, %3, %11;\n"
-        "@p add.rn.f32 %4, %4, %12;\n@p add.rn.f32 %5, %5, %13;\n@p add.rn.f32 %6, %6, %14;\n@p add.rn.f32 %7, %7, %15;\n"
-        "@!p add.rn.f32 %0, %0, %12;\n@!p add.rn.f32 %1, %1, %13;\n@!p add.rn.f32 %2, %2, %14;\n@!p add.rn.f32 %3, %3, %15;\n"
-        "}"
-            : "+f"(a[0]), "+f"(a[1]), "+f"(a[2]), "+f"(a[3]), "+f"(b[0]), "+f"(b[1]), "+f"(b[2]), "+f"(b[3])
-            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]), "r"(static_cast<uint32_t>(second)));
 }
 
 // Maxima of the thread's rows over the first region, up to step `cut`, in log2 units.

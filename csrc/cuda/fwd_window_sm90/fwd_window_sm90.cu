@@ -40,9 +40,7 @@ struct ThreadRow {
     int row, token, head;
 
     __device__ __forceinline__ ThreadRow(const Problem &p, int i) {
-        unsigned thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); // read again at each use: no register is free to keep it
-        thread %= 128;
+        const unsigned thread = thread_again() % 128;
         row = warpgroup_row(thread, i);
         token = row >> p.group_log2;
         head = row & (p.group - 1);

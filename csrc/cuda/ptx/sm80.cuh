@@ -86,6 +86,13 @@ template <class T> __device__ __forceinline__ const T *pinned(const T *x) {
     return x;
 }
 
+// threadIdx.x, read again, for where no register is free to keep it.
+__device__ __forceinline__ unsigned thread_again() {
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -174,6 +181,44 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// x * 0 + sum, by halves: NaN once x is NaN or infinite.
+template <class Element> __device__ __forceinline__ uint32_t add_times_zero(uint32_t sum, uint32_t x);
+template <> __device__ __forceinline__ uint32_t add_times_zero<Bf16>(uint32_t sum, uint32_t x) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+    return sum;
+}
+template <> __device__ __forceinline__ uint32_t add_times_zero<Fp16>(uint32_t sum, uint32_t x) {
+    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+    return sum;
+}
+
+// top[i % 4] = max(top[i % 4], s[i]) for eight numbers, if the condition holds. Predicated: all lanes share it, so ptxas would branch.
+__device__ __forceinline__ void max_if(bool condition, float (&top)[4], const float *s) {
+    asm("{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %12, 0;\n"
+        "@p max.f32 %0, %0, %4;\n@p max.f32 %1, %1, %5;\n@p max.f32 %2, %2, %6;\n@p max.f32 %3, %3, %7;\n"
+        "@p max.f32 %0, %0, %8;\n@p max.f32 %1, %1, %9;\n@p max.f32 %2, %2, %10;\n@p max.f32 %3, %3, %11;\n"
+        "}"
+            : "+f"(top[0]), "+f"(top[1]), "+f"(top[2]), "+f"(top[3])
+            : "f"(s[0]), "f"(s[1]), "f"(s[2]), "f"(s[3]), "f"(s[4]), "f"(s[5]), "f"(s[6]), "f"(s[7]),
+            "r"(static_cast<uint32_t>(condition)));
+}
+
+// b[i % 4] += x[i] if `second`, else a[i % 4] += x[i]; in the same way.
+__device__ __forceinline__ void add_to_either(bool second, float (&a)[4], float (&b)[4], const float (&x)[8]) {
+    asm("{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %16, 0;\n"
+        "@p add.rn.f32 %4, %4, %8;\n@p add.rn.f32 %5, %5, %9;\n@p add.rn.f32 %6, %6, %10;\n@p add.rn.f32 %7, %7, %11;\n"
+        "@!p add.rn.f32 %0, %0, %8;\n@!p add.rn.f32 %1, %1, %9;\n@!p add.rn.f32 %2, %2, %10;\n@!p add.rn.f32 %3, %3, %11;\n"
+        "@p add.rn.f32 %4, %4, %12;\n@p add.rn.f32 %5, %5, %13;\n@p add.rn.f32 %6, %6, %14;\n@p add.rn.f32 %7, %7, %15;\n"
+        "@!p add.rn.f32 %0, %0, %12;\n@!p add.rn.f32 %1, %1, %13;\n@!p add.rn.f32 %2, %2, %14;\n@!p add.rn.f32 %3, %3, %15;\n"
+        "}"
+            : "+f"(a[0]), "+f"(a[1]), "+f"(a[2]), "+f"(a[3]), "+f"(b[0]), "+f"(b[1]), "+f"(b[2]), "+f"(b[3])
+            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]), "r"(static_cast<uint32_t>(second)));
 }
 
 // Sum or maximum over the four lanes that share the rows of an accumulator.

@@ -26,17 +26,6 @@ template <class Element> __device__ __forceinline__ uint32_t nonfinite_halves(ui
     return ((pair & kLow) == kLow ? pair & 0x0000ffffu : 0u) | ((pair & kHigh) == kHigh ? pair & 0xffff0000u : 0u);
 }
 
-// x * 0 + sum, by halves: NaN once x is NaN or infinite.
-template <class Element> __device__ __forceinline__ uint32_t add_times_zero(uint32_t sum, uint32_t x);
-template <> __device__ __forceinline__ uint32_t add_times_zero<Bf16>(uint32_t sum, uint32_t x) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
-    return sum;
-}
-template <> __device__ __forceinline__ uint32_t add_times_zero<Fp16>(uint32_t sum, uint32_t x) {
-    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
-    return sum;
-}
-
 // Whether any value in thread i's share of the 16-byte chunks, every kThreads-th of `bytes`, is not finite.
 template <class Element, int kThreads> __device__ __forceinline__ bool any_nonfinite(const unsigned char *values, int bytes, int i) {
     uint32_t sum[4] = {};
