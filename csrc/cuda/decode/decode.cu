@@ -327,7 +327,7 @@ sinkattn_status launch_width(const sinkattn_decode_args &args, const sinkattn_pl
         if (has_one_part && streams > 4 * plan.workers) return launch<Config<Element, Sizes, 1, kExtras, kTile>>(args, plan, context);
     } else if constexpr (Sizes::kHeadDimV == 128) {
         // Half as many partials are worth more than a second block a multiprocessor where they have many rows.
-        const bool is_alone = is_free && problem.batch == 1 && streams <= sa_min(kTileQ, sa_kv_head_rows(&problem));
+        const bool is_alone = is_free && problem.batch == 1 && streams <= sa_min(plan.workers, sa_min(kTileQ, sa_kv_head_rows(&problem)));
         if (is_alone || (has_one_part && 2 * streams <= plan.workers))
             return launch<Config<Element, Sizes, 8, kExtras, kTile>>(args, plan, context);
         if (has_one_part && streams > 4 * plan.workers) return launch<Config<Element, Sizes, 1, kExtras, kTile>>(args, plan, context);
