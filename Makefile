@@ -81,7 +81,7 @@ $(BUILD)/csrc/cpu/cpu_neon_bf16.c.o: ROW_FLAGS := -march=armv8.2-a+bf16
 endif
 $(BUILD)/csrc/cpu/%.c.o: C_FLAGS += -ffp-contract=fast
 
-.PHONY: lib install binding package wheel wheel-headers test-wheel try-wheel show-torches ext ext-test ext-docs ext-demo test test-c test-aarch64 test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
+.PHONY: lib install binding package wheel wheel-headers test-wheel try-wheel show-torches ext ext-test ext-docs ext-demo test test-c test-emulated test-aarch64 test-sanitize test-asan test-tsan test-py test-newest test-vllm vllm-env test-gpu test-gpu-sanitize check-spills fuzz demo docs lint lint-python lint-c format clean FORCE
 
 lib: $(ARCHIVE) $(BUILD)/link_libs
 
@@ -208,6 +208,19 @@ test-tsan:
 # Under qemu, two minutes of one core; Debian has both in gcc-aarch64-linux-gnu and qemu-user.
 test-aarch64:
 	$(MAKE) test-c BUILD=build/aarch64 NVCC= CC=aarch64-linux-gnu-gcc RUN='qemu-aarch64 -L /usr/aarch64-linux-gnu'
+
+# The CUDA half without a GPU: tests/emulator compiles it as C++ and schedules its threads, on x86-64.
+EMULATOR := tests/emulator/nvcc
+ifeq ($(NVCC),$(EMULATOR))
+$(filter %.cu.o,$(OBJECTS)) $(DEVICE_TESTS:%=$(BUILD)/%.o): $(EMULATOR)
+$(BUILD)/test_c $(BUILD)/test_device: build/emulator/libcudart_static.a
+endif
+
+test-emulated:
+	$(EMULATOR) --dryrun
+	$(MAKE) build/emulated/test_device build/emulated/test_c BUILD=build/emulated NVCC=$(EMULATOR) CCACHE=
+	build/emulated/test_device
+	build/emulated/test_c 1 cuda_k
 
 # What ptxas says of each kernel; compiled apart, so that the build stays quiet.
 
@@ -378,7 +391,7 @@ demo: ext-demo
 docs: ext-docs
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/docs
 
-C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/cuda/*.cu tests/cuda/*.cuh tests/fuzz/*.c examples/*.c)
+C_FILES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cuh csrc/*/*/*.cu tests/c/*.c tests/c/*.h tests/cuda/*.cu tests/cuda/*.cuh tests/emulator/*.h tests/emulator/*.cpp tests/fuzz/*.c examples/*.c)
 TOOLS := $(if $(PYTHON),$(dir $(shell command -v $(PYTHON))),.venv/bin/)
 
 lint: lint-python lint-c

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.mutations import C_SUITE, MUTATIONS
+from tools.mutations import C_SUITE, CUDA_TEST, MUTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,10 +25,17 @@ def build(scratch: Path) -> None:
 
 def c_passes(scratch: Path, test: str) -> bool:
     """Whether a test of the C suite passes; the suite fails where no test has the name."""
-    made = subprocess.run(["make", "build/native/test_c"], cwd=scratch, capture_output=True, text=True)
+    emulates = f"{C_SUITE}{test}" == CUDA_TEST
+    folder = "build/emulated" if emulates else "build/native"
+    command = ["make", "-j2", f"{folder}/test_c", f"BUILD={folder}"]
+    command += ["NVCC=tests/emulator/nvcc", "CCACHE="] if emulates else []
+    made = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
     if made.returncode:
         raise SystemExit(f"the C suite does not build:\n{made.stderr[-3000:]}")
-    done = subprocess.run(["build/native/test_c", "1", test], cwd=scratch, capture_output=True, text=True)
+    try:
+        done = subprocess.run([f"{folder}/test_c", "1", test], cwd=scratch, capture_output=True, text=True, timeout=900)
+    except subprocess.TimeoutExpired:
+        return False
     if done.stdout.endswith("0 passed, 0 failed\n"):
         raise SystemExit(f"the C suite has no test {test!r}")
     return done.returncode == 0

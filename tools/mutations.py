@@ -8,6 +8,7 @@ HF, VERL, OPS = "sinkattn/hf.py", "sinkattn/verl_patch.py", "sinkattn/ops.py"
 ROWS, MASK, NUMERICS, LAYOUT = "csrc/cpu/cpu_rows.h", "csrc/core/mask.h", "csrc/core/numerics.h", "csrc/core/layout.h"
 PLAN, TILE, CONVERT = "csrc/core/plan.c", "csrc/cpu/cpu_tile.h", "csrc/torch/convert.cpp"
 CHAINS, WORKSPACE = "csrc/core/chains.h", "csrc/core/workspace.c"
+CUDA_TEST = "test_c cuda_kernels"  # on the emulated device
 C_SUITE = "test_c "  # then a part of a test's name; faster, since no extension is built
 
 
@@ -193,4 +194,18 @@ MUTATIONS = [_planted(*row) for row in (
      "test_c key_without_weight"),
     ("out may be q", "csrc/core/validate_layout.c", "(a->written || b->written) && overlap",
      "(a->written && b->written) && overlap", "test_c malformed_calls"),
+    ("CUDA forward: V loaded over V in use", "csrc/cuda/fwd_sm90/kernel.cuh",
+     "            smem.v_empty.acquire(ring);\n", "", CUDA_TEST),
+    ("CUDA forward of sm_80: keys read before they arrive", "csrc/cuda/fwd_sm80/fwd_sm80.cu",
+     "cp_async_wait<0>(); // in flight: this tile's", "cp_async_wait<1>(); //", CUDA_TEST),
+    ("CUDA decode: a tile read before it arrives", "csrc/cuda/decode/decode.cu",
+     "cp_async_wait_upto(stages - 1); // of", "cp_async_wait_upto(stages); // of", CUDA_TEST),
+    ("CUDA decode: a block a stream, however few run", "csrc/cuda/decode/decode.cu",
+     "streams <= sa_min(plan.workers, sa_min(", "streams <= sa_min(INT32_MAX, sa_min(", CUDA_TEST),
+    ("CUDA backward: dS replaced while dQ reads it", "csrc/cuda/bwd_sm90/bwd_sm90.cu",
+     "        smem.ds_empty.acquire(ring);\n", "", CUDA_TEST),
+    ("CUDA windowed backward: dQ sent before it is staged", "csrc/cuda/bwd_window_sm90/rows.cuh",
+     "    bar_sync<128>(kRowBarrier);\n    return flags", "    return flags", CUDA_TEST),
+    ("CUDA windowed backward: S read before its product ends", "csrc/cuda/bwd_window_sm90/bwd_window_sm90.cu",
+     "wgmma_wait<0>();\n        pin(s);", "wgmma_wait<1>();\n        pin(s);", CUDA_TEST),
 )]  # fmt: skip

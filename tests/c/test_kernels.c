@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Every compiled CPU kernel that this machine runs, against the oracle in fp64, on random problems, for one to three workers.
+ * Every compiled CPU kernel that this machine runs, against the oracle in fp64, on random problems, for one to three workers; and every
+ * CUDA row, on the emulated device of tests/emulator.
  */
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
+#include "core/workspace.h"
 #include "sample.h"
 
 /* Workers, and who runs them: the calling thread alone, in reverse, or a thread each. */
@@ -84,4 +87,126 @@ static void test_backward_kernels(void) { check_op(SINKATTN_BWD, random_problem,
 static void test_long_backward_kernels(void) { check_op(SINKATTN_BWD, long_problem, 1); }
 static void test_decode_kernels(void) { check_op(SINKATTN_DECODE, random_problem, 18); }
 
-const test kernel_tests[] = {TEST(forward_kernels), TEST(backward_kernels), TEST(long_backward_kernels), TEST(decode_kernels), {0}};
+/* Wider, longer and under narrower windows than random_problem's, as CUDA rows ask for. */
+static sinkattn_problem device_problem(const sinkattn_variant_info *info) {
+    sinkattn_problem p = random_problem(info, one_in(3) ? SINKATTN_FP16 : SINKATTN_BF16);
+    const bool decodes = p.op == SINKATTN_DECODE;
+    if (one_in(2)) {
+        p.head_dim = info->max_head_dim;
+        p.head_dim_v = (int32_t)sa_min(p.head_dim, strstr(info->name, "_v128") ? 128 : SA_MAX_HEAD_DIM_V);
+    }
+    if (one_in(2)) p.q_len = pick(1, decodes && !p.packed ? 16 : 300);
+    if (one_in(3)) p.mask = (sinkattn_mask){true, true, one_in(2) ? 127 : pick(0, 300), 0, one_in(3) ? pick(1, 16) : 0};
+    if (!decodes && one_in(2)) p.k_len = p.q_len + pick(0, 1) * pick(0, 300);
+    if (p.page_size >= 16 && one_in(2)) p.k_len = p.page_size * sa_ceil_div(pick(1, 30000), p.page_size);
+    return p;
+}
+
+static double work_of(const sinkattn_problem *p) {
+    return (double)(p->batch * p->num_q_heads * p->q_len) * (double)(p->k_len * (p->head_dim + sa_head_dim_v(p)));
+}
+
+/* A problem of bounded work that row i serves, though the planner may know a faster row, and its plan; false if none is found. */
+static bool find_problem(int32_t i, sinkattn_device *device, sinkattn_problem *problem, sinkattn_plan *plan) {
+    static const int32_t multiprocessors[] = {1, 2, 3, 5, 8, 16};
+    const sa_variant *row = sa_variant_at(i);
+    device->arch = row->info.arch;
+    for (int tries = 0; tries < 60000; tries++) {
+        *problem = device_problem(&row->info);
+        if (work_of(problem) > (tries < 2000 ? 1e7 : 3e8)) continue;
+        device->workers = multiprocessors[pick(0, COUNT(multiprocessors) - 1)];
+        if (sinkattn_make_plan(problem, device, plan).code) continue;
+        if (plan->variant != i) {
+            plan->variant = i;
+            plan->num_splits = 1;
+            plan->num_items = sa_num_query_tiles(problem, &row->info);
+            plan->workspace_bytes = row->workspace_bytes(problem, plan);
+        }
+        if (!sa_validate_plan(problem, plan).code) return true;
+    }
+    return false;
+}
+
+/* Twice, each time with another order of threads. */
+static void check_on_device(const sinkattn_problem *problem, const sinkattn_plan *plan) {
+    const sinkattn_device oracle = oracle_device();
+    char what[640];
+    snprintf(what, sizeof what, "%s: %s", sinkattn_variant(plan->variant)->name, problem_text(problem));
+    sample s = sample_new(problem, false), wide = sample_widened(&s);
+    const sinkattn_status expected = sample_run(&wide, &oracle, NULL, NULL);
+    CHECK(expected.code == SINKATTN_OK, "%s: %s", expected.message, what);
+    uint64_t first = 0;
+    for (int run = 0; run < 2; run++) {
+        sample_reset(&s);
+        const sinkattn_status status = sample_run_planned(&s, plan, NULL);
+        CHECK(status.code == SINKATTN_OK, "%s: %s", status.message, what);
+        if (run == 0) first = sample_hash(&s);
+        CHECK(sample_hash(&s) == first, "the second run has other bits: %s", what);
+        sample_check(&s, &wide, what);
+    }
+    const sinkattn_status errors = sinkattn_check_errors(0);
+    CHECK(errors.code == SINKATTN_OK, "%s: %s", errors.message, what);
+    sample_free(&s);
+    sample_free(&wide);
+}
+
+static bool is_emulated(sinkattn_device *device) {
+    if (!sinkattn_query_cuda(0, device).code && strcmp(device->name, "emulated") == 0) return true;
+    skip("CUDA kernels are run here on the emulated device alone: make test-emulated");
+    return false;
+}
+
+static void check_causal(sinkattn_op op, int64_t batch, int64_t group, int64_t kv_heads, int64_t q_len, int64_t k_len, int64_t head_dim,
+        const sinkattn_device *device) {
+    const sinkattn_problem problem = {.op = op,
+            .dtype = SINKATTN_BF16,
+            .batch = batch,
+            .num_q_heads = group * kv_heads,
+            .num_kv_heads = kv_heads,
+            .head_dim = head_dim,
+            .q_len = q_len,
+            .k_len = k_len,
+            .mask = {.has_right = true}};
+    sinkattn_plan plan;
+    const sinkattn_status status = sinkattn_make_plan(&problem, device, &plan);
+    if (!CHECK(status.code == SINKATTN_OK, "%s: %s", status.message, problem_text(&problem))) return;
+    if (op == SINKATTN_BWD) {
+        const bool has_slices = sa_bwd_sm90_slices(&problem, sinkattn_variant(plan.variant)->tile_q) > 1,
+                   has_turns = sa_bwd_sm90_layout_of(&problem, &plan).parts == 0;
+        CHECK(has_slices || has_turns, "neither slices nor turns: %s", problem_text(&problem));
+    }
+    check_on_device(&problem, &plan);
+}
+
+/* What random problems seldom meet: a decode with more tiles of rows than multiprocessors; a backward that adds dQ in turns, and one that
+ * takes a GQA group in slices. */
+static void test_cuda_kernels_at_their_edges(void) {
+    sinkattn_device device;
+    if (!is_emulated(&device)) return;
+    for (int64_t head_dim = 64; head_dim <= 256; head_dim *= 2) {
+        device.workers = 16;
+        check_causal(SINKATTN_BWD, 17, 1, 2, 150, 150, head_dim, &device);
+        check_causal(SINKATTN_BWD, 1, 48, 1, 70, 70, head_dim, &device);
+        device.workers = 1;
+        check_causal(SINKATTN_DECODE, 1, 3, 2, 17, 341, head_dim, &device);
+    }
+    device.arch = 80;
+    check_causal(SINKATTN_DECODE, 1, 3, 2, 17, 341, 128, &device);
+}
+
+static void test_cuda_kernels(void) {
+    sinkattn_device device;
+    if (!is_emulated(&device)) return;
+    const sinkattn_variant_info *info;
+    for (int32_t i = 0; (info = sinkattn_variant(i)); i++)
+        for (int repeat = 0; repeat < 8 && info->backend == SINKATTN_CUDA; repeat++) {
+            sinkattn_problem problem;
+            sinkattn_plan plan;
+            if (!CHECK(find_problem(i, &device, &problem, &plan), "%s: no problem is found for it", info->name)) break;
+            check_on_device(&problem, &plan);
+            if (work_of(&problem) > 1e7) break; /* one is enough where they are so large */
+        }
+}
+
+const test kernel_tests[] = {TEST(forward_kernels), TEST(backward_kernels), TEST(long_backward_kernels), TEST(decode_kernels),
+        TEST(cuda_kernels_at_their_edges), TEST(cuda_kernels), {0}};
