@@ -34,20 +34,35 @@ static void check_worker_counts(sample *s, const sinkattn_variant_info *info, in
 
 typedef sinkattn_problem (*problem_maker)(const sinkattn_variant_info *info, sinkattn_dtype dtype);
 
+/* A sample, and what the oracle makes of it. */
+typedef struct judged {
+    sample s, wide;
+    char what[640];
+} judged;
+
+static judged judged_new(const sinkattn_problem *problem, int32_t variant) {
+    const sinkattn_device oracle = oracle_device();
+    judged j = {.s = sample_new(problem, false)};
+    j.wide = sample_widened(&j.s);
+    snprintf(j.what, sizeof j.what, "%s: %s", sinkattn_variant(variant)->name, problem_text(problem));
+    const sinkattn_status status = sample_run(&j.wide, &oracle, NULL, NULL);
+    CHECK(status.code == SINKATTN_OK, "%s: %s", status.message, j.what);
+    return j;
+}
+
+static void judged_free(judged *j) {
+    sample_free(&j->s);
+    sample_free(&j->wide);
+}
+
 static void check_variant(int32_t variant, sinkattn_dtype dtype, problem_maker make, int repeats) {
     const sinkattn_variant_info *info = sinkattn_variant(variant);
-    const sinkattn_device oracle = oracle_device();
     for (int i = 0; i < repeats; i++) {
         const sinkattn_problem problem = make(info, dtype);
-        char what[640];
-        snprintf(what, sizeof what, "%s on sample %d: %s", info->name, i, problem_text(&problem));
-        sample s = sample_new(&problem, false), wide = sample_widened(&s);
-        const sinkattn_status status = sample_run(&wide, &oracle, NULL, NULL);
-        CHECK(status.code == SINKATTN_OK, "%s: %s", status.message, what);
-        check_worker_counts(&s, info, variant, what);
-        sample_check(&s, &wide, what);
-        sample_free(&s);
-        sample_free(&wide);
+        judged j = judged_new(&problem, variant);
+        check_worker_counts(&j.s, info, variant, j.what);
+        sample_check(&j.s, &j.wide, j.what);
+        judged_free(&j);
     }
 }
 
@@ -129,25 +144,19 @@ static bool find_problem(int32_t i, sinkattn_device *device, sinkattn_problem *p
 
 /* Twice, each time with another order of threads. */
 static void check_on_device(const sinkattn_problem *problem, const sinkattn_plan *plan) {
-    const sinkattn_device oracle = oracle_device();
-    char what[640];
-    snprintf(what, sizeof what, "%s: %s", sinkattn_variant(plan->variant)->name, problem_text(problem));
-    sample s = sample_new(problem, false), wide = sample_widened(&s);
-    const sinkattn_status expected = sample_run(&wide, &oracle, NULL, NULL);
-    CHECK(expected.code == SINKATTN_OK, "%s: %s", expected.message, what);
+    judged j = judged_new(problem, plan->variant);
     uint64_t first = 0;
     for (int run = 0; run < 2; run++) {
-        sample_reset(&s);
-        const sinkattn_status status = sample_run_planned(&s, plan, NULL);
-        CHECK(status.code == SINKATTN_OK, "%s: %s", status.message, what);
-        if (run == 0) first = sample_hash(&s);
-        CHECK(sample_hash(&s) == first, "the second run has other bits: %s", what);
-        sample_check(&s, &wide, what);
+        sample_reset(&j.s);
+        const sinkattn_status status = sample_run_planned(&j.s, plan, NULL);
+        CHECK(status.code == SINKATTN_OK, "%s: %s", status.message, j.what);
+        if (run == 0) first = sample_hash(&j.s);
+        CHECK(sample_hash(&j.s) == first, "the second run has other bits: %s", j.what);
+        sample_check(&j.s, &j.wide, j.what);
     }
     const sinkattn_status errors = sinkattn_check_errors(0);
-    CHECK(errors.code == SINKATTN_OK, "%s: %s", errors.message, what);
-    sample_free(&s);
-    sample_free(&wide);
+    CHECK(errors.code == SINKATTN_OK, "%s: %s", errors.message, j.what);
+    judged_free(&j);
 }
 
 static bool is_emulated(sinkattn_device *device) {

@@ -82,7 +82,7 @@ inline cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSucce
 inline cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-    static const int values[] = {9, 0, 16, 228 * 1024, 227 * 1024, 1024};
+    static const int values[] = {9, 0, emulated::kMultiprocessors, emulated::kMostSharedBytes + 1024, emulated::kMostSharedBytes, 1024};
     return *value = values[attribute], cudaSuccess;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(
@@ -104,7 +104,7 @@ template <class T> cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, s
 template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
 template <class Kernel> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *to, Kernel) { return to->ptxVersion = 90, cudaSuccess; }
 template <class Kernel> cudaError_t cudaOccupancyMaxActiveClusters(int *count, Kernel, const cudaLaunchConfig_t *config) {
-    return *count = 16 / static_cast<int>(config->gridDim.x), cudaSuccess;
+    return *count = emulated::kMultiprocessors / static_cast<int>(config->gridDim.x), cudaSuccess;
 }
 
 namespace emulated {

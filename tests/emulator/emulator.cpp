@@ -22,14 +22,12 @@ Thread *current;
 
 namespace {
 
-constexpr unsigned kResidentBlocks = 16; // of the device's multiprocessors, one each
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr long kIdlePolls = 10000, kFutilePolls = 4000000; // in a row, while nothing else goes on
 
 // Blocks of a cluster, their memory and their threads' stacks, which serve one cluster after another.
 struct Residence {
-    std::vector<std::unique_ptr<Block>> owned;
-    std::vector<Block *> blocks;
+    Cluster blocks;
     Barrier barrier;
     std::vector<unsigned char *> shared;
     std::vector<char *> stacks;
@@ -39,7 +37,7 @@ std::vector<Residence> residences;
 void *launcher; // stack pointer of the thread that launches
 const Task *kernel;
 std::vector<Warp *> active; // with threads that need not wait
-// Operations in flight: copies to a block in no order, those in queues, products of warpgroups.
+// Operations in flight are copies to a block, which have no order, entries of queues, and products of warpgroups.
 struct Copy {
     Block *to;
     Task task;
@@ -172,11 +170,14 @@ void answer(Warp &warp) {
     warp.questions.clear();
 }
 
-void pass_on() {
+// The current thread stays at this place while others run.
+void pass_on(const char *place) {
     Thread *self = current;
+    self->waits_at = place;
     answer(*self->warp);
     void *next = choose_next();
     if (current != self) emulated_switch(&self->stack_pointer, next);
+    self->waits_at = nullptr;
 }
 
 void end_phase(Barrier &barrier) {
@@ -233,9 +234,7 @@ void begin_cluster(Residence &residence, unsigned first, unsigned cluster, unsig
     residence.barrier = {};
     for (unsigned rank = 0; rank < cluster; rank++) {
         if (residence.shared.size() == rank) residence.shared.push_back(static_cast<unsigned char *>(aligned_alloc(4096, kBlockBytes)));
-        residence.owned.push_back(std::make_unique<Block>());
-        Block &block = *residence.owned.back();
-        residence.blocks.push_back(&block);
+        Block &block = *residence.blocks.emplace_back(std::make_unique<Block>());
         const unsigned n = first + rank;
         block.index = {n % gridDim.x, n / gridDim.x % gridDim.y, n / gridDim.x / gridDim.y};
         block.alive = threads;
@@ -248,7 +247,6 @@ void begin_cluster(Residence &residence, unsigned first, unsigned cluster, unsig
         block.warps.resize((threads + 31) / 32);
         block.warpgroups.resize((threads + 127) / 128);
         for (unsigned w = 0; w < block.warps.size(); w++) {
-            block.warps[w].block = &block;
             block.warps[w].index = w;
             block.warps[w].warpgroup = &block.warpgroups[w / 4];
             block.warps[w].priority = random();
@@ -269,13 +267,12 @@ void begin_cluster(Residence &residence, unsigned first, unsigned cluster, unsig
 }
 
 void end_cluster(Residence &residence) {
-    for (Block *block : residence.blocks)
+    for (const auto &block : residence.blocks)
         for (Thread &thread : block->threads) end(thread.writes, -1);
     std::erase_if(queues, [](Queue *queue) { return !(queue->listed = !queue->entries.empty()); });
     std::erase_if(multiplying, [](Warpgroup *warpgroup) { return !(warpgroup->listed = !warpgroup->products.empty()); });
     favourite = nullptr;
     residence.blocks.clear();
-    residence.owned.clear();
 }
 
 // A word of an mbarrier.
@@ -299,9 +296,9 @@ void end_mbarrier_phase(uint64_t *barrier) {
 
 } // namespace
 
-unsigned alive_in(const std::vector<Block *> &cluster) {
+unsigned alive_in(const Cluster &cluster) {
     unsigned alive = 0;
-    for (const Block *block : cluster) alive += block->alive;
+    for (const auto &block : cluster) alive += block->alive;
     return alive;
 }
 
@@ -322,7 +319,7 @@ void fail(const char *format, ...) {
     puts("");
     std::map<std::string, int> places;
     for (const Residence &residence : residences)
-        for (const Block *block : residence.blocks)
+        for (const auto &block : residence.blocks)
             for (const Thread &thread : block->threads) {
                 if (!thread.waits_at) continue;
                 std::string place =
@@ -338,9 +335,7 @@ void fail(const char *format, ...) {
 
 void wait_in(Waiters &waiters, const char *place) {
     waiters.push_back(current);
-    current->waits_at = place;
-    pass_on();
-    current->waits_at = nullptr;
+    pass_on(place);
 }
 
 void wake(Waiters &waiters) {
@@ -354,9 +349,7 @@ void yield(const char *place) {
     if (polls > kFutilePolls) fail("nothing goes on but polls of %s", place);
     answer(*current->warp);
     make_runnable(current);
-    current->waits_at = place;
-    pass_on();
-    current->waits_at = nullptr;
+    pass_on(place);
 }
 
 void begin(Block &to, Task task) {
@@ -407,12 +400,12 @@ void end_products(int pending) {
             wait_in(warpgroup.waiters, "wgmma.wait_group");
 }
 
-bool arrive(Barrier &barrier, unsigned threads, bool waits, bool brings) {
+bool arrive(Barrier &barrier, unsigned threads, bool waits, bool predicate) {
     if (!barrier.count) barrier.threads = threads;
     if (barrier.threads != threads || barrier.count == threads)
         fail("%u threads are at a barrier of %u, and one for %u comes", barrier.count, barrier.threads, threads);
     bool &any = barrier.any[barrier.phase % 2];
-    any |= brings;
+    any |= predicate;
     if (++barrier.count == threads)
         end_phase(barrier);
     else if (waits)
@@ -443,10 +436,8 @@ bool barrier_is_over(const uint64_t *barrier, uint32_t parity) { return reinterp
 
 void barrier_wait(uint64_t *barrier, uint32_t parity) {
     current->mbarrier = barrier;
-    current->waits_at = "an mbarrier";
     current->warp->questions.push_back({current, barrier, parity});
-    pass_on();
-    current->waits_at = nullptr;
+    pass_on("an mbarrier");
     current->mbarrier = nullptr;
 }
 
@@ -468,7 +459,7 @@ Meeting &find_meeting(const char *instruction, uint32_t mask) {
 
 void launch(Index size, unsigned threads, unsigned shared_bytes, unsigned cluster, const Task &body) {
     const unsigned blocks = size.x * size.y * size.z;
-    if (!blocks || !threads || threads > 1024 || size.x % cluster || size.y > 65535 || size.z > 65535 || shared_bytes > 227 * 1024)
+    if (!blocks || !threads || threads > 1024 || size.x % cluster || size.y > 65535 || size.z > 65535 || shared_bytes > kMostSharedBytes)
         fail("a launch of %u x %u x %u blocks of %u threads and %u bytes, in clusters of %u", size.x, size.y, size.z, threads, shared_bytes,
                 cluster);
     gridDim = size;
@@ -477,7 +468,7 @@ void launch(Index size, unsigned threads, unsigned shared_bytes, unsigned cluste
     stickiness = std::array{0, 128, 230, 250}[random() % 4];
     eagerness = std::array{0, 5, 80, 256}[random() % 4];
     has_priorities = random() % 2;
-    const unsigned clusters = blocks / cluster, resident = std::min(clusters, std::max(kResidentBlocks / cluster, 1u));
+    const unsigned clusters = blocks / cluster, resident = std::min(clusters, std::max(kMultiprocessors / cluster, 1u));
     residences.resize(std::max<size_t>(residences.size(), resident));
     unsigned begun = 0, ended = 0;
     while (begun < resident) begin_cluster(residences[begun], begun * cluster, cluster, threads, shared_bytes), begun++;

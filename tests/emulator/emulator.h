@@ -46,7 +46,7 @@ struct Queue {
 // A barrier of threads: bar.sync, or a cluster's.
 struct Barrier {
     unsigned count = 0, threads = 0, phase = 0;
-    bool any[2] = {}; // whether a thread brought true to this phase, and to the one before
+    bool any[2] = {}; // whether the predicate was true in any thread: of this phase, and of the one before
     Waiters waiters;
 };
 
@@ -74,7 +74,6 @@ struct Meeting {
 };
 
 struct Warp {
-    struct Block *block;
     unsigned index;
     Warpgroup *warpgroup;
     uint64_t priority;
@@ -103,8 +102,14 @@ struct Thread {
     Queue copies, stores, writes;       // writes: of stores that have read shared memory
 };
 
+// The device: its multiprocessors, each with one block, and the shared memory that a block may have.
+constexpr int kMultiprocessors = 16, kMostSharedBytes = 227 * 1024;
+
 // A block's shared memory: what is dynamic and, behind it, what is static.
 constexpr unsigned kFirstByte = 4096, kStaticByte = 256 * 1024, kBlockBytes = 320 * 1024;
+
+struct Block;
+using Cluster = std::vector<std::unique_ptr<Block>>;
 
 struct Block {
     Index index;
@@ -117,7 +122,7 @@ struct Block {
     unsigned char *shared;
     unsigned dynamic_bytes, static_bytes = 0;
     std::map<const void *, void *> statics;
-    std::vector<Block *> *cluster;
+    Cluster *cluster;
     Barrier *cluster_barrier;
 };
 
@@ -133,7 +138,7 @@ void launch(Index grid, unsigned threads, unsigned shared_bytes, unsigned cluste
 
 void wait_in(Waiters &waiters, const char *place);
 void wake(Waiters &waiters);
-// Lets others go on, for a thread that polls.
+// A thread that polls calls this, so that other threads can run.
 void yield(const char *place);
 
 // Begins a copy to the block's shared memory.
@@ -149,8 +154,8 @@ void end_stores();
 void begin_product(const Operands &operands, Task rows);
 void end_products(int pending);
 
-// Arrives at a barrier of `threads` threads, waits there if `waits`, and returns whether any brought true.
-bool arrive(Barrier &barrier, unsigned threads, bool waits, bool brings);
+// Arrives at a barrier of `threads` threads, waits there if `waits`, and returns whether the predicate was true in any of them.
+bool arrive(Barrier &barrier, unsigned threads, bool waits, bool predicate);
 
 // mbarriers
 void barrier_init(uint64_t *barrier, uint32_t arrivals);
@@ -159,7 +164,7 @@ void barrier_complete(uint64_t *barrier, uint32_t bytes);
 bool barrier_is_over(const uint64_t *barrier, uint32_t parity);
 void barrier_wait(uint64_t *barrier, uint32_t parity);
 
-unsigned alive_in(const std::vector<Block *> &cluster); // threads that have not exited
+unsigned alive_in(const Cluster &cluster); // threads that have not exited
 
 // Shared memory: an address has the block's rank in its cluster above its low 24 bits.
 void *dynamic_shared();
@@ -170,7 +175,7 @@ Block &block_at(uint32_t address);
 
 Meeting &find_meeting(const char *instruction, uint32_t mask);
 
-// Runs op(arguments) once all lanes in the mask are here; each brings its argument.
+// The last lane of the mask to arrive calls op(arguments), with the argument of each lane.
 template <class Argument, class Op> void by_warp(const char *instruction, uint32_t mask, Argument &argument, const Op &op) {
     Meeting &meeting = find_meeting(instruction, mask);
     meeting.arguments[current->lane] = &argument;
@@ -185,11 +190,11 @@ template <class Argument, class Op> void by_warp(const char *instruction, uint32
 
 // The x of lane `source`, where there is such a lane.
 template <class T> T shuffle(const char *instruction, uint32_t mask, T x, int source) {
-    struct Brought {
+    struct Exchange {
         T from, to;
         int source;
-    } brought = {x, x, source};
-    by_warp(instruction, mask, brought, [=](Brought *const(&lanes)[32]) {
+    } exchange = {x, x, source};
+    by_warp(instruction, mask, exchange, [=](Exchange *const(&lanes)[32]) {
         for (int lane = 0; lane < 32; lane++) {
             if (!(mask >> lane & 1)) continue;
             const int from = lanes[lane]->source;
@@ -198,7 +203,7 @@ template <class T> T shuffle(const char *instruction, uint32_t mask, T x, int so
             lanes[lane]->to = lanes[from]->from;
         }
     });
-    return brought.to;
+    return exchange.to;
 }
 
 // The lanes' x, combined two at a time.

@@ -6,20 +6,18 @@ namespace emulated {
 
 namespace {
 
-constexpr int kRows = 16, kDepths = 16, kMostColumns = 256; // of a warp's part of a product
+constexpr int kRows = 16, kDepths = 16, kMostColumns = 256; // of a warp's rows of a product
 
 // A matrix in shared memory, by its descriptor: see operand() of cuda/ptx/sm90.cuh.
 struct Operand {
-    const unsigned char *shared;
-    unsigned dynamic_bytes;
+    const Block &block;
     uint32_t start, leading, step;
     unsigned swizzle; // 0: none; rows of 128, 64 and 32 bytes
     Along along;
 
     Operand(uint64_t descriptor, Along along)
-        : shared(current->block->shared), dynamic_bytes(current->block->dynamic_bytes), start((descriptor & 0x3fff) << 4),
-          leading((descriptor >> 16 & 0x3fff) << 4), step((descriptor >> 32 & 0x3fff) << 4),
-          swizzle(static_cast<unsigned>(descriptor >> 62)), along(along) {}
+        : block(*current->block), start((descriptor & 0x3fff) << 4), leading((descriptor >> 16 & 0x3fff) << 4),
+          step((descriptor >> 32 & 0x3fff) << 4), swizzle(static_cast<unsigned>(descriptor >> 62)), along(along) {}
 
     // Element x of M or N, k of K.
     uint16_t at(unsigned x, unsigned k) const {
@@ -34,9 +32,9 @@ struct Operand {
         else
             place += x / 8 * step + k / 8 * leading + x % 8 * 16 + k % 8 * 2;
         if (swizzle) place ^= (place >> 7 & (row_bytes / 16 - 1)) << 4;
-        if (place < kFirstByte || place + 2 > kFirstByte + dynamic_bytes) fail("wgmma reads %x, outside shared memory", place);
+        if (place < kFirstByte || place + 2 > kFirstByte + block.dynamic_bytes) fail("wgmma reads %x, outside shared memory", place);
         uint16_t half;
-        memcpy(&half, shared + place, sizeof half);
+        memcpy(&half, block.shared + place, sizeof half);
         return half;
     }
 };
@@ -50,8 +48,8 @@ uint16_t left_element(const uint32_t *const (&lanes)[32], int row, int k) {
     return lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> 16 * (k % 2);
 }
 
-// A warp's part of a product: 16 rows.
-struct Part {
+// A warp's rows of a product.
+struct WarpRows {
     float *d[32];
     int length;
     float a[kRows][kDepths];
@@ -207,17 +205,18 @@ void wgmma(float *d, int length, const uint32_t *registers, uint64_t a, Along a_
         bool accumulate;
     } operands = {d, registers, a, b, accumulate};
     by_warp("wgmma", ~0u, operands, [=](Operands *const(&lanes)[32]) {
-        Part part = {{}, length, {}, {a, a_rows}, {b, b_rows}, registers != nullptr, accumulate, is_bf16, current->warp->index % 4 * kRows};
+        WarpRows rows = {
+                {}, length, {}, {a, a_rows}, {b, b_rows}, registers != nullptr, accumulate, is_bf16, current->warp->index % 4 * kRows};
         const uint32_t *left[32];
         for (int lane = 0; lane < 32; lane++) {
             if (lanes[lane]->a != a || lanes[lane]->b != b || lanes[lane]->accumulate != accumulate)
                 fail("lanes of a warp multiply different operands");
-            part.d[lane] = lanes[lane]->d;
+            rows.d[lane] = lanes[lane]->d;
             left[lane] = lanes[lane]->registers;
         }
         for (int row = 0; registers && row < kRows; row++)
-            for (int k = 0; k < kDepths; k++) part.a[row][k] = float_of(left_element(left, row, k), is_bf16);
-        begin_product({a, b, static_cast<uint64_t>(length), accumulate}, part);
+            for (int k = 0; k < kDepths; k++) rows.a[row][k] = float_of(left_element(left, row, k), is_bf16);
+        begin_product({a, b, static_cast<uint64_t>(length), accumulate}, rows);
     });
 }
 

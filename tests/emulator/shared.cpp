@@ -19,7 +19,7 @@ void *static_shared(const void *key, unsigned bytes) {
 }
 
 uint32_t shared_address(const void *p) {
-    const std::vector<Block *> &cluster = *current->block->cluster;
+    const Cluster &cluster = *current->block->cluster;
     for (uint32_t rank = 0; rank < cluster.size(); rank++) {
         const ptrdiff_t at = static_cast<const unsigned char *>(p) - cluster[rank]->shared;
         if (at >= kFirstByte && at < kBlockBytes) return rank << 24 | static_cast<uint32_t>(at);
@@ -28,7 +28,7 @@ uint32_t shared_address(const void *p) {
 }
 
 Block &block_at(uint32_t address) {
-    const std::vector<Block *> &cluster = *current->block->cluster;
+    const Cluster &cluster = *current->block->cluster;
     if (address >> 24 >= cluster.size() || !cluster[address >> 24]->alive) fail("%x is in no block that runs", address);
     return *cluster[address >> 24];
 }
