@@ -206,6 +206,9 @@ MUTATIONS = [_planted(*row) for row in (
      "        smem.ds_empty.acquire(ring);\n", "", CUDA_TEST),
     ("CUDA windowed backward: dQ sent before it is staged", "csrc/cuda/bwd_window_sm90/rows.cuh",
      "    bar_sync<128>(kRowBarrier);\n    return flags", "    return flags", CUDA_TEST),
+    ("CUDA windowed backward: sink tokens' pairs read before all are staged",
+     "csrc/cuda/bwd_window_sm90/sink_tokens.cuh", "        bar_sync<128>(kRowBarrier);\n        return sees;",
+     "        return sees;", CUDA_TEST),
     ("CUDA windowed backward: S read before its product ends", "csrc/cuda/bwd_window_sm90/bwd_window_sm90.cu",
      "wgmma_wait<0>();\n        pin(s);", "wgmma_wait<1>();\n        pin(s);", CUDA_TEST),
 )]  # fmt: skip

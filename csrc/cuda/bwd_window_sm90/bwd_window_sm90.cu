@@ -323,7 +323,6 @@ __device__ __forceinline__ void compute_share(
             smem.step_empty[i].init(32 * kWarps);
         }
         for (int i = 0; i < 2; i++) smem.ds_full[i].init(32 * kWarps);
-        if constexpr (C::kSinkTokens > 0) smem.staged.init(kPreparers);
         barrier_init_fence();
         smem.nonfinite = 0;
         if (C::kSinkTokens) smem.any_bad_sinks = 0;

@@ -280,7 +280,6 @@ __device__ __forceinline__ bool add_dq(Smem &smem, const sinkattn_bwd_args &args
     bool meets_sinks = false;
     if constexpr (C::kSinkTokens > 0) {
         meets_sinks = sinks.begin_step(static_cast<SinkSmem &>(smem), args, p, n);
-        if (kBetween || meets_sinks) smem.staged.wait(Ring<1>{n});
         if (kBetween) sinks.read_pairs(sink_ds, smem, n);
         if (!kBetween && meets_sinks) {
             sinks.template end_step<0>(smem, p, n);

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Positional sink tokens in the windowed backward. Every row sees the sequence's first keys, so their dK and dV are sums over all rows. The
-// row warpgroup computes their pairs by mma.sync, beside dQ: warps 1 to 3 S, dP, P and dS of 16 rows each, warp 3 also those of the
-// producer's 16; then, with P and dS of all 64 rows from shared memory, a warp 16 columns of dK^T and dV^T, which it sums over the steps of
-// a tile of rows in registers. A tile's sums go to the workspace, and the second launch adds up those of a sequence. Tiles lie at multiples
-// of 64 positions, and the order in which they are added depends on their number alone: so no bit depends on where a share ends or what
-// else is in the batch.
+// row warpgroup computes their pairs by mma.sync, beside dQ: each warp finds S, dP, P and dS of 16 rows; then, with P and dS of all 64 rows
+// from shared memory, it sums 16 columns of dK^T and dV^T in registers, over the steps of a tile of rows. A tile's sums go to the
+// workspace, and the second launch adds up those of a sequence. Tiles lie at multiples of 64 positions, and the order in which they are
+// added depends on their number alone: so no bit depends on where a share ends or what else is in the batch.
 //
 // The math warpgroups skip pairs with sink tokens. Values of K and V that are not finite are zeroed here as they are loaded, in both
 // launches, and NaN put where a row sees them.
@@ -20,7 +19,6 @@ namespace sa::bwd_window_sm90 {
 
 constexpr int kPartial = SA_BWD_WINDOW_PARTIAL; // of one sink token: dK, then dV
 constexpr int kSlices = kThreads / 32;
-constexpr int kHelper = 3; // the row warp that prepares no rows: it computes the producer's pairs with sink tokens
 static_assert(kPartial == 2 * 64, "head_dim is at most 64");
 static_assert(kSinkKeys == 16, "two columns of accumulators, one k16 step");
 
@@ -152,24 +150,17 @@ template <class C> struct SinkTokens {
         for (int i = 0; i < 4; i++) gradients[i] = kBlocks == 2 ? x[i] : i < 2 ? x[i + 2] : 0;
     }
 
-    // S, dP, P and dS of step n, staged; the helper also computes the producer's rows. False if the rows see no sink token; then P and dS
-    // are zeros.
+    // S, dP, P and dS of step n, staged, by each warp for its 16 rows. False if the rows see no sink token; then P and dS are zeros.
     __device__ __forceinline__ bool begin_step(SinkSmem &smem, const sinkattn_bwd_args &args, const Problem &p, uint32_t n) {
-        const int stage = n % kStages;
+        const int stage = n % kStages, rows = pinned(threadIdx.x / 32), lane = pinned(threadIdx.x % 32);
         smem.step_ready.wait({n}); // lse, bias and token are another warp's
         const SinkStep &sink = smem.sink_steps[stage];
         if (sink.first_key >= 0) load(smem, args.fwd, smem.steps[stage], sink);
         const bool sees = __any_sync(0xffffffffu, sink.slot >= 0);
-        if (threadIdx.x < 32) return sees;
-#pragma unroll 1
-        for (int rows = pinned(threadIdx.x / 32) % kHelper;; rows = kHelper) {
-            uint32_t weights[4] = {}, gradients[4] = {};
-            const int lane = pinned(threadIdx.x % 32);
-            if (sees) find_pairs(weights, gradients, smem, p, stage, rows, lane);
-            stage_pairs(smem, n, weights, gradients, rows, lane);
-            if (rows == pinned(threadIdx.x / 32)) break;
-        }
-        smem.staged.arrive();
+        uint32_t weights[4] = {}, gradients[4] = {};
+        if (sees) find_pairs(weights, gradients, smem, p, stage, rows, lane);
+        stage_pairs(smem, n, weights, gradients, rows, lane);
+        bar_sync<128>(kRowBarrier);
         return sees;
     }
 

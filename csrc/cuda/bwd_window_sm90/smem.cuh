@@ -61,7 +61,6 @@ struct Smem {
     SinkStep sink_steps[kStages];
     uint32_t bad_sinks[kSinkKeys]; // not finite: bit 0 for K, bit 1 for V
     int any_bad_sinks;
-    Barrier staged; // P and dS of a step's pairs with sink tokens are in shared memory
 };
 
 struct SinkSmem : Smem {
