@@ -211,13 +211,21 @@ test-aarch64:
 
 # The CUDA half without a GPU: tests/emulator compiles it as C++ and schedules its threads, on x86-64.
 EMULATOR := tests/emulator/nvcc
-ifeq ($(NVCC),$(EMULATOR))
+EMULATOR_LIBRARY := build/emulator/libcudart_static.a
+ifeq ($(abspath $(NVCC)),$(abspath $(EMULATOR)))
 $(filter %.cu.o,$(OBJECTS)) $(DEVICE_TESTS:%=$(BUILD)/%.o): $(EMULATOR)
-$(BUILD)/test_c $(BUILD)/test_device: build/emulator/libcudart_static.a
+lib $(SHARED) $(BUILD)/test_c $(BUILD)/attention $(BUILD)/test_device: $(EMULATOR_LIBRARY)
 endif
 
+build/emulator/%.o: tests/emulator/%.cpp $(wildcard tests/emulator/*.h)
+	@mkdir -p $(@D)
+	$(call say,CXX,$<) $(CXX) -std=c++20 -fno-strict-aliasing -O3 -fPIC -Wall -Wextra $(WERROR) -c $< -o $@
+
+$(EMULATOR_LIBRARY): $(patsubst tests/emulator/%.cpp,build/emulator/%.o,$(wildcard tests/emulator/*.cpp))
+	@rm -f $@
+	$(call say,AR,$@) $(AR) rcs $@ $^
+
 test-emulated:
-	$(EMULATOR) --dryrun
 	$(MAKE) build/emulated/test_device build/emulated/test_c BUILD=build/emulated NVCC=$(EMULATOR) CCACHE=
 	build/emulated/test_device
 	build/emulated/test_c 1 cuda_k
