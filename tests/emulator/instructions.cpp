@@ -43,6 +43,15 @@ struct Operand {
 int row_of(int lane, int i) { return lane / 4 + 8 * (i / 2 % 2); }
 int column_of(int lane, int i) { return 8 * (i / 4) + 2 * (lane % 4) + i % 2; }
 
+// Where half i of a lane's register lies in an 8 x 8 matrix, or in its transpose.
+struct Place {
+    int row, column;
+};
+Place place_of(int lane, int i, bool transposed) {
+    const int outer = lane / 4, inner = lane % 4 * 2 + i;
+    return transposed ? Place{inner, outer} : Place{outer, inner};
+}
+
 // Which lane holds element [row][k] of the left side of 16 x 16, and in which register and half of it.
 uint16_t left_element(const uint32_t *const (&lanes)[32], int row, int k) {
     return lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> 16 * (k % 2);
@@ -140,7 +149,7 @@ void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
             for (int lane = 0; lane < 32; lane++) {
                 uint16_t pair[2];
                 for (int i = 0; i < 2; i++) {
-                    const int row = transposed ? lane % 4 * 2 + i : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + i;
+                    const auto [row, column] = place_of(lane, i, transposed);
                     memcpy(&pair[i], lanes[8 * m + row]->row + 2 * column, 2);
                 }
                 lanes[lane]->r[m] = pair[0] | pair[1] << 16;
@@ -157,7 +166,7 @@ void stmatrix(uint32_t address, const uint32_t (&r)[4], bool transposed) {
         for (int m = 0; m < 4; m++)
             for (int lane = 0; lane < 32; lane++)
                 for (int i = 0; i < 2; i++) {
-                    const int row = transposed ? lane % 4 * 2 + i : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + i;
+                    const auto [row, column] = place_of(lane, i, transposed);
                     const auto half = static_cast<uint16_t>(lanes[lane]->r[m] >> 16 * i);
                     memcpy(lanes[8 * m + row]->row + 2 * column, &half, 2);
                 }
@@ -169,7 +178,7 @@ uint32_t movmatrix(uint32_t x) {
     by_warp("movmatrix", ~0u, both, [](auto &lanes) {
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 2; i++) {
-                const int row = lane % 4 * 2 + i, column = lane / 4;
+                const auto [row, column] = place_of(lane, i, true);
                 (*lanes[lane])[1] |= ((*lanes[row * 4 + column / 2])[0] >> 16 * (column % 2) & 0xffff) << 16 * i;
             }
     });
@@ -230,8 +239,8 @@ uint32_t box_bytes(const CUtensorMap &map) { return 2 * map.box[0] * map.box[1] 
 void tensor_load(unsigned char *to, const CUtensorMap &map, uint64_t *barrier, const int (&at)[4]) {
     const uint32_t address = shared_address(to), start = address & 0xffffff;
     shared_at(address, box_bytes(map), 128);
-    begin(block_at(address), [map, barrier, start, shared = to - start, x = at[0], y = at[1], z = at[2], w = at[3]] {
-        for_chunks(map, {x, y, z, w}, [&](uint32_t offset, const unsigned char *from) {
+    begin(block_at(address), [map, barrier, start, shared = to - start, at] {
+        for_chunks(map, at, [&](uint32_t offset, const unsigned char *from) {
             unsigned char *chunk = shared + swizzled(start + offset);
             if (from)
                 memcpy(chunk, from, 16);
@@ -245,11 +254,11 @@ void tensor_load(unsigned char *to, const CUtensorMap &map, uint64_t *barrier, c
 void tensor_store(const CUtensorMap &map, const void *from, const int (&at)[4]) {
     const uint32_t address = shared_address(from), start = address & 0xffffff;
     const unsigned char *shared = shared_at(address, box_bytes(map), 128) - start;
-    begin_store([map, start, shared, x = at[0], y = at[1], z = at[2], w = at[3]]() -> Task {
+    begin_store([map, start, shared, at]() -> Task {
         std::vector<unsigned char> data(box_bytes(map));
         for (uint32_t offset = 0; offset < data.size(); offset += 16) memcpy(&data[offset], shared + swizzled(start + offset), 16);
-        return [map, x, y, z, w, data = std::move(data)] {
-            for_chunks(map, {x, y, z, w}, [&](uint32_t offset, unsigned char *to) {
+        return [map, at, data = std::move(data)] {
+            for_chunks(map, at, [&](uint32_t offset, unsigned char *to) {
                 if (to) memcpy(to, &data[offset], 16);
             });
         };
