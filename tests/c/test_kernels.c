@@ -126,7 +126,7 @@ static bool find_problem(int32_t i, sinkattn_device *device, sinkattn_problem *p
     static const int32_t multiprocessors[] = {1, 2, 3, 5, 8, 16};
     const sa_variant *row = sa_variant_at(i);
     device->arch = row->info.arch;
-    for (int tries = 0; tries < 60000; tries++) {
+    for (int tries = 0; tries < 300000; tries++) {
         *problem = device_problem(&row->info);
         if (work_of(problem) > (tries < 2000 ? 1e7 : 3e8)) continue;
         device->workers = multiprocessors[pick(0, COUNT(multiprocessors) - 1)];
