@@ -10,9 +10,9 @@
  * and the mask alone, so a sequence has the same bits in every batch. Where items or slots are few, a chain is a round; else it is all
  * rounds, and the item adds them.
  *
- * Under a window, in a sequence longer than two spans, a chain is all rows of a kv head, and its slots follow its rows, unless blocks are
- * so few that they have rounds. Key blocks with positional sink tokens are seen by all rows, so they alone have rounds there, an item each,
- * earlier rows first:
+ * Under a window, in a sequence longer than two spans, a chain is all rows of a kv head, and its slots follow its rows, unless it is short
+ * or blocks are so few that rounds are items (sa_window_round). Key blocks with positional sink tokens are seen by all rows, so they alone
+ * have rounds there, an item each, earlier rows first:
  *
  *     round 0, round 1 | block 1 | round 2 | block 2 | block 3 | round 3 | ...
  *
@@ -40,9 +40,9 @@ enum {
     SA_MOST_OF_BLOCK = 32, /* of a block of 64 KiB of dK and dV */
     SA_ITEM_ENDS = 4,      /* what an item takes beside its tiles, in tiles */
     SA_PARTS_BLOCKS = 32,  /* fewer blocks of all kv heads may leave dQ apart */
-    SA_WINDOW_ROUND = 8,
-    SA_WINDOW_LONG_ROUND = 32,
-    SA_WINDOW_PARTS = 8, /* longer ones have at most such a part of what sees a block */
+    SA_WINDOW_ROUND = 8,   /* least tiles of a round under a window */
+    SA_WINDOW_ENDS = 7,    /* what an item of such rounds takes beside its tiles, in tiles */
+    SA_WINDOW_SPANS = 8,   /* longer sequences, in spans, have their heads one after another */
     SA_APART_ROUNDS = 3,
     SA_APART_PLACES = 2048, /* at most, for dK and dV left apart */
     SA_SIDE_CHAINS = 66,    /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
@@ -73,7 +73,7 @@ typedef struct sa_chains {
     int32_t blocks;              /* key blocks of a head */
     int32_t blind, tiles;        /* row tiles before the first row that sees a key; all row tiles of a head */
     int32_t rounds, round_tiles; /* the last round may be shorter */
-    bool is_local;               /* room's, longer than two spans, and of many blocks: a chain's slots follow its rows */
+    bool is_local;               /* under a window: a chain's slots follow its rows */
     bool is_long;                /* rounds because slots are few: heads one after another */
     bool split;                  /* a chain is a round, not all of them */
     int32_t heads;               /* of all copies */
@@ -198,15 +198,27 @@ SA_HD int32_t sa_rounds_of(const sa_band *band, sa_position_t tokens, sa_positio
     return blocks >= SA_MANY_BLOCKS || tiles < 2 * SA_HALF_ROUND ? 1 : tiles < 4 * SA_HALF_ROUND ? 2 : 3;
 }
 
-/* Tiles of a round under a window, of so many blocks in all heads, each seen by `span` tiles: what each of SA_H200_SMS multiprocessors
- * gets, within limits. 0 where whole blocks take at most a ninth longer: rounds take about `each`, a quarter of one and 3 tiles, but no
- * less than one; of whole blocks a multiprocessor gets so many, with 2 tiles for the ends of each. */
-SA_HD int32_t sa_window_round(int32_t blocks, int32_t span) {
-    const int32_t each = (blocks * span + SA_H200_SMS - 1) / SA_H200_SMS,
-                  most = (int32_t)sa_last(SA_WINDOW_LONG_ROUND, (span + SA_WINDOW_PARTS - 1) / SA_WINDOW_PARTS),
-                  tiles = (int32_t)sa_within(each, SA_WINDOW_ROUND, most), whole = (blocks + SA_H200_SMS - 1) / SA_H200_SMS * (span + 2),
-                  cut = (int32_t)sa_last(each + tiles / 4, tiles) + 3;
-    return 10 * cut <= 9 * whole ? tiles : 0;
+/* Tiles of a round under a window, of `blocks` key blocks in all heads that `seeing` row tiles see: those that each of SA_H200_SMS
+ * multiprocessors gets, or half as many, where such rounds are expected to take less time than whole blocks. For whole blocks `seeing`, if
+ * heads are side by side, or 0, if one comes after another. Time is counted in tiles, over all multiprocessors: the longest items' waves,
+ * or all tiles, SA_WINDOW_ENDS an item and a quarter of the longest item. `ramp` blocks are seen by the last rows, by half a span in the
+ * mean, and fill the last wave. */
+SA_HD int32_t sa_window_round(const sa_chain_room *room, int32_t blocks, int32_t seeing, sa_position_t tokens, sa_position_t keys) {
+    const int32_t span = room->span, sms = SA_H200_SMS;
+    const int64_t ramp = (int64_t)room->num_heads * (span * tokens / keys), tiles = sa_min(blocks * span - ramp * span / 2, ramp * seeing);
+    int32_t best = seeing <= sa_min(SA_WINDOW_SPANS * span, room->most_tiles) ? seeing : 0;
+    int64_t least = sa_max((sa_last(blocks - ramp / 2, 1) + sms - 1) / sms * sms * (span + SA_WINDOW_ENDS - 2),
+            tiles + SA_WINDOW_ENDS * blocks + sms * span / 4);
+    for (int32_t part = 1; part <= 2 && blocks < SA_MANY_BLOCKS; part++) {
+        const int32_t each = (int32_t)sa_within(sa_tile_from(blocks * span, part * sms), SA_WINDOW_ROUND, room->round_tiles),
+                      round = sa_tile_from(seeing, sa_tile_from(seeing, each)), items = blocks + blocks * (span - 1) / round,
+                      longest = (int32_t)sa_first(round, span);
+        const int64_t time = sa_max(sms * (longest + SA_WINDOW_ENDS - 2), tiles + SA_WINDOW_ENDS * items + sms * longest / 4);
+        if (round == seeing || time >= least) continue;
+        least = time;
+        best = round;
+    }
+    return best;
 }
 
 /* The largest divisor of count up to most, which is at least 1. */
@@ -224,18 +236,16 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.blind = c.tiles - seeing;
     const bool has_span = room->is_local && !band->num_sink && seeing > 0;
     const bool is_window = room->is_local && seeing > sa_min(INT64_C(2) * room->span, room->most_tiles),
-               may_have_rounds = is_window && !band->num_sink && all_blocks < SA_FEW_BLOCKS && seeing <= room->most_tiles &&
-                                 seeing > 2 * SA_LEAST_ROUND;
-    const int32_t window_round = may_have_rounds ? sa_window_round(all_blocks, room->span) : 0;
-    c.is_local = is_window && !window_round;
-    c.sinks = c.is_local ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
+               may_have_rounds = is_window && !band->num_sink && seeing > 2 * SA_LEAST_ROUND;
+    const int32_t window_round = may_have_rounds ? sa_window_round(room, all_blocks, seeing, tokens, keys) : 0;
+    c.sinks = is_window ? (int32_t)sa_first(sa_tile_from(band->num_sink, keys), c.blocks) : 0;
     c.lead = 0;
     c.rounds = 1;
     if (c.sinks)
         c.rounds = sa_tile_from(seeing, SA_SINK_ROUND);
     else if (window_round)
         c.rounds = sa_tile_from(seeing, window_round);
-    else if (!c.is_local)
+    else if (!is_window)
         c.rounds = rounds;
     c.is_long = !room->is_local && c.tiles > (c.blocks < SA_LONG_CHAIN ? 2 : 1) * room->most_tiles;
     if (c.is_long) {
@@ -245,8 +255,9 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
     c.rounds = (int32_t)sa_last(c.rounds, 1);
     c.round_tiles = c.sinks ? SA_SINK_ROUND : (int32_t)sa_last(sa_tile_from(seeing, c.rounds), 1);
     c.rounds = (int32_t)sa_last(sa_tile_from(seeing, c.round_tiles), 1);
-    const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && (window_round || c.round_tiles < SA_SPLIT_ROUND));
+    const bool merges = sa_fill_blocks(room->blocks) || (room->blocks > SA_FEW_BLOCKS && c.round_tiles < SA_SPLIT_ROUND);
     c.split = !c.sinks && c.rounds > 1 && (c.is_long || !merges);
+    c.is_local = is_window && !c.split && window_round < seeing;
     c.heads = room->num_heads * room->copies;
     c.count = (int32_t)((int64_t)c.heads * (c.split ? c.rounds : 1));
     c.uses = c.split ? c.round_tiles : seeing;

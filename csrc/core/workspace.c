@@ -165,7 +165,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                 sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
     if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_LONG_CHAIN) room->num_slots = dense.uses;
     const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = 2 * SA_LEAST_ROUND + 1;
-    const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.is_local && !dense.is_long && dense.rounds > 1,
+    const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.sinks && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
                may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
     if (p->packed) {
@@ -174,9 +174,9 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                       least = may_split ? least_tiles : room->most_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
         to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_MOST_ROUNDS, heads) + 1);
-        /* Waves of a window's round reach over it and a span: SA_WINDOW_PARTS rounds, or more of few blocks, within SA_MOST_ROUNDS. */
+        /* Waves of a window's round reach over it, the last one's past the end, and over a span: these are within SA_MOST_ROUNDS. */
         if (room->is_local && may_split)
-            to.items += (SA_WINDOW_PARTS + 2) * sa_packed_tiles(p->q_len, info->tile_k, p->batch) + 2 * to.tiles / heads / SA_WINDOW_ROUND;
+            to.items += 4 * sa_packed_tiles(p->q_len, info->tile_k, p->batch) + 2 * to.tiles / heads / SA_WINDOW_ROUND;
     } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
