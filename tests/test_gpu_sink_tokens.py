@@ -19,13 +19,33 @@ pytestmark = needs_gpus()
 LAYOUTS = {"dense": "q200x2-k260x2", "varlen": "varlen-q190.0.7.101.3.20-k190.5.200.60.3.12-tail5"}
 
 
-@pytest.mark.parametrize("ratio", [2, 8, 64])
+@pytest.mark.parametrize(
+    ("head_dim", "ratio"), [(64, 2), (64, 8), (64, 64), (64, 6), (40, 7), (96, 4), (128, 6), (128, 8)]
+)
 @pytest.mark.parametrize(("left", "right"), [(127, 0), (30, 0), (0, 0), (40, 30)])
 @pytest.mark.parametrize("num_sink_tokens", [1, 4, 8, 9, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_windows_against_fp64(ratio: int, left: int, right: int, num_sink_tokens: int, layout: str) -> None:
-    case = Case.parse(f"d64-sink{num_sink_tokens}-g{ratio}-{LAYOUTS[layout]}-poison-bf16-seed{ratio}")
+def test_windows_against_fp64(
+    head_dim: int, ratio: int, left: int, right: int, num_sink_tokens: int, layout: str
+) -> None:
+    case = Case.parse(f"d{head_dim}-sink{num_sink_tokens}-g{ratio}-{LAYOUTS[layout]}-poison-bf16-seed{ratio}")
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
+
+
+@pytest.mark.parametrize("slope", [100.0, -100.0])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 6), (64, 6), (128, 4)])
+def test_rows_are_those_of_an_invariant_decode(head_dim: int, group: int, slope: float) -> None:
+    """Over a cache the general forward computes them, in the same order of sums; scores outgrow the sink tokens'."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 300, 2 * group, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 300, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    q[..., 0] = 4
+    k[..., 0] = torch.linspace(0, slope * head_dim**0.5, 300, device="cuda")[:, None]
+    options = {"window_size": (127, 0), "num_sink_tokens": 4, "s_aux": torch.randn(2 * group, device="cuda")}
+    whole = sinkattn.flash_attn_func(q, k, v, **options)
+    lengths = torch.tensor([300], dtype=torch.int32, device="cuda")
+    rows = sinkattn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, invariant=True, **options)
+    assert torch.equal(rows, whole)
 
 
 @pytest.mark.parametrize("ratio", [1, 5, 12])
@@ -48,11 +68,11 @@ def test_fp16_against_fp64(head_dim: int, num_sink_tokens: int, s_dtype: str, s_
     assert_right_on_device(dataclasses.replace(case, s_aux=s_aux, s_dtype=s_dtype, frozen=frozen))
 
 
-def rows_of(length: int, num_q_heads: int) -> list[Tensor]:
+def rows_of(length: int, num_q_heads: int, head_dim: int = 64) -> list[Tensor]:
     """q, k, v, dO of one packed tensor, and s_aux; two kv heads."""
     torch.manual_seed(0)
-    q, dout = torch.randn(2, length, num_q_heads, 64, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, length, 2, 64, device="cuda", dtype=torch.bfloat16)
+    q, dout = torch.randn(2, length, num_q_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, length, 2, head_dim, device="cuda", dtype=torch.bfloat16)
     return [q, k, v, dout, torch.randn(num_q_heads, device="cuda")]
 
 
@@ -66,11 +86,16 @@ def everything(tensors: list[Tensor], bounds: tuple[int, ...], left: int, num_si
     return out.detach(), lse.detach().t(), *found
 
 
-@pytest.mark.parametrize(("num_q_heads", "left", "num_sink_tokens"), [(16, 127, 4), (16, 127, 16), (10, 63, 8)])
-def test_bits_are_the_same_packed_and_one_by_one(num_q_heads: int, left: int, num_sink_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_q_heads", "head_dim", "left", "num_sink_tokens"),
+    [(16, 64, 127, 4), (16, 64, 127, 16), (10, 64, 63, 8), (12, 128, 127, 4)],
+)
+def test_bits_are_the_same_packed_and_one_by_one(
+    num_q_heads: int, head_dim: int, left: int, num_sink_tokens: int
+) -> None:
     """Sequences shorter than the sink tokens and longer than all slices of their sums."""
     bounds = (0, 700, 703, 767, 768, 898, 2998, 3010, 3343)
-    tensors = rows_of(bounds[-1], num_q_heads)
+    tensors = rows_of(bounds[-1], num_q_heads, head_dim)
     packed = everything(tensors, bounds, left, num_sink_tokens)
     for begin, end in pairwise(bounds):
         part = [*(x[begin:end] for x in tensors[:4]), tensors[4]]
@@ -85,14 +110,17 @@ def test_repeats_are_bitwise_equal_under_load(num_sink_tokens: int) -> None:
     assert different_under_load(lambda: everything(tensors, (0, 400, 1000), 127, num_sink_tokens)) == 0
 
 
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (6, 64), (6, 128)])
 @pytest.mark.parametrize("row", [0, 3, 15, 64, 200])
 @pytest.mark.parametrize(
     ("name", "value"),
     [("q", math.nan), ("k", math.nan), *((x, y) for x in ("v", "dout") for y in (math.nan, math.inf))],
 )
-def test_values_that_are_not_finite_stay_where_they_are_seen(name: str, value: float, row: int) -> None:
-    length, left, num_sink_tokens, group = 300, 99, 6, 4
-    tensors = rows_of(length, 2 * group)
+def test_values_that_are_not_finite_stay_where_they_are_seen(
+    name: str, value: float, row: int, group: int, head_dim: int
+) -> None:
+    length, left, num_sink_tokens = 300, 99, 6
+    tensors = rows_of(length, 2 * group, head_dim)
     clean = everything(tensors, (0, length), left, num_sink_tokens)
     bad = [x.clone() for x in tensors]
     bad[["q", "k", "v", "dout"].index(name)][row, 0, 7] = value
@@ -112,7 +140,7 @@ def test_values_that_are_not_finite_stay_where_they_are_seen(name: str, value: f
     for x, where in zip((out, dq, dk, dv), hit, strict=True):
         assert torch.equal(~torch.isfinite(x).all(-1).cpu(), where)
     if name == "dout":  # P is fine: one column alone
-        assert torch.isfinite(dv[..., torch.arange(64) != 7]).all()
+        assert torch.isfinite(dv[..., torch.arange(head_dim) != 7]).all()
     for x, want, where in zip((out, dq, dk, dv), (clean[0], *clean[2:5]), hit, strict=True):
         assert torch.equal(x.cpu()[~where], want.cpu()[~where])
 

@@ -104,18 +104,19 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
 }
 
-/* A window whose tile_q rows, whole tokens, see at most tile_k keys from a multiple of 16 on. */
+/* A window whose tile_q rows, whole tokens, see at most tile_k keys from a multiple of 16 on, beside few sink tokens. */
 const char *sa_refusal_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const int64_t group = p->num_q_heads / p->num_kv_heads, tokens = info->tile_q / group;
-    if (p->mask.num_sink_tokens) return "there are positional sink tokens";
+    if (p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS) return SA_TOO_MANY_SINK_TOKENS;
     if (8 * tokens * group < 7 * info->tile_q) return "tokens with all heads of a kv head leave an eighth of its tile_q idle";
     if (!has_elements(p)) return "there are no rows or no keys";
     if (p->softmax_scale < 0.0) return "softmax_scale is negative";
     return sa_window_keys(&p->mask) <= info->tile_k - 15 - (tokens - 1) ? NULL : "left + right + tokens a tile + 15 > its tile_k";
 }
 
-/* The same with values of at most 128 columns. */
+/* The same with values of at most 128 columns, without sink tokens. */
 const char *sa_refusal_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
+    if (p->mask.num_sink_tokens) return "there are positional sink tokens";
     return sa_head_dim_v(p) > 128 ? "values are wider than 128" : sa_refusal_wide_window(p, info);
 }
 

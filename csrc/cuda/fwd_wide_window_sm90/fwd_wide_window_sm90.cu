@@ -17,6 +17,9 @@
 // maxima, the first part of P V under the second's exponentials. Up to head_dim 128 a warpgroup has two tiles of Q, and out leaves through
 // the one that it has read, by bulk copies; for wider heads there is no room, and out leaves from registers.
 //
+// Up to 16 positional sink tokens, up to head_dim 128, are a step in front of the first part (softmax.cuh), which then ends before the
+// second part of S begins.
+//
 // Shared memory: at head_dim 128 and (192, 128) 226 and 218 KiB, 14 or 12 steps of K and V, six or three tiles of Q. Registers at 128: S
 // 80, then P 20, S 40 and O 64, of 160.
 
@@ -54,14 +57,19 @@ __device__ __forceinline__ void finish_softmax(float (&factor)[2], const Softmax
 template <class C>
 __device__ __forceinline__ void add_hidden(
         float (&o)[C::kHeadDimV / 2], const sinkattn_fwd_args &args, const Tile<C> &tile, const Problem &p) {
-    const Columns seen(tile, p);
+    const Columns<C> seen(tile, p);
     const int column = fragment_column();
+    const auto add = [&](int key, const auto &sees) {
+        const int64_t offset = offset_of(TensorKeys{}, tile.span.sequence, args.v, key, tile.span.kv_head);
+        add_nonfinite<typename C::Element>(o, static_cast<const uint16_t *>(args.v.data) + offset, args.problem.head_dim, sees);
+    };
 #pragma unroll 1
-    for (int j = min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]); j++) {
-        const int64_t offset = offset_of(TensorKeys{}, tile.span.sequence, args.v, tile.step * kStepKeys + column + j, tile.span.kv_head);
-        add_nonfinite<typename C::Element>(
-                o, static_cast<const uint16_t *>(args.v.data) + offset, args.problem.head_dim, [&](int r) { return seen.sees(r, j); });
-    }
+    for (int j = C::kSinkSteps && seen.sink_end > -column ? -column : min(seen.begin[0], seen.begin[1]); j < max(seen.end[0], seen.end[1]);
+            j++)
+        add(tile.step * kStepKeys + column + j, [&](int r) { return seen.sees(r, j); });
+    if constexpr (C::kSinkSteps > 0)
+#pragma unroll 1
+        for (int key = 0; tile.is_behind_sinks() && key < p.num_sinks; key++) add(key, [](int) { return true; });
 }
 
 // Where the thread's rows of O go: from its columns on, or NULL. A lane of four has the first or the last 4 of 8 columns of every other 8.
@@ -107,34 +115,60 @@ __device__ __forceinline__ bool attend(
     float s[8 * C::kSteps];
     auto &first = *reinterpret_cast<float (*)[8 * kFirst]>(s);
     auto &second = *reinterpret_cast<float (*)[8 * kSecond]>(s + 8 * kFirst);
+    constexpr bool kHasSinks = C::kSinkSteps > 0; // then registers hold one part of S at a time
+    float sinks[8], of_sinks[2];
+    uint32_t sink_weights[4];
     Sums sums;
+    if constexpr (kHasSinks) begin_sink_scores(sinks, smem, tile);
     begin_scores<C>(first, smem, tile, 0);
-    begin_scores<C>(second, smem, tile, kFirst);
+    if constexpr (!kHasSinks) begin_scores<C>(second, smem, tile, kFirst);
     issued();
-    const Columns seen(tile, p);
+    const Columns<C> seen(tile, p);
     const int cut = tile.cut();
-    wgmma_wait<1>(); // the second part of S in flight
+    wgmma_wait<kHasSinks ? 0 : 1>(); // the second part of S in flight
     pin(first);
     mask_begin<0, kFirst, 0>(first, seen);
     mask_end<kFirst - 1, 0, 0>(first, seen);
     first_maxima<C>(rows.pivot, s, cut, p.scale_log2);
-    wgmma_wait<0>();
-    pin(second);
-    if (any_without_pivot(rows)) {
-        mask_end<C::kSteps - 1, kFirst, kFirst>(second, seen);
-        find_later_pivots<C>(rows, s, cut, p.scale_log2);
+    bool large = false;
+    if constexpr (kHasSinks) {
+        pin(sinks);
+        mask_sinks(of_sinks, sinks, tile.is_behind_sinks(), p);
+        for (int r = 0; r < 2; r++) {
+            if (!tile.has_sink_region())
+                rows.pivot[r] = fmaxf(rows.pivot[r], of_sinks[r]);
+            else if (of_sinks[r] != -INFINITY)
+                rows.pivot[r] = of_sinks[r];
+        }
+        large = any_without_pivot(rows);
+    } else {
+        wgmma_wait<0>();
+        pin(second);
+        if (any_without_pivot(rows)) {
+            mask_end<C::kSteps - 1, kFirst, kFirst>(second, seen);
+            find_later_pivots<C>(rows, s, cut, p.scale_log2);
+        }
     }
     uint32_t first_weights[kFirst][4], second_weights[kSecond][4];
+    if constexpr (kHasSinks) weigh_sinks(sink_weights, sinks, sums, rows, tile, p.scale_log2);
     weigh<C, 0>(first_weights, s, sums, rows, cut, p.scale_log2);
-    sums.end_region<Element>(rows.sum, 0);
-    begin_values<C, true>(o, first_weights, smem, tile, 0);
-    // The first part of P V in flight. ptxas moves no weights of the second part in front of it, across the branches of this mask.
+    large |= sums.end_region<Element>(rows.sum, 0) && tile.has_sink_region();
+    if constexpr (kHasSinks) begin_sink_values<C, true>(o, sink_weights, smem);
+    begin_values<C, !kHasSinks>(o, first_weights, smem, tile, 0);
+    if constexpr (kHasSinks) {
+        wgmma_wait<0>();
+        pin(o);
+        begin_scores<C>(second, smem, tile, kFirst);
+        wgmma_wait<0>();
+        pin(second);
+    }
+    // The first part of P V in flight, or complete. ptxas moves no weights of the second part in front of it, across this mask's branches.
     mask_end<C::kSteps - 1, kFirst, kFirst>(second, seen);
     pin(rows.pivot); // so that no register keeps the pivots as they are subtracted
     weigh<C, kFirst>(second_weights, s, sums, rows, cut, p.scale_log2);
     begin_values<C, false>(o, second_weights, smem, tile, kFirst);
     const bool second_large = sums.end_region<Element>(rows.sum, 1), third_large = sums.end_region<Element>(rows.sum, 2);
-    return second_large || third_large;
+    return large || second_large || third_large;
 }
 
 // Whether x is true in any thread of the warpgroup, all of which are past the products of Q and K. A vote: ptxas takes it for uniform.
@@ -189,7 +223,8 @@ __device__ __forceinline__ void compute_tile(Smem<C> &smem, const sinkattn_fwd_a
     }
     finish_softmax(factor, rows, smem, args, tile, p);
     if constexpr (!C::kStaged) find_out(to, smem, args, tile, p);
-    const bool hidden = __any_sync(0xffffffffu, lane < C::kSteps && smem.nonfinite[tile.stage(min(lane, C::kSteps - 1))]);
+    const bool hidden = __any_sync(0xffffffffu, lane < C::kSteps && smem.nonfinite[tile.stage(min(lane, C::kSteps - 1))]) ||
+                        (tile.is_behind_sinks() && smem.nonfinite[C::kRing + C::kSinkSteps - 1]);
     // Computed here where registers are free.
     const auto releases = [&] { return lane < min(static_cast<int>(tile.next_use(p) - tile.use().n), C::kSteps); };
     const bool releases_lane = C::kStaged && releases();
@@ -265,6 +300,8 @@ __global__ __launch_bounds__(kThreads, 1) void wide_window_kernel(const __grid_c
     }
     // Rows of a tile of Q past its whole tokens are never loaded.
     zero_rows<C::kQueries * C::kHalves, kTileRows, kThreads>(smem.queries[0], p.tokens * p.group, kTileRows);
+    if constexpr (C::kSinkSteps > 0)
+        zero_rows<C::kHalvesV, kStepKeys, kThreads>(smem.sink_values, 0, kStepKeys); // no NaN meets a weight of 0
     async_fence();
     if (threadIdx.x < kTileRows) {
         const int row = static_cast<int>(threadIdx.x), token = row / p.group, head = row % p.group;
@@ -296,6 +333,7 @@ template <class C> sinkattn_status launch(const sinkattn_fwd_args &args, const s
     p.group_inverse = (65536 + p.group - 1) / p.group;
     p.window = sa_band_of(&problem.mask, C::kSteps * kStepKeys, C::kSteps * kStepKeys);
     p.last_key = static_cast<int>(sa_window_size(&p.window)) - 1;
+    p.num_sinks = static_cast<int>(problem.mask.num_sink_tokens);
     p.scale_log2 = static_cast<float>(sa_softmax_scale(&problem)) * kLog2e;
     const int64_t num_tiles = num_row_tiles(problem, p.tokens * p.group), num_items = num_tiles * problem.num_kv_heads;
     if (num_items > INT32_MAX)
@@ -330,16 +368,24 @@ static bool fits(const sinkattn_problem &problem, int64_t keys) {
     return sa_window_keys(&problem.mask) + tokens - 1 + kStepKeys - 1 <= keys;
 }
 
-// short_k: keys of a smaller tile, for shorter windows.
+// kShortK: keys of a smaller tile, for shorter windows. A sink step takes the place of a step of the ring.
+template <int kHeadDim, int kHeadDimV, int kTileK, int kShortK, int kRegionK, int kRing, int kQueries>
+sinkattn_status launch_shape(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
+    const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments);
+    if constexpr (kHeadDim <= 128)
+        if (args.problem.mask.num_sink_tokens)
+            return launch_dtype<Shape<kHeadDim, kHeadDimV, kTileK, kRegionK, kRing - 1, kQueries, 1>>(args, plan, context);
+    if (fits(args.problem, kShortK))
+        return launch_dtype<Shape<kHeadDim, kHeadDimV, kShortK, kRegionK, kRing, kQueries, 0>>(args, plan, context);
+    return launch_dtype<Shape<kHeadDim, kHeadDimV, kTileK, kRegionK, kRing, kQueries, 0>>(args, plan, context);
+}
+
 #define SA_FWD_WIDE_WINDOW_LAUNCHER(name, head_dim, head_dim_v, short_k, ring, queries) \
     extern "C" sinkattn_status sa_fwd_cuda_sm90_##name##_window( \
             const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) { \
         constexpr int kTileK = sa_fwd_cuda_sm90_##name##_window_tile_k, kRegionK = sa_fwd_cuda_sm90_##name##_tile_k; \
         static_assert(sa_fwd_cuda_sm90_##name##_window_tile_q == kTileRows, "rows of a wgmma"); \
-        const auto &args = *static_cast<const sinkattn_fwd_args *>(arguments); \
-        if (fits(args.problem, short_k)) \
-            return launch_dtype<Shape<head_dim, head_dim_v, short_k, kRegionK, ring, queries>>(args, plan, context); \
-        return launch_dtype<Shape<head_dim, head_dim_v, kTileK, kRegionK, ring, queries>>(args, plan, context); \
+        return launch_shape<head_dim, head_dim_v, kTileK, short_k, kRegionK, ring, queries>(arguments, plan, context); \
     }
 
 SA_FWD_WIDE_WINDOW_LAUNCHER(d64, 64, 64, 160, 24, 6)

@@ -57,7 +57,9 @@ __device__ __forceinline__ void load_keys(Smem<C> &smem, const sinkattn_fwd_args
         span.number = spans.n;
         span.first_tile = tiles;
         tiles += span.num_tiles;
+        span.has_sink_step = C::kSinkSteps && span.exists && step_of(span.first_key + (span.num_tiles - 1) * p.tokens) > 0;
         smem.span_empty.acquire(spans);
+        if (span.has_sink_step) smem.span_empty.acquire(spans.next()); // no tile of the span before reads its sink step
         if (lane == 0) {
             static_cast<Span &>(smem.spans[spans.stage()]) = span;
             smem.planned.arrive(spans);
@@ -69,9 +71,14 @@ __device__ __forceinline__ void load_keys(Smem<C> &smem, const sinkattn_fwd_args
             // Zeros, from behind the tensor, where the sequence has no keys.
             const int row = static_cast<int>(key < span.sequence.k_len ? span.sequence.k_begin + key : args.problem.k_len);
             const int pieces = C::kHalves + C::kHalvesV + (stage < C::kMirror ? C::kHalves : 0);
+            const bool loads_sinks = span.has_sink_step && ring.n == span.first_use;
             smem.empty.acquire(ring);
-            if (lane == 0) smem.full[stage].arrive_expect(pieces * kStepBytes);
+            if (lane == 0) smem.full[stage].arrive_expect((pieces + (loads_sinks ? C::kHalves + C::kHalvesV : 0)) * kStepBytes);
             __syncwarp();
+            if constexpr (C::kSinkSteps > 0)
+                if (loads_sinks && lane < C::kHalves + C::kHalvesV)
+                    tensor_load((is_value ? smem.sink_values : smem.sink_keys) + half * kStepBytes, map, smem.full[stage], 64 * half,
+                            static_cast<int>(span.kv_head), static_cast<int>(span.sequence.k_begin), static_cast<int>(span.sequence.batch));
             if (lane < pieces)
                 tensor_load(to + stage * kStepBytes, map, smem.full[stage], 64 * half, static_cast<int>(span.kv_head), row,
                         static_cast<int>(span.sequence.batch));
@@ -113,17 +120,22 @@ template <class C> __device__ __forceinline__ void check_values(Smem<C> &smem, c
         for (int i = lane; i < p.group; i += 32)
             span.s_aux[i] = span.has_sink ? static_cast<float>(sa_load(args.s_aux, args.problem.s_aux_dtype, span.kv_head * p.group + i))
                                           : -INFINITY;
-        for (const uint32_t end = span.end_use; ring.n != end; ring.n++) {
-            unsigned char *const values = smem.values + ring.stage() * kStepBytes;
-            smem.full.wait(ring);
+        // Of a step's V, whose pieces are value_half bytes apart.
+        const auto check = [&](unsigned char *values, int value_half, bool &nonfinite) {
             bool found = false;
             for (int half = 0; half < C::kHalvesV; half++)
-                found |= any_nonfinite<Element, 32>(values + half * C::kValueHalf, kStepBytes, lane);
+                found |= any_nonfinite<Element, 32>(values + half * value_half, kStepBytes, lane);
             found = __any_sync(0xffffffffu, found);
             for (int half = 0; found && half < C::kHalvesV; half++)
-                zero_nonfinite<Element, 32>(values + half * C::kValueHalf, kStepBytes, lane);
+                zero_nonfinite<Element, 32>(values + half * value_half, kStepBytes, lane);
             if (found) async_fence();
-            if (lane == 0) smem.nonfinite[ring.stage()] = found;
+            if (lane == 0) nonfinite = found;
+        };
+        for (const uint32_t end = span.end_use; ring.n != end; ring.n++) {
+            smem.full.wait(ring);
+            check(smem.values + ring.stage() * kStepBytes, C::kValueHalf, smem.nonfinite[ring.stage()]);
+            if constexpr (C::kSinkSteps > 0)
+                if (span.has_sink_step && ring.n == span.first_use) check(smem.sink_values, kStepBytes, smem.nonfinite[C::kRing]);
             smem.ready.arrive(ring);
         }
         smem.span_empty.release(spans);

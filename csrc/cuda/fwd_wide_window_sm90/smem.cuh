@@ -17,15 +17,16 @@ constexpr int kTileRows = 64, kStepKeys = 16, kStepBytes = kStepKeys * kRowBytes
 constexpr int kSpans = 2;                                                         // described spans
 static_assert(kLoaderRegisters + kWarpgroups * kMathRegisters <= 512, "registers of a multiprocessor, for each of 128 threads");
 
-// kTileK: keys of a tile; kRegionK: of a key tile of the general forward; kRing: steps of K and V; kQueries: tiles of Q.
-template <int kHeadDim_, int kHeadDimV_, int kTileK, int kRegionK, int kRing_, int kQueries_> struct Shape {
+// kTileK: keys of a tile; kRegionK: of a key tile of the general forward; kRing: steps of K and V; kQueries: tiles of Q; kSinkSteps: one
+// for positional sink tokens, or none.
+template <int kHeadDim_, int kHeadDimV_, int kTileK, int kRegionK, int kRing_, int kQueries_, int kSinkSteps_> struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kSteps = kTileK / kStepKeys, kRegionSteps = kRegionK / kStepKeys,
-                         kRing = kRing_, kQueries = kQueries_;
+                         kRing = kRing_, kQueries = kQueries_, kSinkSteps = kSinkSteps_;
 };
 
 template <class Element_, class Shape> struct Config : Shape {
     using Element = Element_;
-    using Shape::kHeadDim, Shape::kHeadDimV, Shape::kSteps, Shape::kRegionSteps, Shape::kRing, Shape::kQueries;
+    using Shape::kHeadDim, Shape::kHeadDimV, Shape::kSteps, Shape::kRegionSteps, Shape::kRing, Shape::kQueries, Shape::kSinkSteps;
     static constexpr int kHalves = kHeadDim / 64, kHalvesV = kHeadDimV / 64; // pieces of 64 columns of a row
     // Parts of the products: the first has all of the first region.
     static constexpr int kFirstSteps = kRegionSteps, kSecondSteps = kSteps - kFirstSteps;
@@ -47,6 +48,7 @@ struct Problem {
     int group, tokens;    // q heads of a kv head, tokens of a tile
     int group_inverse;    // 2^16 / group, rounded up: row / group is row * group_inverse >> 16
     int last_key;         // the last key of a row's window, counted from its first
+    int num_sinks;        // positional sink tokens
     float scale_log2;
 };
 
@@ -63,7 +65,7 @@ struct Span {
     uint32_t key_use;                     // the use, often before the first, that would hold key 0
     uint32_t first_tile;                  // of all tiles of the block
     uint32_t number;                      // of the block's spans before it
-    bool exists, has_sink;
+    bool exists, has_sink, has_sink_step; // has_sink_step: the sequence's first step is there, for tiles that begin behind it
 };
 
 struct PlannedSpan : Span {
@@ -77,7 +79,13 @@ struct Row {
 };
 constexpr int kNoToken = 1 << 30;
 
-template <class C> struct Smem {
+// K and V of the first step of a span's sequence.
+template <class C, bool kExists = (C::kSinkSteps > 0)> struct SinkStep {};
+template <class C> struct SinkStep<C, true> {
+    alignas(1024) unsigned char sink_keys[C::kHalves * kStepBytes], sink_values[C::kHalvesV * kStepBytes];
+};
+
+template <class C> struct Smem : SinkStep<C> {
     alignas(1024) unsigned char queries[C::kQueries][C::kHalves * C::kQueryHalf];
     alignas(1024) unsigned char keys[C::kHalves * C::kKeyHalf], values[C::kHalvesV * C::kValueHalf];
     PlannedSpan spans[kSpans];
@@ -85,7 +93,7 @@ template <class C> struct Smem {
     Barriers<kSpans> planned, span_empty;
     Barriers<C::kRing> full, ready, empty; // steps; ready: V is checked, and s_aux of the span is written
     Barriers<C::kQueries> q_full, q_empty;
-    bool nonfinite[C::kRing]; // V held values that are not finite, which are zeros now
+    bool nonfinite[C::kRing + C::kSinkSteps]; // V held values that are not finite, which are zeros now; last, of the sink step
 };
 
 struct Maps {

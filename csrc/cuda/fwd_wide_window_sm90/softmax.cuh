@@ -5,6 +5,9 @@
 // region are added up by themselves, and P V takes a step at a time. A tile meets one to three regions, which begin at step 0, at step
 // `cut`, 1 to kRegionSteps, and at step cut + kRegionSteps. Where weights of a later region exceed kLarge, the warpgroup computes the tile
 // again, one region after another, with pivots that move.
+//
+// With positional sink tokens the sequence's first step, which is the sink step, comes before the steps of a tile that begins behind it. It
+// belongs to the tile's first region, if that is the sequence's first, or else is a region by itself.
 #pragma once
 
 #include "cuda/fwd_wide_window_sm90/smem.cuh"
@@ -38,6 +41,10 @@ template <class C> struct Tile {
 
     // The first step of the second region.
     __device__ __forceinline__ int cut() const { return C::kRegionSteps - step % C::kRegionSteps; }
+
+    // Whether it begins behind the sink step, and whether that is a region by itself.
+    __device__ __forceinline__ bool is_behind_sinks() const { return C::kSinkSteps && step > 0; }
+    __device__ __forceinline__ bool has_sink_region() const { return C::kSinkSteps && step >= C::kRegionSteps; }
 };
 
 // The i-th of the thread's two rows of an accumulator: its token and head in the tile.
@@ -52,10 +59,11 @@ struct ThreadRow {
 };
 
 // Columns of the tile that the thread's two rows see, counted from the thread's first; columns [all_begin, all_end) are seen by all rows.
-struct Columns {
-    int begin[2], end[2], all_begin, all_end;
+// Columns before sink_end, if there may be any, are sink tokens.
+template <class C> struct Columns {
+    int begin[2], end[2], all_begin, all_end, sink_end = INT32_MIN;
 
-    template <class C> __device__ __forceinline__ Columns(const Tile<C> &tile, const Problem &p) {
+    __device__ __forceinline__ Columns(const Tile<C> &tile, const Problem &p) {
         const int base = tile.step * kStepKeys, first = tile.first - base, high = static_cast<int>(tile.span.sequence.k_len) - base;
         const int column = fragment_column(thread_again());
         for (int i = 0; i < 2; i++) {
@@ -65,9 +73,10 @@ struct Columns {
         }
         all_begin = first + p.tokens - 1;
         all_end = min(first + p.last_key + 1, high);
+        if (C::kSinkSteps) sink_end = p.num_sinks - base - column;
     }
 
-    __device__ __forceinline__ bool sees(int r, int column) const { return column >= begin[r] && column < end[r]; }
+    __device__ __forceinline__ bool sees(int r, int column) const { return (column >= begin[r] || column < sink_end) && column < end[r]; }
 };
 
 // pivot in log2 units; sum over this thread's columns.
@@ -76,19 +85,22 @@ struct Softmax {
 };
 
 // Masks the keys in front of the rows' windows, from step kStep up to kEnd; step 0 without a branch. s begins at step kFrom.
-template <int kStep, int kEnd, int kFrom, int kLength>
-__device__ __forceinline__ void mask_begin(float (&s)[kLength], const Columns &seen) {
+template <int kStep, int kEnd, int kFrom, int kLength, class C>
+__device__ __forceinline__ void mask_begin(float (&s)[kLength], const Columns<C> &seen) {
+    constexpr bool kMayHaveSinks = C::kSinkSteps && kStep == 0;
     if constexpr (kStep < kEnd) {
         if (kStep > 0 && kStepKeys * kStep >= seen.all_begin) return;
 #pragma unroll
         for (int i = 8 * kStep; i < 8 * kStep + 8; i++)
-            if (element_column(i) < seen.begin[element_row(i)]) s[i - 8 * kFrom] = -INFINITY;
+            if (element_column(i) < seen.begin[element_row(i)] && !(kMayHaveSinks && element_column(i) < seen.sink_end))
+                s[i - 8 * kFrom] = -INFINITY;
         mask_begin<kStep + 1, kEnd, kFrom>(s, seen);
     }
 }
 
 // Masks the keys behind the rows' windows, from step kStep down to kEnd.
-template <int kStep, int kEnd, int kFrom, int kLength> __device__ __forceinline__ void mask_end(float (&s)[kLength], const Columns &seen) {
+template <int kStep, int kEnd, int kFrom, int kLength, class C>
+__device__ __forceinline__ void mask_end(float (&s)[kLength], const Columns<C> &seen) {
     if constexpr (kStep >= kEnd) {
         if (kStepKeys * (kStep + 1) <= seen.all_end) return;
 #pragma unroll
@@ -215,6 +227,45 @@ __device__ __forceinline__ void begin_scores(float (&s)[kLength], Smem<C> &smem,
             s, queries, shared_address(smem.keys) + tile.stage(first) * kStepBytes);
 }
 
+// Issues scores of the sink step; the caller waits.
+template <class C> __device__ __forceinline__ void begin_sink_scores(float (&s)[8], Smem<C> &smem, const Tile<C> &tile) {
+    wgmma_abt<typename C::Element, C::kHeadDim, C::kQueryHalf, kStepBytes>(
+            s, shared_address(smem.queries[tile.queries]), shared_address(smem.sink_keys));
+}
+
+// Masks scores of the sink step, all where it is not seen; their maxima of the thread's rows, in log2 units.
+__device__ __forceinline__ void mask_sinks(float (&now)[2], float (&s)[8], bool is_seen, const Problem &p) {
+    const int end = is_seen ? p.num_sinks - fragment_column(thread_again()) : 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (element_column(i) >= end) s[i] = -INFINITY;
+    maxima<0, 1>(now, s, 0, 1, p.scale_log2);
+}
+
+// Begins the rows' softmax with the sink step's weights, packed as the left operand of P V.
+template <class C>
+__device__ __forceinline__ void weigh_sinks(
+        uint32_t (&weights)[4], const float (&s)[8], Sums &sums, Softmax &rows, const Tile<C> &tile, float scale_log2) {
+    float x[8], sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        x[i] = exp2_approx(fmaf(s[i], scale_log2, -shown(rows.pivot[element_row(i)])));
+        sum[i % 4] += x[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) weights[i / 2] = pack_halves<typename C::Element>(x[i], x[i + 1]);
+    for (int i = 0; i < 4; i++) sums.region[0][i] = tile.has_sink_region() ? 0.0f : sum[i];
+    for (int r = 0; r < 2; r++) rows.sum[r] = tile.has_sink_region() ? sum[2 * r] + sum[2 * r + 1] : 0.0f;
+}
+
+// Issues O += P V of the sink step; the caller waits. kBegins: the product begins O.
+template <class C, bool kBegins>
+__device__ __forceinline__ void begin_sink_values(float (&o)[C::kHeadDimV / 2], const uint32_t (&weights)[4], Smem<C> &smem) {
+    wgmma_fence();
+    wgmma_registers<typename C::Element>(o, weights, operand(shared_address(smem.sink_values), kStepBytes), !kBegins);
+    wgmma_commit();
+}
+
 // Issues O += P V of the tile's steps from `first` on; the caller waits. kBegins: the product begins O.
 template <class C, bool kBegins, int kWeights>
 __device__ __forceinline__ void begin_values(
@@ -232,36 +283,43 @@ template <class C>
 __device__ __forceinline__ void attend_by_regions(
         float (&o)[C::kHeadDimV / 2], Softmax &rows, Smem<C> &smem, const Tile<C> &tile, const Problem &p) {
     using Element = typename C::Element;
-    constexpr int kLength = 8 * C::kRegionSteps;
-    const int cut = tile.cut();
+    constexpr int kSink = 8 * C::kSinkSteps, kLength = 8 * C::kRegionSteps; // scores of the sink step come first
+    const int cut = tile.cut(), first = tile.has_sink_region() ? -1 : 0;
     rows = {};
 #pragma unroll
     for (float &x : o) x = 0.0f;
 #pragma unroll 1
-    for (int region = 0; region < 3; region++) {
-        const int begin = region ? cut + (region - 1) * C::kRegionSteps : 0, end = min(cut + region * C::kRegionSteps, C::kSteps),
-                  from = min(begin, C::kSteps - C::kRegionSteps);
-        float s[kLength], now[2], total[2];
-        uint32_t weights[C::kRegionSteps][4];
-        begin_scores<C>(s, smem, tile, from);
+    for (int region = first; region < 3; region++) {
+        const int begin = region > 0 ? cut + (region - 1) * C::kRegionSteps : 0,
+                  end = region < 0 ? 0 : min(cut + region * C::kRegionSteps, C::kSteps), from = min(begin, C::kSteps - C::kRegionSteps);
+        float s[kSink + kLength], now[2], of_sinks[2], total[2];
+        auto &sinks = *reinterpret_cast<float (*)[8]>(s); // only where there is a sink step
+        auto &window = *reinterpret_cast<float (*)[kLength]>(s + kSink);
+        uint32_t weights[C::kSinkSteps + C::kRegionSteps][4];
+        if constexpr (C::kSinkSteps > 0) begin_sink_scores(sinks, smem, tile);
+        begin_scores<C>(window, smem, tile, from);
         wgmma_wait<0>();
         pin(s);
-        const Columns seen(tile, p);
+        if constexpr (C::kSinkSteps > 0) mask_sinks(of_sinks, sinks, tile.is_behind_sinks() && region == first, p);
+        const Columns<C> seen(tile, p);
 #pragma unroll
         for (int i = 0; i < kLength; i++) {
             const int step = from + i / 8;
-            if (step < begin || step >= end || !seen.sees(element_row(i), kStepKeys * from + element_column(i))) s[i] = -INFINITY;
+            if (step < begin || step >= end || !seen.sees(element_row(i), kStepKeys * from + element_column(i))) window[i] = -INFINITY;
         }
-        maxima<0, C::kRegionSteps>(now, s, 0, C::kRegionSteps, p.scale_log2);
-        for (int r = 0; r < 2; r++)
+        maxima<0, C::kRegionSteps>(now, window, 0, C::kRegionSteps, p.scale_log2);
+        for (int r = 0; r < 2; r++) {
+            if (C::kSinkSteps) now[r] = fmaxf(now[r], of_sinks[r]);
             if (rows.pivot[r] == -INFINITY) follow(r, now[r], o, rows);
+        }
         weights_of(total, s, rows, p.scale_log2, [](int, float) {});
         for (int r = 0; r < 2; r++)
             if (quad_any(total[r] > kLarge<Element>)) follow(r, now[r], o, rows);
         weights_of(total, s, rows, p.scale_log2, [&](int i, float x) { s[i] = x; });
         for (int r = 0; r < 2; r++) rows.sum[r] += total[r];
         pack<Element>(weights, s);
-        begin_values<C, false>(o, weights, smem, tile, from);
+        if constexpr (C::kSinkSteps > 0) begin_sink_values<C, false>(o, weights[0], smem);
+        begin_values<C, false>(o, *reinterpret_cast<uint32_t (*)[C::kRegionSteps][4]>(weights + C::kSinkSteps), smem, tile, from);
         wgmma_wait<0>();
         pin(o);
     }
