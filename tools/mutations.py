@@ -211,4 +211,6 @@ MUTATIONS = [_planted(*row) for row in (
      "        return sees;", CUDA_TEST),
     ("CUDA windowed backward: S read before its product ends", "csrc/cuda/bwd_window_sm90/bwd_window_sm90.cu",
      "wgmma_wait<0>();\n        pin(s);", "wgmma_wait<1>();\n        pin(s);", CUDA_TEST),
+    ("CUDA windowed forward: a sink step loaded over one in use", "csrc/cuda/fwd_wide_window_sm90/loads.cuh",
+     "if (span.has_sink_step) smem.span_empty.acquire", "if (false) smem.span_empty.acquire", CUDA_TEST),
 )]  # fmt: skip

@@ -165,8 +165,8 @@ static bool is_emulated(sinkattn_device *device) {
     return false;
 }
 
-static void check_causal(sinkattn_op op, int64_t batch, int64_t group, int64_t kv_heads, int64_t q_len, int64_t k_len, int64_t head_dim,
-        const sinkattn_device *device) {
+static void check_masked(sinkattn_op op, int64_t batch, int64_t group, int64_t kv_heads, int64_t q_len, int64_t k_len, int64_t head_dim,
+        sinkattn_mask mask, const sinkattn_device *device) {
     const sinkattn_problem problem = {.op = op,
             .dtype = SINKATTN_BF16,
             .batch = batch,
@@ -175,7 +175,7 @@ static void check_causal(sinkattn_op op, int64_t batch, int64_t group, int64_t k
             .head_dim = head_dim,
             .q_len = q_len,
             .k_len = k_len,
-            .mask = {.has_right = true}};
+            .mask = mask};
     sinkattn_plan plan;
     const sinkattn_status status = sinkattn_make_plan(&problem, device, &plan);
     if (!CHECK(status.code == SINKATTN_OK, "%s: %s", status.message, problem_text(&problem))) return;
@@ -188,19 +188,21 @@ static void check_causal(sinkattn_op op, int64_t batch, int64_t group, int64_t k
 }
 
 /* What random problems seldom meet: a decode with more tiles of rows than multiprocessors; a backward that adds dQ in turns, and one that
- * takes a GQA group in slices. */
+ * takes a GQA group in slices; windows far behind their sink tokens, of several sequences a block. */
 static void test_cuda_kernels_at_their_edges(void) {
+    const sinkattn_mask causal = {.has_right = true}, window = {.has_left = true, .has_right = true, .left = 127, .num_sink_tokens = 4};
     sinkattn_device device;
     if (!is_emulated(&device)) return;
     for (int64_t head_dim = 64; head_dim <= 256; head_dim *= 2) {
         device.workers = 16;
-        check_causal(SINKATTN_BWD, 17, 1, 2, 150, 150, head_dim, &device);
-        check_causal(SINKATTN_BWD, 1, 48, 1, 70, 70, head_dim, &device);
+        check_masked(SINKATTN_BWD, 17, 1, 2, 150, 150, head_dim, causal, &device);
+        check_masked(SINKATTN_BWD, 1, 48, 1, 70, 70, head_dim, causal, &device);
         device.workers = 1;
-        check_causal(SINKATTN_DECODE, 1, 3, 2, 17, 341, head_dim, &device);
+        check_masked(SINKATTN_DECODE, 1, 3, 2, 17, 341, head_dim, causal, &device);
     }
+    check_masked(SINKATTN_FWD, 3, 6, 1, 250, 250, 128, window, &device);
     device.arch = 80;
-    check_causal(SINKATTN_DECODE, 1, 3, 2, 17, 341, 128, &device);
+    check_masked(SINKATTN_DECODE, 1, 3, 2, 17, 341, 128, causal, &device);
 }
 
 static void test_cuda_kernels(void) {
