@@ -32,7 +32,7 @@ def test_windows_against_fp64(
     assert_right_on_device(dataclasses.replace(case, left=left, right=right))
 
 
-@pytest.mark.parametrize("slope", [100.0, -100.0])
+@pytest.mark.parametrize("slope", [0.0, 5.0, 100.0, -100.0])
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 6), (64, 6), (128, 4)])
 def test_rows_are_those_of_an_invariant_decode(head_dim: int, group: int, slope: float) -> None:
     """Over a cache the general forward computes them, in the same order of sums; scores outgrow the sink tokens'."""

@@ -40,7 +40,7 @@ enum {
     SA_MOST_OF_BLOCK = 32, /* of a block of 64 KiB of dK and dV */
     SA_ITEM_ENDS = 4,      /* what an item takes beside its tiles, in tiles */
     SA_PARTS_BLOCKS = 32,  /* fewer blocks of all kv heads may leave dQ apart */
-    SA_WINDOW_ROUND = 8,   /* least tiles of a round under a window */
+    SA_WINDOW_ROUND = 8,   /* least tiles of a round under a window, before rounds are made even */
     SA_WINDOW_ENDS = 7,    /* what an item of such rounds takes beside its tiles, in tiles */
     SA_WINDOW_SPANS = 8,   /* longer sequences, in spans, have their heads one after another */
     SA_APART_ROUNDS = 3,
@@ -200,9 +200,9 @@ SA_HD int32_t sa_rounds_of(const sa_band *band, sa_position_t tokens, sa_positio
 
 /* Tiles of a round under a window, of `blocks` key blocks in all heads that `seeing` row tiles see: those that each of SA_H200_SMS
  * multiprocessors gets, or half as many, where such rounds are expected to take less time than whole blocks. For whole blocks `seeing`, if
- * heads are side by side, or 0, if one comes after another. Time is counted in tiles, over all multiprocessors: the longest items' waves,
- * or all tiles, SA_WINDOW_ENDS an item and a quarter of the longest item. `ramp` blocks are seen by the last rows, by half a span in the
- * mean, and fill the last wave. */
+ * heads are side by side, or 0, if one comes after another. Time is counted in tiles, over all multiprocessors: all tiles, SA_WINDOW_ENDS
+ * an item and a quarter of the longest item, but no less than the waves of whole blocks, or the longest item. `ramp` blocks are seen by the
+ * last rows, by half a span in the mean, and fill the last wave; a tile sees so many. */
 SA_HD int32_t sa_window_round(const sa_chain_room *room, int32_t blocks, int32_t seeing, sa_position_t tokens, sa_position_t keys) {
     const int32_t span = room->span, sms = SA_H200_SMS;
     const int64_t ramp = (int64_t)room->num_heads * (span * tokens / keys), tiles = sa_min(blocks * span - ramp * span / 2, ramp * seeing);

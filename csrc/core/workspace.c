@@ -174,7 +174,8 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                       least = may_split ? least_tiles : room->most_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
         to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_MOST_ROUNDS, heads) + 1);
-        /* Waves of a window's round reach over it, the last one's past the end, and over a span: these are within SA_MOST_ROUNDS. */
+        /* Under a window the waves of a round reach over its rows and a span. The spans of all rounds are within SA_MOST_ROUNDS; here are
+         * the rows, of a last round past the end, and an item a round, of at least half of SA_WINDOW_ROUND tiles. */
         if (room->is_local && may_split)
             to.items += 4 * sa_packed_tiles(p->q_len, info->tile_k, p->batch) + 2 * to.tiles / heads / SA_WINDOW_ROUND;
     } else {

@@ -9,9 +9,10 @@
 //     3 math warpgroups    QK | softmax | PV | out                          each its own tiles
 //
 // A tile is 64 rows, whole tokens x the heads of a GQA group, against 160 or 176 keys, steps of 16, from the step of the first key that its
-// first token sees; fewer keys where the window is shorter. All scores are in registers at once (softmax.cuh). A block has an equal share
-// of all tiles, side by side, which is a span or a few; neighbouring tiles share steps, so that a span loads each key once. The ring's
-// first steps of K are loaded a second time behind its last ones, so that each part of a tile's keys is one operand wherever it begins.
+// first token sees; fewer keys where the window is shorter, without sink tokens. All scores are in registers at once (softmax.cuh). A block
+// has an equal share of all tiles, side by side, which is a span or a few; neighbouring tiles share steps, so that a span loads each key
+// once. The ring's first steps of K are loaded a second time behind its last ones, so that each part of a tile's keys is one operand
+// wherever it begins.
 //
 // A tile's products are in two parts, of 5 steps, 8 at head_dim 64, and of the rest: the second part of S runs under the first's masks and
 // maxima, the first part of P V under the second's exponentials. Up to head_dim 128 a warpgroup has two tiles of Q, and out leaves through
@@ -140,7 +141,7 @@ __device__ __forceinline__ bool attend(
             else if (of_sinks[r] != -INFINITY)
                 rows.pivot[r] = of_sinks[r];
         }
-        large = any_without_pivot(rows);
+        for (int r = 0; r < 2; r++) large |= rows.pivot[r] == -INFINITY && seen.end[r] > -fragment_column(); // it sees a key
     } else {
         wgmma_wait<0>();
         pin(second);
