@@ -205,11 +205,11 @@ SA_HD int32_t sa_rounds_of(const sa_band *band, sa_position_t tokens, sa_positio
  * last rows, by half a span in the mean, and fill the last wave; a tile sees so many. */
 SA_HD int32_t sa_window_round(const sa_chain_room *room, int32_t blocks, int32_t seeing, sa_position_t tokens, sa_position_t keys) {
     const int64_t span = room->span, sms = SA_H200_SMS, ramp = room->num_heads * (span * tokens / keys),
-                  tiles = sa_min(blocks * span - ramp * span / 2, ramp * seeing), waves = (sa_last(blocks - ramp / 2, 1) + sms - 1) / sms;
+                  tiles = sa_min(blocks * span - ramp * span / 2, ramp * seeing), waves = sa_ceil_div(sa_last(blocks - ramp / 2, 1), sms);
     int32_t best = seeing <= sa_min(SA_WINDOW_SPANS * span, room->most_tiles) ? seeing : 0;
     int64_t least = sa_max(waves * sms * (span + SA_WINDOW_ENDS - 2), tiles + (int64_t)SA_WINDOW_ENDS * blocks + sms * span / 4);
     for (int32_t part = 1; part <= 2 && blocks < SA_MANY_BLOCKS; part++) {
-        const int64_t each = sa_within((blocks * span + part * sms - 1) / (part * sms), SA_WINDOW_ROUND, room->round_tiles);
+        const int64_t each = sa_within(sa_ceil_div(blocks * span, part * sms), SA_WINDOW_ROUND, room->round_tiles);
         const int32_t round = sa_tile_from(seeing, sa_tile_from(seeing, (sa_position_t)each));
         const int64_t items = blocks + blocks * (span - 1) / round, longest = sa_min(round, span),
                       time = sa_max(sms * (longest + SA_WINDOW_ENDS - 2), tiles + SA_WINDOW_ENDS * items + sms * longest / 4);

@@ -323,9 +323,9 @@ static void test_items_are_found_by_block_and_round(void) {
 }
 
 /* 127 row tiles are 3 rounds of 43, side by side for all heads. Without a mask 8192 tokens have three rounds, each an item. Of 256 chains
- * of all rounds 64 are side by side, of whose rows some stay in the L2; under a window of 1024 those of 5872 tokens are, and of 16384
- * tokens those of single heads, those of groups of 3 not. 8 row tiles leave dQ apart for 512 key blocks, 65 for none; 2304 causal tokens
- * do, 3000 do not. */
+ * of all rounds 64 are side by side, of whose rows some stay in the L2. Under a window of 1024 the chains of 5872 tokens lie side by side;
+ * of 16384 tokens the chains of single heads do, the chains of groups of 3 do not. 8 row tiles leave dQ apart for 512 key blocks, 65 for
+ * none; 2304 causal tokens do, 3000 do not. */
 static void test_rounds_have_room(void) {
     sinkattn_problem problem = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = 1, .head_dim = 64, .mask = {.has_right = true}};
     problem.num_q_heads = 64, problem.num_kv_heads = 8, problem.q_len = problem.k_len = 2032;

@@ -106,8 +106,8 @@ __device__ __forceinline__ void write_out(
     }
 }
 
-// Issues P V of the tile, and begins its rows' softmax; calls issued() while Q K is in flight. True if weights of the thread are too large
-// for one pivot a row. In flight at the end: P V.
+// Issues P V of the tile, and begins its rows' softmax; calls issued() while Q K is in flight. True if one pivot a row does not do for the
+// thread: weights are too large for it, or a row has none yet. In flight at the end: P V.
 template <class C, class Issued>
 __device__ __forceinline__ bool attend(
         float (&o)[C::kHeadDimV / 2], Softmax &rows, Smem<C> &smem, const Tile<C> &tile, const Problem &p, const Issued &issued) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ bool attend(
     issued();
     const Columns<C> seen(tile, p);
     const int cut = tile.cut();
-    wgmma_wait<kHasSinks ? 0 : 1>(); // the second part of S in flight
+    wgmma_wait<kHasSinks ? 0 : 1>(); // in flight: the second part of S, if it has begun
     pin(first);
     mask_begin<0, kFirst, 0>(first, seen);
     mask_end<kFirst - 1, 0, 0>(first, seen);
