@@ -26,8 +26,8 @@
 /* A sequence has rounds where its key blocks, of all kv heads, do not share out evenly: as many as sa_rounds_of finds. Under a window, in
  * a sequence longer than two spans without sink tokens: sa_window_round.
  *
- * And where slots are what lacks: above room.most_tiles, or twice as many, if a head has fewer than SA_LONG_CHAIN blocks, rounds have at
- * most room.round_tiles, and above SA_SET_ROUNDS they are a multiple of it.
+ * And where slots are what lacks: above room.long_tiles rounds have at most room.round_tiles, and above SA_SET_ROUNDS they are a multiple
+ * of it.
  */
 enum {
     SA_H200_SMS = 132, /* multiprocessors, for which rounds and decode kernels are chosen */
@@ -48,7 +48,6 @@ enum {
     SA_SIDE_CHAINS = 66,    /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
     SA_SIDE_SPAN = 5,       /* under a window: chains are side by side from this span on */
     SA_SET_ROUNDS = 4,
-    SA_LONG_CHAIN = 256,
     SA_SPLIT_ROUND = 48, /* above SA_FEW_BLOCKS: least tiles of a round that is an item */
     SA_SINK_BLOCKS = 4,  /* under a window: at most so many blocks with sink tokens have rounds */
     SA_SINK_ROUND = 16,  /* tiles of such a round */
@@ -59,7 +58,8 @@ enum {
 typedef struct sa_chain_room {
     int32_t num_heads;  /* kv heads */
     int32_t copies;     /* sequences of the same lengths, whose chains are those of one sequence with so many times the heads */
-    int32_t most_tiles; /* sequences above it, or twice that, have rounds of at most round_tiles */
+    int32_t most_tiles; /* that the L2 may hold */
+    int32_t long_tiles; /* sequences above it have rounds of at most round_tiles */
     int32_t round_tiles;
     int32_t sums;       /* 64 KiB of dK and dV of a block */
     int32_t num_slots;  /* accumulator slots */
@@ -246,7 +246,7 @@ SA_HD sa_chains sa_chains_of(const sa_band *band, sa_position_t tokens, sa_posit
         c.rounds = sa_tile_from(seeing, window_round);
     else if (!is_window)
         c.rounds = rounds;
-    c.is_long = !room->is_local && c.tiles > (c.blocks < SA_LONG_CHAIN ? 2 : 1) * room->most_tiles;
+    c.is_long = !room->is_local && c.tiles > room->long_tiles;
     if (c.is_long) {
         c.rounds = (int32_t)sa_last(c.rounds, sa_tile_from(seeing, room->round_tiles));
         if (c.rounds > SA_SET_ROUNDS) c.rounds = sa_tile_from(c.rounds, SA_SET_ROUNDS) * SA_SET_ROUNDS;

@@ -77,8 +77,8 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 }
 
 /* A tile of dQ reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more than
- * SA_MOST_BYTES of tiles a kv head, twice as many where key blocks are fewer than SA_LONG_CHAIN, is cut into rounds of SA_ROUND_BYTES at
- * most, later tiles first, over which dK and dV are summed; under a window it is not. */
+ * SA_SLOTS_BYTES of tiles a kv head is cut into rounds of SA_ROUND_BYTES at most, later tiles first, over which dK and dV are summed; under
+ * a window it is not. */
 #define SA_MOST_BYTES (INT64_C(36) << 20)
 #define SA_ROUND_BYTES (INT64_C(18) << 20)
 #define SA_SLOTS_BYTES (INT64_C(256) << 20)
@@ -118,6 +118,7 @@ static sa_chain_room room_of(const sinkattn_problem *p, const sinkattn_plan *pla
     room.copies = 1;
     room.sums = (int32_t)sa_ceil_div(2 * info->tile_k * info->max_head_dim * 4, 1 << 16);
     room.most_tiles = (int32_t)most_tiles;
+    room.long_tiles = (int32_t)(SA_SLOTS_BYTES / tile_bytes);
     room.round_tiles = (int32_t)(SA_ROUND_BYTES / tile_bytes);
     room.is_local = span + (sinks ? SA_SINK_ROUND : 1) <= most_tiles && sinks <= SA_SINK_BLOCKS;
     room.span = (int32_t)span;
@@ -126,7 +127,8 @@ static sa_chain_room room_of(const sinkattn_problem *p, const sinkattn_plan *pla
     room.blocks = (int32_t)sa_min(blocks * heads, is_even ? SA_MANY_BLOCKS - 1 : SA_MANY_BLOCKS);
     const int64_t most_slots = SA_SLOTS_BYTES / tile_bytes;
     room.near_slots = (int32_t)sa_min(sa_max(near_tiles, SA_NEAR_BLOCKS * info->tile_k / tokens), most_slots);
-    int64_t slots = sa_fill_blocks(room.blocks) ? sa_max(room.near_slots, 2 * most_tiles) : most_slots;
+    const int64_t chain = sa_min(sa_ceil_div(p->q_len, tokens), room.long_tiles);
+    int64_t slots = sa_fill_blocks(room.blocks) ? sa_max(sa_max(room.near_slots, 2 * most_tiles), chain) : most_slots;
     if (room.is_local) {
         /* All multiprocessors begin at once, and a tile is in use from the first block that meets it to the last. */
         const int64_t in_use = plan->workers * sa_ceil_div(info->tile_k, tokens) + 2 * span;
@@ -156,14 +158,14 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.blocks = blocks;
     to.room = room_of(p, plan, &band, tokens, heads, to.tiles, blocks);
     sa_chain_room *room = &to.room;
-    const bool has_long = !room->is_local && longest > room->most_tiles;
+    const bool has_long = !room->is_local && longest > room->long_tiles;
     /* A packed batch may be one sequence, or any number of them. */
     to.rounds = sa_rounds_of(&band, tokens, info->tile_k, room);
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room, to.rounds);
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
         room->num_slots = (int32_t)sa_min((room->is_local ? SA_NEAR_BYTES : SA_SLOTS_BYTES) / tile_bytes,
                 sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
-    if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_LONG_CHAIN) room->num_slots = dense.uses;
+    if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS) room->num_slots = dense.uses;
     const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = 2 * SA_LEAST_ROUND + 1;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.sinks && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
@@ -171,7 +173,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     if (p->packed) {
         /* Key blocks, times rounds where slots are few; and for sequences of at least so many tiles SA_MOST_ROUNDS. */
         const int64_t rounds = has_long ? sa_ceil_div(longest, room->round_tiles) + SA_SET_ROUNDS - 1 : 1,
-                      least = may_split ? least_tiles : room->most_tiles,
+                      least = may_split ? least_tiles : room->long_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
         to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_MOST_ROUNDS, heads) + 1);
         /* Under a window the waves of a round reach over its rows and a span. The spans of all rounds are within SA_MOST_ROUNDS; here are
@@ -198,7 +200,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     if (!p->packed)
         to.carries += dense.is_long ? dense.blocks : 0;
     else if (has_long)
-        to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / room->most_tiles + 1);
+        to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / room->long_tiles + 1);
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
     to.own_carries = may_merge ? plan->workers : 0;

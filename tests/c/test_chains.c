@@ -36,7 +36,7 @@ static sequence pick_sequence(void) {
     s.tokens = one_in(3) ? 9 : 1 << pick(0, 4);
     s.room.num_heads = (int32_t)pick(1, 9);
     s.room.copies = one_in(2) ? 1 : (int32_t)pick(1, 4);
-    s.room.most_tiles = one_in(2) ? 1152 : 150;
+    s.room.most_tiles = one_in(2) ? 1152 : 150, s.room.long_tiles = (int32_t)pick(1, 2) * s.room.most_tiles;
     s.room.round_tiles = s.room.most_tiles == 150 ? 80 : 608;
     s.room.sums = one_in(2) ? 1 : 2;
     s.room.num_slots = 2 * s.room.most_tiles + (one_in(2) ? 0 : (int32_t)pick(0, 4000));
@@ -216,6 +216,7 @@ static void test_few_blocks_have_rounds(void) {
     const sinkattn_mask causal = {.has_right = true};
     sa_chain_room room = {
             .num_heads = 8, .copies = 1, .most_tiles = 1152, .round_tiles = 608, .sums = 1, .num_slots = 8192, .near_slots = 2304};
+    room.long_tiles = 4096;
     sa_band band = sa_band_of(&causal, 4096, 4096);
     CHECK(chains_of(&band, 16, kKeys, &room).rounds == 1, "4096 tokens, 64:8");
     const sinkattn_mask all = {0};
@@ -249,22 +250,20 @@ static void test_few_blocks_have_rounds(void) {
     room.num_heads = 4;
     room.blocks = 4 * 72;
     band = sa_band_of(&causal, 9216, 9216);
-    room.most_tiles = 2048;
     chains = chains_of(&band, 8, kKeys, &room);
     CHECK(chains.rounds == 3 && chains.split, "9216 tokens, 64:4: %d rounds", (int)chains.rounds);
-    room.most_tiles = 1152;
     room.near_slots = 4096;
     band = sa_band_of(&causal, 16384, 16384);
     chains = chains_of(&band, 9, kKeys, &room);
     CHECK(chains.rounds == 1 && chains.together == 2, "16384 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
             (int)chains.together);
     for (int32_t beyond = 0; beyond < 2; beyond++) {
-        band = sa_band_of(&causal, 2304 * 9 + beyond, 2304 * 9 + beyond);
+        band = sa_band_of(&causal, 4096 * 9 + beyond, 4096 * 9 + beyond);
         CHECK(chains_of(&band, 9, kKeys, &room).is_long == beyond, "%d tokens, 28:4", (int)band.q_len);
     }
-    band = sa_band_of(&causal, 32768, 32768);
+    band = sa_band_of(&causal, 65536, 65536);
     chains = chains_of(&band, 9, kKeys, &room);
-    CHECK(chains.rounds == 8 && chains.together == 4, "32768 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
+    CHECK(chains.rounds == 12 && chains.together == 3, "65536 tokens, 28:4: %d rounds, %d together", (int)chains.rounds,
             (int)chains.together);
 }
 

@@ -271,7 +271,7 @@ static void test_the_backward_of_sm90_is_planned(void) {
         problem.k_len = cases[i].k_len;
         check_planned(&problem, gpu(cases[i].arch), cases[i].name);
     }
-    /* At 32768 tokens, 64 query heads: what the backward adds to the forward's lse is at most 64 MiB. */
+    /* At 32768 tokens, 64 query heads: what the backward adds to the forward's lse is at most 128 MiB. */
     problem = prefill(SINKATTN_BWD, SINKATTN_BF16);
     problem.batch = 1;
     problem.num_q_heads = 64;
@@ -279,7 +279,7 @@ static void test_the_backward_of_sm90_is_planned(void) {
     problem.q_len = problem.k_len = 32768;
     problem.s_aux_dtype = SINKATTN_FP32;
     const int64_t bytes = check_planned(&problem, gpu(90), "sm90_d64").workspace_bytes;
-    CHECK(bytes <= INT64_C(64) << 20, "%" PRId64 " bytes", bytes);
+    CHECK(bytes <= INT64_C(128) << 20, "%" PRId64 " bytes", bytes);
 }
 
 static void test_a_miss_lists_what_there_is(void) {
