@@ -36,7 +36,7 @@ enum {
     SA_EVEN_BLOCKS = 1056, /* eight items a multiprocessor */
     SA_LEAST_ROUND = 3,    /* tiles, and one more for each 64 KiB of dK and dV of a block, of which it has at least one */
     SA_HALF_ROUND = 160,
-    SA_MOST_ROUNDS = 1024, /* of all blocks, where these are few */
+    SA_MOST_ROUNDS = 2048, /* of all blocks, where these are few */
     SA_MOST_OF_BLOCK = 32, /* of a block of 64 KiB of dK and dV */
     SA_ITEM_ENDS = 4,      /* what an item takes beside its tiles, in tiles */
     SA_PARTS_BLOCKS = 32,  /* fewer blocks of all kv heads may leave dQ apart */

@@ -175,7 +175,9 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
         const int64_t rounds = has_long ? sa_ceil_div(longest, room->round_tiles) + SA_SET_ROUNDS - 1 : 1,
                       least = may_split ? least_tiles : room->long_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
-        to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND) + most_split * (sa_ceil_div(SA_MOST_ROUNDS, heads) + 1);
+        const int64_t split = most_split * (sa_ceil_div(SA_MOST_ROUNDS, heads) + 1);
+        to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND);
+        to.items += room->is_local ? split : sa_min(split, blocks * SA_MOST_OF_BLOCK);
         /* Under a window the waves of a round reach over its rows and a span. The spans of all rounds are within SA_MOST_ROUNDS; here are
          * the rows, of a last round past the end, and an item a round, of at least half of SA_WINDOW_ROUND tiles. */
         if (room->is_local && may_split)
