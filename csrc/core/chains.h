@@ -40,7 +40,7 @@ enum {
     SA_MOST_OF_BLOCK = 32, /* of a block of 64 KiB of dK and dV */
     SA_ITEM_ENDS = 4,      /* what an item takes beside its tiles, in tiles */
     SA_PARTS_BLOCKS = 32,  /* fewer blocks of all kv heads may leave dQ apart */
-    SA_WINDOW_ROUND = 8,   /* least tiles of a round under a window, before rounds are made even */
+    SA_WINDOW_ROUND = 8,   /* least tiles of a round under a window, before rounds are made even, if items are more than SA_H200_SMS */
     SA_WINDOW_ENDS = 7,    /* what an item of such rounds takes beside its tiles, in tiles */
     SA_WINDOW_SPANS = 8,   /* longer sequences, in spans, have their heads one after another */
     SA_APART_ROUNDS = 3,
@@ -206,10 +206,13 @@ SA_HD int32_t sa_rounds_of(const sa_band *band, sa_position_t tokens, sa_positio
 SA_HD int32_t sa_window_round(const sa_chain_room *room, int32_t blocks, int32_t seeing, sa_position_t tokens, sa_position_t keys) {
     const int64_t span = room->span, sms = SA_H200_SMS, ramp = room->num_heads * (span * tokens / keys),
                   tiles = sa_min(blocks * span - ramp * span / 2, ramp * seeing), waves = sa_ceil_div(sa_last(blocks - ramp / 2, 1), sms);
+    /* Short rounds, where the multiprocessors take their items all at once. */
+    const int64_t short_round = sa_ceil_div(blocks * (span - 1), sa_last(sms - blocks, 1)),
+                  shortest = sa_within(short_round, SA_LEAST_ROUND + room->sums, SA_WINDOW_ROUND);
     int32_t best = seeing <= sa_min(SA_WINDOW_SPANS * span, room->most_tiles) ? seeing : 0;
     int64_t least = sa_max(waves * sms * (span + SA_WINDOW_ENDS - 2), tiles + (int64_t)SA_WINDOW_ENDS * blocks + sms * span / 4);
     for (int32_t part = 1; part <= 2 && blocks < SA_MANY_BLOCKS; part++) {
-        const int64_t each = sa_within(sa_ceil_div(blocks * span, part * sms), SA_WINDOW_ROUND, room->round_tiles);
+        const int64_t each = sa_within(sa_ceil_div(blocks * span, part * sms), shortest, room->round_tiles);
         const int32_t round = sa_tile_from(seeing, sa_tile_from(seeing, (sa_position_t)each));
         const int64_t items = blocks + blocks * (span - 1) / round, longest = sa_min(round, span),
                       time = sa_max(sms * (longest + SA_WINDOW_ENDS - 2), tiles + SA_WINDOW_ENDS * items + sms * longest / 4);

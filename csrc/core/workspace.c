@@ -179,9 +179,9 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
         to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND);
         to.items += room->is_local ? split : sa_min(split, blocks * SA_MOST_OF_BLOCK);
         /* Under a window the waves of a round reach over its rows and a span. The spans of all rounds are within SA_MOST_ROUNDS; here are
-         * the rows, of a last round past the end, and an item a round, of at least half of SA_WINDOW_ROUND tiles. */
+         * the rows, of a last round past the end, and an item a round, of at least SA_LEAST_ROUND tiles. */
         if (room->is_local && may_split)
-            to.items += 4 * sa_packed_tiles(p->q_len, info->tile_k, p->batch) + 2 * to.tiles / heads / SA_WINDOW_ROUND;
+            to.items += 4 * sa_packed_tiles(p->q_len, info->tile_k, p->batch) + to.tiles / heads / SA_LEAST_ROUND;
     } else {
         to.items = p->batch * sa_num_chain_items(&dense) / heads;
     }
@@ -190,7 +190,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.places = 0;
     if (may_be_apart && p->packed) {
         const bool has_span = room->is_local && !p->mask.num_sink_tokens;
-        const int64_t most = longest / SA_LEAST_ROUND, rounds = has_span ? sa_min(most, room->span / (SA_LEAST_ROUND + 1)) + 2 : most;
+        const int64_t most = longest / SA_LEAST_ROUND, rounds = has_span ? sa_min(most, room->span / SA_LEAST_ROUND) + 2 : most;
         to.places = sa_min(SA_APART_PLACES, (has_span ? blocks * rounds : sa_min(to.items, blocks * rounds)) * heads);
     } else if (may_be_apart && sa_is_apart(&dense)) {
         const int64_t places = sa_max(p->batch, 1) * sa_num_places(&dense);
