@@ -26,8 +26,8 @@
 /* A sequence has rounds where its key blocks, of all kv heads, do not share out evenly: as many as sa_rounds_of finds. Under a window, in
  * a sequence longer than two spans without sink tokens: sa_window_round.
  *
- * And where slots are what lacks: above room.long_tiles rounds have at most room.round_tiles, and above SA_SET_ROUNDS they are a multiple
- * of it.
+ * And where slots are what lacks: without a window, above room.long_tiles, rounds have at most room.round_tiles; more than SA_SET_ROUNDS
+ * are first rounded up to a multiple of it.
  */
 enum {
     SA_H200_SMS = 132, /* multiprocessors, for which rounds and decode kernels are chosen */
@@ -36,13 +36,14 @@ enum {
     SA_EVEN_BLOCKS = 1056, /* eight items a multiprocessor */
     SA_LEAST_ROUND = 3,    /* tiles, and one more for each 64 KiB of dK and dV of a block, of which it has at least one */
     SA_HALF_ROUND = 160,
-    SA_MOST_ROUNDS = 2048, /* of all blocks, where these are few */
-    SA_MOST_OF_BLOCK = 32, /* of a block of 64 KiB of dK and dV */
-    SA_ITEM_ENDS = 4,      /* what an item takes beside its tiles, in tiles */
-    SA_PARTS_BLOCKS = 32,  /* fewer blocks of all kv heads may leave dQ apart */
-    SA_WINDOW_ROUND = 8,   /* least tiles of a round under a window, before rounds are made even, if items are more than SA_H200_SMS */
-    SA_WINDOW_ENDS = 7,    /* what an item of such rounds takes beside its tiles, in tiles */
-    SA_WINDOW_SPANS = 8,   /* longer sequences, in spans, have their heads one after another */
+    SA_MOST_ROUNDS = 2048,  /* of all blocks, where these are few */
+    SA_MOST_OF_BLOCK = 32,  /* of a block of 64 KiB of dK and dV */
+    SA_ITEM_ENDS = 4,       /* what an item takes beside its tiles, in tiles */
+    SA_PARTS_BLOCKS = 32,   /* fewer blocks of all kv heads may leave dQ apart, .. */
+    SA_MEETING_TILES = 160, /* .. and up to so many tiles of all kv heads whose items, all at work at once, begin together */
+    SA_WINDOW_ROUND = 8,    /* least tiles of a round under a window, before rounds are made even; fewer where items are few */
+    SA_WINDOW_ENDS = 7,     /* what an item of such rounds takes beside its tiles, in tiles */
+    SA_WINDOW_SPANS = 8,    /* longer sequences, in spans, have their heads one after another */
     SA_APART_ROUNDS = 3,
     SA_APART_PLACES = 2048, /* at most, for dK and dV left apart */
     SA_SIDE_CHAINS = 66,    /* of all rounds, side by side at most: two items of each at work, and what they read and add to in the L2 */
@@ -58,8 +59,8 @@ enum {
 typedef struct sa_chain_room {
     int32_t num_heads;  /* kv heads */
     int32_t copies;     /* sequences of the same lengths, whose chains are those of one sequence with so many times the heads */
-    int32_t most_tiles; /* that the L2 may hold */
-    int32_t long_tiles; /* sequences above it have rounds of at most round_tiles */
+    int32_t most_tiles; /* of a span; of a window's heads side by side */
+    int32_t long_tiles; /* without a window, sequences above it have rounds of at most round_tiles */
     int32_t round_tiles;
     int32_t sums;       /* 64 KiB of dK and dV of a block */
     int32_t num_slots;  /* accumulator slots */
@@ -148,11 +149,13 @@ SA_HD int32_t sa_rounds_of_few(
     int64_t least = INT64_MAX; /* a tile's time is `unit`, as items and blocks are counted in sixths, and over all multiprocessors */
     for (int32_t rounds = 1; rounds == 1 || (rounds * blocks <= SA_MOST_ROUNDS && rounds * room->sums <= SA_MOST_OF_BLOCK);
             rounds += 1 + rounds / 8) {
-        const int32_t each = sa_tile_from(tiles, rounds), follow = is_apart ? 0 : (int32_t)sa_first(of_head, SA_H200_SMS / heads / rounds);
+        const int32_t each = sa_tile_from(tiles, rounds), chain = (int32_t)sa_first(of_head, SA_H200_SMS / heads / rounds);
         int32_t items = rounds * seen + 3 * partial; /* times 6 */
         if (rounds > 1 && each < SA_LEAST_ROUND + room->sums) break;
         if (partial && items > unit - unit / 8 && items < unit + unit / 8)
             items = 6 * heads * sa_count_items(band, tokens, keys, rounds, each);
+        const bool meets = (int64_t)heads * tiles <= SA_MEETING_TILES && items <= unit && (rounds > 1 || !partial);
+        const int32_t follow = is_apart || meets ? 0 : chain;
         const int32_t whole = (int32_t)sa_last(items / 6 - partial, 0), waves = whole / SA_H200_SMS, ahead = (waves + 1) * SA_H200_SMS;
         int64_t time = (int64_t)tiles * seen + (int64_t)SA_ITEM_ENDS * items;
         if (partial && items > unit) time += (int64_t)unit * (sa_first(each, short_tiles) / 2 + SA_ITEM_ENDS + (rounds > 1 ? each / 4 : 0));
@@ -206,7 +209,7 @@ SA_HD int32_t sa_rounds_of(const sa_band *band, sa_position_t tokens, sa_positio
 SA_HD int32_t sa_window_round(const sa_chain_room *room, int32_t blocks, int32_t seeing, sa_position_t tokens, sa_position_t keys) {
     const int64_t span = room->span, sms = SA_H200_SMS, ramp = room->num_heads * (span * tokens / keys),
                   tiles = sa_min(blocks * span - ramp * span / 2, ramp * seeing), waves = sa_ceil_div(sa_last(blocks - ramp / 2, 1), sms);
-    /* Short rounds, where the multiprocessors take their items all at once. */
+    /* The shortest rounds whose items the multiprocessors take all at once. */
     const int64_t short_round = sa_ceil_div(blocks * (span - 1), sa_last(sms - blocks, 1)),
                   shortest = sa_within(short_round, SA_LEAST_ROUND + room->sums, SA_WINDOW_ROUND);
     int32_t best = seeing <= sa_min(SA_WINDOW_SPANS * span, room->most_tiles) ? seeing : 0;

@@ -79,14 +79,14 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 /* A tile of dQ reuses the slot of the tile num_slots uses earlier, which earlier items must have finished. So a sequence of more than
  * SA_SLOTS_BYTES of tiles a kv head is cut into rounds of SA_ROUND_BYTES at most, later tiles first, over which dK and dV are summed; under
  * a window it is not. */
-#define SA_MOST_BYTES (INT64_C(36) << 20)
+#define SA_MOST_BYTES (INT64_C(36) << 20) /* of a window's span, and of its heads side by side */
 #define SA_ROUND_BYTES (INT64_C(18) << 20)
 #define SA_SLOTS_BYTES (INT64_C(256) << 20)
 #define SA_NEAR_BYTES (INT64_C(64) << 20) /* about what the L2 holds; chains side by side take it, .. */
 #define SA_NEAR_BLOCKS 288                /* .. or what the rows of so many key blocks take, two items a multiprocessor, if that is more */
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048                      /* so many key blocks of long chains fill the machine with one round at a time */
-#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* parts of dQ in use (reserved: twice this), fewer than SA_PARTS_BLOCKS blocks, .. */
+#define SA_PARTS_BYTES (INT64_C(72) << 20)       /* parts of dQ in use (reserved: twice this), where blocks are few or meet, .. */
 #define SA_LONG_PARTS_BYTES (INT64_C(256) << 20) /* the same for so few row tiles of all kv heads that turns at their dQ .. */
 #define SA_PARTS_TILES 64                        /* .. take longer than all else */
 #define SA_SLICE_GAIN 8                          /* slices must fill over 1/8 of a tile's rows more */
@@ -144,6 +144,24 @@ static int64_t most_parts(const sinkattn_problem *p, const sinkattn_variant_info
     return sa_min(blocks, sink_blocks(p, info->tile_k) + sa_ceil_div(reach, info->tile_k) + 1);
 }
 
+/* Parts of dQ that a tile may have, if key blocks leave theirs apart; else 0. Where all items are at work at once, and those of a chain
+ * begin with the same tiles, each would wait for those before it. */
+static int64_t parts_of(const sinkattn_problem *p, const sinkattn_plan *plan, const sa_bwd_sm90_layout *of, const sa_band *band,
+        const sa_chains *dense, int64_t tokens) {
+    const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
+    const bool may_meet = (!p->packed || p->batch == 1) && 2 * of->tiles <= 3 * SA_MEETING_TILES,
+               meets = may_meet && (dense->rounds > 1 || sa_is_even(band, info->tile_k)) &&
+                       p->batch * of->heads * sa_count_items(band, tokens, info->tile_k, dense->rounds, dense->round_tiles) <=
+                               plan->workers,
+               may_have_parts = of->room.blocks < SA_PARTS_BLOCKS || meets;
+    const int64_t parts = most_parts(p, info, tokens),
+                  bytes = of->tiles <= SA_PARTS_TILES ? SA_LONG_PARTS_BYTES
+                          : may_have_parts            ? SA_PARTS_BYTES
+                                                      : 0,
+                  limit = bytes / tile_bytes_of(info), mean = sa_mean_blocks(band, info->tile_k) + 6 * sink_blocks(p, info->tile_k);
+    return of->tiles <= 6 * limit / sa_max(mean, 1) && of->tiles <= 2 * limit / sa_max(parts, 1) ? parts : 0;
+}
+
 sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
     const int64_t slices = sa_bwd_sm90_slices(p, info->tile_q), heads = p->num_kv_heads * slices,
@@ -165,13 +183,14 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
         room->num_slots = (int32_t)sa_min((room->is_local ? SA_NEAR_BYTES : SA_SLOTS_BYTES) / tile_bytes,
                 sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
-    if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS) room->num_slots = dense.uses;
+    if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_FEW_BLOCKS) room->num_slots = dense.uses;
     const int64_t sinks = room->is_local ? sink_blocks(p, info->tile_k) : 0, least_tiles = 2 * SA_LEAST_ROUND + 1;
     const bool may_have_rounds = p->packed ? longest >= least_tiles : !dense.sinks && !dense.is_long && dense.rounds > 1,
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
                may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
     if (p->packed) {
-        /* Key blocks, times rounds where slots are few; and for sequences of at least so many tiles SA_MOST_ROUNDS. */
+        /* Key blocks, times rounds where slots are few; and for sequences of at least so many tiles SA_MOST_ROUNDS, SA_MOST_OF_BLOCK a
+         * block. */
         const int64_t rounds = has_long ? sa_ceil_div(longest, room->round_tiles) + SA_SET_ROUNDS - 1 : 1,
                       least = may_split ? least_tiles : room->long_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
@@ -206,10 +225,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
     to.own_carries = may_merge ? plan->workers : 0;
-    const int64_t parts = most_parts(p, info, tokens);
-    const int64_t parts_bytes = to.tiles <= SA_PARTS_TILES ? SA_LONG_PARTS_BYTES : room->blocks < SA_PARTS_BLOCKS ? SA_PARTS_BYTES : 0;
-    const int64_t limit = parts_bytes / tile_bytes, mean = sa_mean_blocks(&band, info->tile_k) + 6 * sink_blocks(p, info->tile_k);
-    to.parts = to.tiles <= 6 * limit / sa_max(mean, 1) && to.tiles <= 2 * limit / sa_max(parts, 1) ? parts : 0;
+    to.parts = parts_of(p, plan, &to, &band, &dense, tokens);
     int64_t at = 0;
     to.entries_at = take(&at, (to.entries + 1) * SA_BWD_SM90_ENTRY_BYTES);
     to.items_at = take(&at, to.items * heads * SA_BWD_SM90_ITEM_BYTES);

@@ -323,8 +323,7 @@ static void test_items_are_found_by_block_and_round(void) {
 
 /* 127 row tiles are 3 rounds of 43, side by side for all heads. Without a mask 8192 tokens have three rounds, each an item. Of 256 chains
  * of all rounds 64 are side by side, of whose rows some stay in the L2. Under a window of 1024 the chains of 5872 tokens lie side by side;
- * of 16384 tokens the chains of single heads do, the chains of groups of 3 do not. 8 row tiles leave dQ apart for 512 key blocks, 65 for
- * none; 2304 causal tokens do, 3000 do not. */
+ * of 16384 tokens those of single heads do, those of groups of 3 do not. Short launches leave dQ apart. */
 static void test_rounds_have_room(void) {
     sinkattn_problem problem = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = 1, .head_dim = 64, .mask = {.has_right = true}};
     problem.num_q_heads = 64, problem.num_kv_heads = 8, problem.q_len = problem.k_len = 2032;
@@ -349,16 +348,18 @@ static void test_rounds_have_room(void) {
         CHECK(chains.is_local == (i >= 2) && chains.together == (i == 2 ? 1 : problem.num_kv_heads), "%d heads: %d side by side",
                 (int)problem.num_kv_heads, (int)chains.together);
     }
-    problem.mask.has_left = false, problem.mask.left = 0, problem.num_kv_heads = 1, problem.num_q_heads = 8, problem.q_len = 128,
-    problem.k_len = 65536;
-    CHECK(sa_bwd_sm90_layout_of(&problem, &plan).parts == 512, "8 tiles");
-    problem.q_len = 65 * 16, problem.k_len = 8192;
-    CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "65 tiles");
-    problem.q_len = problem.k_len = 2304;
-    CHECK(sa_bwd_sm90_layout_of(&problem, &plan).parts == 18, "2304 tokens");
-    problem.q_len = problem.k_len = 3000;
-    CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "3000 tokens");
-    problem.mask = (sinkattn_mask){.has_left = true, .left = 255}, problem.q_len = 1024, problem.k_len = 131072;
+    const struct { /* few tiles; few blocks; few items, which begin together as rounds, or where all rows see all keys */
+        int32_t num_q_heads, num_kv_heads, q_len, k_len, parts;
+        bool sees_all;
+    } few[] = {{8, 1, 128, 65536, 512, 0}, {8, 1, 1040, 8192, 0, 0}, {8, 1, 2304, 2304, 18, 0}, {8, 1, 3000, 3000, 0, 0},
+            {16, 4, 1239, 1239, 10, 0}, {40, 8, 867, 867, 0, 0}, {12, 12, 1280, 1280, 10, 1}, {12, 12, 1280, 1280, 0, 0}};
+    for (size_t i = 0; i < sizeof few / sizeof *few; i++) {
+        problem.mask = (sinkattn_mask){.has_right = !few[i].sees_all}, problem.num_q_heads = few[i].num_q_heads;
+        problem.num_kv_heads = few[i].num_kv_heads, problem.q_len = few[i].q_len, problem.k_len = few[i].k_len;
+        CHECK(sa_bwd_sm90_layout_of(&problem, &plan).parts == few[i].parts, "dQ apart, case %zu", i);
+    }
+    problem.mask = (sinkattn_mask){.has_left = true, .left = 255}, problem.num_q_heads = 8, problem.num_kv_heads = 1;
+    problem.q_len = 1024, problem.k_len = 131072;
     CHECK(!sa_bwd_sm90_layout_of(&problem, &plan).parts, "few rows that see few of many keys");
     problem.mask = (sinkattn_mask){.has_right = true};
     problem.head_dim = 128, problem.q_len = problem.k_len = 600;
