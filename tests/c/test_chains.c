@@ -49,8 +49,8 @@ static sequence pick_sequence(void) {
         s.room.num_slots = s.room.most_tiles + (one_in(2) ? 0 : (int32_t)pick(0, 1000));
     }
     if (has_window && one_in(2)) { /* single heads, whose chains are side by side */
-        mask.num_sink_tokens = 0, mask.left = pick(400, 900), s.tokens = kKeys;
-        s.band = sa_band_of(&mask, pick(4000, 6000), 6000);
+        mask.num_sink_tokens = 0, mask.left = pick(400, 700), s.tokens = kKeys;
+        s.band = sa_band_of(&mask, pick(9000, 12000), 12000);
         s.room.span = (int32_t)sa_ceil_div(kKeys + mask.left + mask.right, kKeys) + 1, s.room.num_heads = (int32_t)pick(6, 9);
         s.room.most_tiles = s.room.num_slots = SA_H200_SMS + (int32_t)pick(0, 200);
     } else if (has_window && one_in(2)) { /* few blocks, which have rounds */
