@@ -176,7 +176,9 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.blocks = blocks;
     to.room = room_of(p, plan, &band, tokens, heads, to.tiles, blocks);
     sa_chain_room *room = &to.room;
-    const bool has_long = !room->is_local && longest > room->long_tiles;
+    /* Of packed sequences that have rounds because slots are few. */
+    const int64_t long_blocks =
+            room->is_local || longest <= room->long_tiles ? 0 : sa_packed_tiles(p->k_len, info->tile_k, longest / room->long_tiles + 1);
     /* A packed batch may be one sequence, or any number of them. */
     to.rounds = sa_rounds_of(&band, tokens, info->tile_k, room);
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room, to.rounds);
@@ -189,13 +191,13 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
                may_split = may_have_rounds && (p->packed ? !sa_fill_blocks(room->blocks) : dense.split),
                may_merge = may_have_rounds && (p->packed ? room->blocks >= SA_FEW_BLOCKS : !dense.split);
     if (p->packed) {
-        /* Key blocks, times rounds where slots are few; and for sequences of at least so many tiles SA_MOST_ROUNDS, SA_MOST_OF_BLOCK a
+        /* Key blocks, and their rounds where slots are few; for sequences of at least so many tiles SA_MOST_ROUNDS, SA_MOST_OF_BLOCK a
          * block. */
-        const int64_t rounds = has_long ? sa_ceil_div(longest, room->round_tiles) + SA_SET_ROUNDS - 1 : 1,
+        const int64_t rounds = sa_ceil_div(longest, room->round_tiles) + SA_SET_ROUNDS - 1,
                       least = may_split ? least_tiles : room->long_tiles,
                       most_split = sa_min(p->batch, p->q_len / ((least - 1) * tokens + 1));
         const int64_t split = most_split * (sa_ceil_div(SA_MOST_ROUNDS, heads) + 1);
-        to.items = blocks * rounds + sinks * (to.tiles / heads / SA_SINK_ROUND);
+        to.items = blocks + long_blocks * (rounds - 1) + sinks * (to.tiles / heads / SA_SINK_ROUND);
         to.items += room->is_local ? split : sa_min(split, blocks * SA_MOST_OF_BLOCK);
         /* Under a window the waves of a round reach over its rows and a span. The spans of all rounds are within SA_MOST_ROUNDS; here are
          * the rows, of a last round past the end, and an item a round, of at least SA_LEAST_ROUND tiles. */
@@ -218,10 +220,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     to.carries = may_split && (p->packed || !to.places) ? blocks * heads : 0;
     to.carries += sinks * heads * sa_min(p->batch, to.tiles / heads / (SA_SINK_ROUND + 1));
     /* Long sequences' heads come one after another: a place a key block, in a dense batch for all sequences. */
-    if (!p->packed)
-        to.carries += dense.is_long ? dense.blocks : 0;
-    else if (has_long)
-        to.carries += sa_packed_tiles(p->k_len, info->tile_k, longest / room->long_tiles + 1);
+    to.carries += p->packed ? long_blocks : dense.is_long ? dense.blocks : 0;
     if (slices > 1) to.carries += blocks * p->num_kv_heads;
     if (!p->packed) room->copies = (int32_t)sa_max(p->batch, 1);
     to.own_carries = may_merge ? plan->workers : 0;
