@@ -149,7 +149,7 @@ static int64_t most_parts(const sinkattn_problem *p, const sinkattn_variant_info
 static int64_t parts_of(const sinkattn_problem *p, const sinkattn_plan *plan, const sa_bwd_sm90_layout *of, const sa_band *band,
         const sa_chains *dense, int64_t tokens) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    const bool may_meet = (!p->packed || p->batch == 1) && 2 * of->tiles <= 3 * SA_MEETING_TILES,
+    const bool may_meet = (!p->packed || p->batch == 1) && of->tiles <= SA_MEETING_TILES * 3 / 2,
                meets = may_meet && (dense->rounds > 1 || sa_is_even(band, info->tile_k)) &&
                        p->batch * of->heads * sa_count_items(band, tokens, info->tile_k, dense->rounds, dense->round_tiles) <=
                                plan->workers,
