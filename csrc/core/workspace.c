@@ -109,7 +109,8 @@ int64_t sa_bwd_sm90_slice_heads(const sinkattn_problem *p, int64_t tile_q) {
 static sa_chain_room room_of(const sinkattn_problem *p, const sinkattn_plan *plan, const sa_band *band, int64_t tokens, int64_t heads,
         int64_t tiles, int64_t blocks) {
     const sinkattn_variant_info *info = sinkattn_variant(plan->variant);
-    const int64_t tile_bytes = tile_bytes_of(info), most_tiles = SA_MOST_BYTES / tile_bytes, near_tiles = SA_NEAR_BYTES / tile_bytes;
+    const int64_t tile_bytes = tile_bytes_of(info), most_tiles = SA_MOST_BYTES / tile_bytes, near_tiles = SA_NEAR_BYTES / tile_bytes,
+                  most_slots = SA_SLOTS_BYTES / tile_bytes;
     /* Of the mask alone, as the order of sums depends on it. */
     const int64_t window = sa_window_keys(&p->mask), span = sa_ceil_div(sa_min(window, 1 << 30) + info->tile_k - 1, tokens) + 1,
                   sinks = sink_blocks(p, info->tile_k);
@@ -118,16 +119,15 @@ static sa_chain_room room_of(const sinkattn_problem *p, const sinkattn_plan *pla
     room.copies = 1;
     room.sums = (int32_t)sa_ceil_div(2 * info->tile_k * info->max_head_dim * 4, 1 << 16);
     room.most_tiles = (int32_t)most_tiles;
-    room.long_tiles = (int32_t)(SA_SLOTS_BYTES / tile_bytes);
+    room.long_tiles = (int32_t)most_slots;
     room.round_tiles = (int32_t)(SA_ROUND_BYTES / tile_bytes);
     room.is_local = span + (sinks ? SA_SINK_ROUND : 1) <= most_tiles && sinks <= SA_SINK_BLOCKS;
     room.span = (int32_t)span;
     const bool is_even = !p->packed && blocks * heads < SA_EVEN_BLOCKS && p->q_len && p->k_len && sa_is_even(band, info->tile_k);
     /* Up to SA_EVEN_BLOCKS even blocks are not taken to fill the machine: their rounds are items. */
     room.blocks = (int32_t)sa_min(blocks * heads, is_even ? SA_MANY_BLOCKS - 1 : SA_MANY_BLOCKS);
-    const int64_t most_slots = SA_SLOTS_BYTES / tile_bytes;
     room.near_slots = (int32_t)sa_min(sa_max(near_tiles, SA_NEAR_BLOCKS * info->tile_k / tokens), most_slots);
-    const int64_t chain = sa_min(sa_ceil_div(p->q_len, tokens), room.long_tiles);
+    const int64_t chain = sa_min(sa_ceil_div(p->q_len, tokens), most_slots);
     int64_t slots = sa_fill_blocks(room.blocks) ? sa_max(sa_max(room.near_slots, 2 * most_tiles), chain) : most_slots;
     if (room.is_local) {
         /* All multiprocessors begin at once, and a tile is in use from the first block that meets it to the last. */

@@ -323,7 +323,7 @@ static void test_items_are_found_by_block_and_round(void) {
 
 /* 127 row tiles are 3 rounds of 43, side by side for all heads. Without a mask 8192 tokens have three rounds, each an item. Of 256 chains
  * of all rounds 64 are side by side, of whose rows some stay in the L2. Under a window of 1024 the chains of 5872 tokens lie side by side;
- * of 16384 tokens those of single heads do, those of groups of 3 do not. Short launches leave dQ apart. */
+ * at 16384 tokens chains of single heads do, and chains of groups of 3 do not. Key blocks of short launches leave dQ apart. */
 static void test_rounds_have_room(void) {
     sinkattn_problem problem = {.op = SINKATTN_BWD, .dtype = SINKATTN_BF16, .batch = 1, .head_dim = 64, .mask = {.has_right = true}};
     problem.num_q_heads = 64, problem.num_kv_heads = 8, problem.q_len = problem.k_len = 2032;
