@@ -20,7 +20,7 @@ LAYOUTS = {"dense": "q200x2-k260x2", "varlen": "varlen-q190.0.7.101.3.20-k190.5.
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "ratio"), [(64, 2), (64, 8), (64, 64), (64, 6), (40, 7), (96, 4), (128, 6), (128, 8)]
+    ("head_dim", "ratio"), [(64, 2), (64, 8), (64, 64), (64, 6), (40, 7), (80, 1), (96, 4), (128, 6), (128, 8)]
 )
 @pytest.mark.parametrize(("left", "right"), [(127, 0), (30, 0), (0, 0), (40, 30)])
 @pytest.mark.parametrize("num_sink_tokens", [1, 4, 8, 9, 16])
@@ -88,7 +88,7 @@ def everything(tensors: list[Tensor], bounds: tuple[int, ...], left: int, num_si
 
 @pytest.mark.parametrize(
     ("num_q_heads", "head_dim", "left", "num_sink_tokens"),
-    [(16, 64, 127, 4), (16, 64, 127, 16), (10, 64, 63, 8), (12, 128, 127, 4)],
+    [(16, 64, 127, 4), (16, 64, 127, 16), (10, 64, 63, 8), (12, 128, 127, 4), (10, 96, 127, 16)],
 )
 def test_bits_are_the_same_packed_and_one_by_one(
     num_q_heads: int, head_dim: int, left: int, num_sink_tokens: int
@@ -104,9 +104,9 @@ def test_bits_are_the_same_packed_and_one_by_one(
             assert torch.equal(got[begin:end], want), (begin, end)
 
 
-@pytest.mark.parametrize("num_sink_tokens", [4, 16])
-def test_repeats_are_bitwise_equal_under_load(num_sink_tokens: int) -> None:
-    tensors = rows_of(1000, 16)
+@pytest.mark.parametrize(("head_dim", "num_sink_tokens"), [(64, 4), (64, 16), (128, 4)])
+def test_repeats_are_bitwise_equal_under_load(head_dim: int, num_sink_tokens: int) -> None:
+    tensors = rows_of(1000, 16, head_dim)
     assert different_under_load(lambda: everything(tensors, (0, 400, 1000), 127, num_sink_tokens)) == 0
 
 
@@ -153,9 +153,9 @@ def test_ds_aux_is_exact_where_it_cancels() -> None:
     assert_right_on_device(case)
 
 
-@pytest.mark.parametrize("num_sink_tokens", [4, 16])
-def test_hostile_cu_seqlens_are_contained_and_reported(num_sink_tokens: int, seed: int) -> None:
-    q, k, v, _, s_aux = rows_of(300, 16)
+@pytest.mark.parametrize(("head_dim", "num_sink_tokens"), [(64, 4), (64, 16), (128, 4)])
+def test_hostile_cu_seqlens_are_contained_and_reported(head_dim: int, num_sink_tokens: int, seed: int) -> None:
+    q, k, v, _, s_aux = rows_of(300, 16, head_dim)
     sinkattn.check_errors()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(100):

@@ -134,23 +134,22 @@ const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_va
     return p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS ? SA_TOO_MANY_SINK_TOKENS : refusal_of_window(p, info);
 }
 
-static const char *refusal_of_plain_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    return p->mask.num_sink_tokens ? "there are positional sink tokens" : refusal_of_window(p, info);
-}
-
-/* The same without sink tokens, for narrow values of at most 128 columns and for values as wide as keys; both where the general
- * backward was slower, as docs/kernels/bwd_wide_window_sm90.md has it. */
+/* The same for narrow values of at most 128 columns, without sink tokens, and for wide heads; both where the general backward was slower,
+ * as docs/kernels/bwd_wide_window_sm90.md has it: beside sink tokens wherever a row tile sees at most 160 keys from a multiple of 16 on. */
 const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (!sa_has_narrow_values(p)) return "values are as wide as keys";
     if (sa_head_dim_v(p) > 128) return "values are wider than 128";
-    return p->num_q_heads == p->num_kv_heads ? "a kv head has one query head" : refusal_of_plain_window(p, info);
+    if (p->mask.num_sink_tokens) return "there are positional sink tokens";
+    return p->num_q_heads == p->num_kv_heads ? "a kv head has one query head" : refusal_of_window(p, info);
 }
 
 const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    if (sa_has_narrow_values(p)) return narrow_values;
+    const int64_t group = p->num_q_heads / p->num_kv_heads, keys = sa_window_keys(&p->mask);
+    if (p->mask.num_sink_tokens)
+        return keys + info->tile_q / group > 146 ? "left + tokens a tile + 15 > 160" : sa_refusal_local_window(p, info);
     if (p->head_dim <= 96) return "head_dim is at most 96";
-    if (p->num_q_heads / p->num_kv_heads < 5) return "a kv head has fewer than 5 query heads";
-    return sa_window_keys(&p->mask) <= 64 ? "rows see at most 64 keys" : refusal_of_plain_window(p, info);
+    if (group < 5) return "a kv head has fewer than 5 query heads";
+    return keys <= 64 ? "rows see at most 64 keys" : sa_refusal_local_window(p, info);
 }
 
 /* All heads of a token, or a slice of them, fit a tile of rows; there is something to describe to the copy engine. */

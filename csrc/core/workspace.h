@@ -23,10 +23,11 @@ enum {
     SA_BWD_SM90_ITEM_BYTES = 128,
     SA_BWD_SM90_TILE_SUM_BYTES = 24,
     SA_BWD_SM90_KEY_SUM_BYTES = 40,
-    SA_BWD_WINDOW_PARTS = 12,           /* of ds_aux, a block and head, */
-    SA_BWD_WINDOW_SINK_PARTS = 16,      /* with positional sink tokens; */
-    SA_BWD_WINDOW_PARTIAL = 128,        /* floats of one sink token: dK, then dV */
-    SA_BWD_WIDE_WINDOW_STATS_BYTES = 16 /* of a row, and their alignment */
+    SA_BWD_WINDOW_PARTS = 12,            /* of ds_aux, a block and head, */
+    SA_BWD_WINDOW_SINK_PARTS = 16,       /* with positional sink tokens; */
+    SA_BWD_WINDOW_PARTIAL = 128,         /* floats of one sink token: dK, then dV */
+    SA_BWD_WIDE_WINDOW_STATS_BYTES = 16, /* of a row, and their alignment */
+    SA_BWD_WIDE_WINDOW_PARTIAL = 256     /* floats of one sink token: dK, then dV */
 };
 
 /* The chunks into which a kernel cuts the keys of a sequence, 1 if it does not, and the bytes in which a forward keeps each thread's O,
@@ -72,6 +73,14 @@ typedef struct sa_bwd_window_layout {
 } sa_bwd_window_layout;
 
 sa_bwd_window_layout sa_bwd_window_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);
+
+/* The backward of wide windows: statistics, then partials of positional sink tokens. A piece is so many tokens of a sequence, of whose rows
+ * each math warpgroup has a partial; behind those of all pieces each sequence has one of its window. slots: of a kv head. */
+typedef struct sa_bwd_wide_window_layout {
+    int64_t piece_tokens, pieces, slots, partials_at, bytes;
+} sa_bwd_wide_window_layout;
+
+sa_bwd_wide_window_layout sa_bwd_wide_window_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
 #ifdef __cplusplus
 }

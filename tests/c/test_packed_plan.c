@@ -96,7 +96,8 @@ static void test_the_largest_head_dim(void) {
             status.message);
 }
 
-/* Causal windows of wide heads, without positional sink tokens; 16 bytes a row. */
+/* Causal windows of wide heads; 16 bytes a row, and dK and dV of each positional sink token over pieces of 32 tiles, for two warpgroups,
+ * and over the window. */
 static void test_the_wide_windowed_backward_is_planned(void) {
     static const struct {
         int64_t head_dim, left, right, sinks, group;
@@ -104,8 +105,10 @@ static void test_the_wide_windowed_backward_is_planned(void) {
         const char *name;
     } cases[] = {{104, 127, 0, 0, 6, 0, "sm90_d128_window"}, {128, 128, 0, 0, 64, 0, "sm90_d128_window"}, {96, 127, 0, 0, 6, 0, "sm90_d96"},
             {128, 64, 0, 0, 5, 0, "sm90_d128_window"}, {128, 63, 0, 0, 5, 0, "sm90_d128"}, {128, 127, 0, 0, 4, 0, "sm90_d128"},
-            {128, 129, 0, 0, 6, 0, "sm90_d128"}, {96, 127, 1, 0, 6, 0, "sm90_d96"}, {128, 127, 0, 4, 6, 0, "sm90_d128"},
-            {128, 127, 0, 0, 65, 0, "sm80_d128"}, {64, 127, 0, 0, 8, 0, "sm90_window"}, {192, 127, 0, 0, 8, 128, "sm90_d192_v128_window"},
+            {128, 129, 0, 0, 6, 0, "sm90_d128"}, {96, 127, 1, 0, 6, 0, "sm90_d96"}, {128, 127, 0, 4, 6, 0, "sm90_d128_window"},
+            {128, 127, 0, 17, 6, 0, "sm90_d128"}, {128, 127, 0, 1, 3, 0, "sm90_d128"}, {72, 82, 0, 16, 1, 0, "sm90_d96"},
+            {72, 81, 0, 16, 1, 0, "sm90_d128_window"}, {96, 127, 0, 1, 4, 0, "sm90_d128_window"}, {128, 127, 0, 0, 65, 0, "sm80_d128"},
+            {64, 127, 0, 0, 8, 0, "sm90_window"}, {192, 127, 0, 0, 8, 128, "sm90_d192_v128_window"},
             {136, 128, 0, 0, 2, 8, "sm90_d192_v128_window"}, {192, 0, 0, 0, 64, 128, "sm90_d192_v128_window"},
             {192, 127, 0, 0, 1, 128, "sm90_d192_v128"}, {192, 129, 0, 0, 8, 128, "sm90_d192_v128"},
             {192, 127, 0, 1, 8, 128, "sm90_d192_v128"}, {192, 127, 0, 0, 8, 136, "sm90_d256"}, {192, 127, 0, 0, 8, 0, "sm90_d256"}};
@@ -118,8 +121,12 @@ static void test_the_wide_windowed_backward_is_planned(void) {
         problem.mask.num_sink_tokens = cases[i].sinks;
         const sinkattn_plan plan = check_planned(&problem, gpu(90), cases[i].name);
         if (!strstr(cases[i].name, "128_window")) continue;
-        const int64_t rows = (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len + 64;
-        CHECK(plan.workspace_bytes == rows * 16 + 15, "case %zu: %" PRId64 " bytes", i, plan.workspace_bytes);
+        const int64_t rows = (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len + 64,
+                      tokens = 64 / cases[i].group * 32,
+                      pieces = problem.packed ? problem.q_len / tokens + problem.batch + 1
+                                              : problem.batch * ((problem.q_len + tokens - 1) / tokens),
+                      sums = (2 * pieces + problem.batch) * problem.num_kv_heads * cases[i].sinks;
+        CHECK(plan.workspace_bytes == rows * 16 + sums * 1024 + 15, "case %zu: %" PRId64 " bytes", i, plan.workspace_bytes);
     }
 }
 

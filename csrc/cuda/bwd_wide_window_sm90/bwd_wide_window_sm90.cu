@@ -4,6 +4,7 @@
 //
 //     rows    dQ by row tiles; lse, g - delta and the term of ds_aux of each row           rows.cuh, spans.cuh
 //     keys    dK and dV by blocks of 128 keys, over the rows that see them                 keys.cuh, blocks.cuh
+//     tokens  dK and dV of positional sink tokens, whose sums the launch of keys left, where there are any
 //     sink    ds_aux of a head: the sum of its rows' terms, where it is wanted
 //
 // S and dP are computed in both launches, 7 products where one launch would take 5; in return no sum lies in fp32 memory, none is added by
@@ -40,6 +41,35 @@ __global__ __launch_bounds__(kSinkThreads) void sink_kernel(
     for (int warp = 1; warp < kSinkThreads / 32; warp++) sum += sums[warp];
     wait_for_previous_kernel(); // the kernel after this one waits for this one alone
     sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
+}
+
+// A block sums dK and dV of kTokens positional sink tokens of a sequence and kv head over its window and pieces, a thread a column.
+constexpr int kTokens = 4;
+
+template <class Element>
+__global__ __launch_bounds__(kTokens *SA_BWD_WIDE_WINDOW_PARTIAL) void sink_tokens_kernel(
+        const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Problem p) {
+    const sinkattn_problem &problem = args.fwd.problem;
+    const unsigned parts = (p.num_sinks + kTokens - 1) / kTokens, kv_head = blockIdx.x / parts % p.num_kv_heads,
+                   b = blockIdx.x / parts / p.num_kv_heads;
+    const sa_sequence sequence = sa_sequence_at(&args.fwd, b);
+    const sa_band band = band_of(args.fwd, sequence);
+    const int key = static_cast<int>(blockIdx.x % parts * kTokens + threadIdx.x / SA_BWD_WIDE_WINDOW_PARTIAL),
+              column = static_cast<int>(threadIdx.x % SA_BWD_WIDE_WINDOW_PARTIAL), first = p.first_piece(band),
+              end = sa_tile_from(band.q_len, p.piece_tokens);
+    wait_for_previous_kernel();
+    if (first >= end || key >= min(p.num_sinks, band.k_len)) return; // without pieces the window's block has written its sum
+    const int64_t of_sequence = problem.packed ? rows_before(args.fwd, b) / p.piece_tokens + b : int64_t{b} * p.batch_pieces;
+    const int64_t step = p.partial_of(0, 1, 0) - p.partials;
+    float sum = p.partial_of(static_cast<int>(kv_head), p.window_slot(b), key)[column];
+    const float *from = p.partial_of(static_cast<int>(kv_head), 2 * (of_sequence + first), key) + column;
+#pragma unroll 16
+    for (int i = 0; i < 2 * (end - first); i++) sum += from[i * step];
+    const bool is_key = column < 128;
+    const sinkattn_tensor &tensor = is_key ? args.dk : args.dv;
+    if (column % 128 < (is_key ? problem.head_dim : sa_head_dim_v(&problem)))
+        static_cast<uint16_t *>(tensor.data)[sa_offset(&tensor, sequence.batch, sequence.k_begin + key, kv_head) + column % 128] =
+                static_cast<uint16_t>(pack_halves<Element>(is_key ? sum * p.scale : sum, 0.0f));
 }
 
 constexpr int kSpanStart = 16; // tokens that take as long as the start of a span: a guess
@@ -80,6 +110,10 @@ sinkattn_status launch_rows(
     SA_TRY(sa_cuda_error_word(&error_word));
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, C::kKeys / 2, "k"));
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, C::kKeys, "v"));
+    if (C::kSinks) {
+        SA_TRY(map_keys(&maps.sink_k, problem, args.fwd.k, kStepKeys, "k"));
+        SA_TRY(map_keys(&maps.sink_v, of_values, args.fwd.v, kStepKeys, "v"));
+    }
     const auto blocks = static_cast<unsigned>(sa_min(items, plan.workers));
     return launch_blocks<rows_kernel<C>>(
             "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(RowsSmem<C>), context.stream, args, maps, p, error_word);
@@ -92,7 +126,8 @@ sinkattn_status launch_keys(
     const sinkattn_problem &problem = args.fwd.problem;
     sinkattn_problem of_values = problem;
     of_values.head_dim = sa_head_dim_v(&problem);
-    const int64_t pieces = count_pieces(problem, problem.k_len, kBlockKeys), items = pieces * problem.num_kv_heads;
+    const int64_t pieces = count_pieces(problem, problem.k_len, kBlockKeys),
+                  items = (pieces + (C::kSinks ? p.num_pieces : 0)) * problem.num_kv_heads;
     if (items > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld blocks of keys; a launch holds at most 2^31", static_cast<long long>(items));
     p.num_blocks = static_cast<unsigned>(pieces);
@@ -105,8 +140,8 @@ sinkattn_status launch_keys(
             "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(KeysSmem<C>), context.stream, args, maps, p);
 }
 
-// kSteps, kRowStages: of the rows kernel; kKeyStages: of the keys kernel.
-template <class W, int kSteps, int kRowStages, int kKeyStages>
+// kSteps, kRowStages: of the rows kernel; kKeyStages: of the keys kernel. kSinks: there are positional sink tokens.
+template <class W, int kSteps, int kRowStages, int kKeyStages, bool kSinks>
 sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan, const sinkattn_context &context) {
     const sinkattn_problem &problem = args.fwd.problem;
     const int64_t window_keys = sa_window_keys(&problem.mask);
@@ -118,19 +153,37 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.num_tokens = (problem.packed ? 1 : problem.batch) * problem.q_len;
     p.scale = static_cast<float>(sa_softmax_scale(&problem));
     p.scale_log2 = p.scale * kLog2e;
-    p.stats = reinterpret_cast<RowStats *>((reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16);
+    const uintptr_t workspace = (reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16;
+    p.stats = reinterpret_cast<RowStats *>(workspace);
+    if (kSinks) {
+        const sa_bwd_wide_window_layout layout = sa_bwd_wide_window_layout_of(&problem, &plan);
+        p.num_sinks = static_cast<int>(problem.mask.num_sink_tokens);
+        p.piece_tokens = static_cast<int>(layout.piece_tokens);
+        p.num_pieces = static_cast<unsigned>(layout.pieces);
+        p.batch_pieces = problem.packed ? 0 : static_cast<unsigned>(layout.pieces / problem.batch);
+        p.num_slots = layout.slots;
+        p.partials = reinterpret_cast<float *>(workspace + static_cast<uintptr_t>(layout.partials_at));
+    }
     sinkattn_problem of_values = problem;
     of_values.head_dim = sa_head_dim_v(&problem);
     Maps maps;
     SA_TRY(map_rows(&maps.q, problem, args.fwd.q, p.tokens, p.group, "q"));
     SA_TRY(map_rows(&maps.dout, of_values, args.dout, p.tokens, p.group, "dout"));
     if (find_span_tokens(window_keys, p.tokens, 2 * kPieceKeys) > 0)
-        SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, true>>(args, plan, context, p, maps)));
+        SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, true, kSinks>>(args, plan, context, p, maps)));
     else if constexpr (W::kHeadDim > 128)
-        SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, false>>(args, plan, context, p, maps)));
-    else // the planner takes 5 query heads or more: 12 tokens of 129 keys each see at most 155 in whole steps
+        SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, false, kSinks>>(args, plan, context, p, maps)));
+    else // the planner takes none
         return sa_status(SINKATTN_UNSUPPORTED, "a tile of rows sees more than %d keys", 2 * kPieceKeys);
-    SA_TRY((launch_keys<KeysConfig<W, kKeyStages>>(args, plan, context, p, maps)));
+    SA_TRY((launch_keys<KeysConfig<W, kKeyStages, kSinks>>(args, plan, context, p, maps)));
+    if (kSinks && problem.batch) {
+        const int64_t blocks = problem.batch * problem.num_kv_heads * sa_ceil_div(p.num_sinks, kTokens);
+        if (blocks > INT32_MAX)
+            return sa_status(SINKATTN_UNSUPPORTED, "%lld sink tokens of sequences and heads; a launch holds at most 2^31",
+                    static_cast<long long>(blocks));
+        SA_TRY(launch_overlapping<sink_tokens_kernel<typename W::Element>>("sa_bwd_cuda_sm90_wide_window", static_cast<unsigned>(blocks),
+                kTokens * SA_BWD_WIDE_WINDOW_PARTIAL, 0, context.stream, args, p));
+    }
     if (!args.ds_aux) return sa_ok();
     return launch_overlapping<sink_kernel>(
             "sa_bwd_cuda_sm90_wide_window", static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, context.stream, args, p);
@@ -139,9 +192,13 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
 template <int kHeadDim, int kHeadDimV, int kSteps, int kRowStages, int kKeyStages>
 sinkattn_status launch_dtype(const void *arguments, const sinkattn_plan *plan, const sinkattn_context *context) {
     const auto &args = *static_cast<const sinkattn_bwd_args *>(arguments);
-    if (args.fwd.problem.dtype == SINKATTN_BF16)
-        return launch<Widths<Bf16, kHeadDim, kHeadDimV>, kSteps, kRowStages, kKeyStages>(args, *plan, *context);
-    return launch<Widths<Fp16, kHeadDim, kHeadDimV>, kSteps, kRowStages, kKeyStages>(args, *plan, *context);
+    const auto launch_element = [&](auto element) {
+        using W = Widths<decltype(element), kHeadDim, kHeadDimV>;
+        if constexpr (kHeadDim == 128)
+            if (args.fwd.problem.mask.num_sink_tokens) return launch<W, kSteps, kRowStages, kKeyStages, true>(args, *plan, *context);
+        return launch<W, kSteps, kRowStages, kKeyStages, false>(args, *plan, *context);
+    };
+    return args.fwd.problem.dtype == SINKATTN_BF16 ? launch_element(Bf16{}) : launch_element(Fp16{});
 }
 
 } // namespace

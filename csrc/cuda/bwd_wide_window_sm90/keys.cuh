@@ -12,6 +12,9 @@
 //
 // The first tiles see keys of the first warpgroup alone, the last ones keys of the second: they come in pairs, one of each in turn, so that
 // neither warpgroup waits for the other's. Where blocks are few, one's halves are two items, in each of which one warpgroup idles.
+//
+// A piece is the first keys of a sequence and tiles of rows that see sink tokens among them before their windows. The warpgroups have its
+// tiles in turn, and their sums go to the workspace, as those of the window's block do.
 #pragma once
 
 #include "cuda/bwd_wide_window_sm90/blocks.cuh"
@@ -29,14 +32,15 @@ template <class C> struct KeysMath {
     const Problem &p;
     const int math_warpgroup;
     Ring<C::kStages> ring;
+    int first_key; // the warpgroup's, in the block; of a piece both have the first
 
     __device__ __forceinline__ void begin_scores(Scores &s, uint32_t stage) const {
         wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
-                s, shared_address(smem.keys) + 64 * math_warpgroup * kRowBytes, shared_address(smem.queries[stage]));
+                s, shared_address(smem.keys) + first_key * kRowBytes, shared_address(smem.queries[stage]));
     }
     template <int kSize> __device__ __forceinline__ void begin_dp(float (&dp)[kSize], uint32_t stage, int first) const {
         wgmma_abt<Element, C::kHeadDimV, C::kKeyHalf, C::kRowHalf>(
-                dp, shared_address(smem.values) + 64 * math_warpgroup * kRowBytes, shared_address(smem.douts[stage]) + first * kRowBytes);
+                dp, shared_address(smem.values) + first_key * kRowBytes, shared_address(smem.douts[stage]) + first * kRowBytes);
     }
 
     // Of the thread's key r.
@@ -183,12 +187,35 @@ template <class C> struct KeysMath {
         }
     }
 
+    // The rows that see a key of the block: in a piece, those of which it comes before the window.
+    __device__ __forceinline__ sa_range tokens_seeing(const Block &block, int key) const {
+        if (!C::kSinks || !block.is_piece) return rows_of(block.band, block.key + key, 1);
+        const int end = min(block.first_token + p.piece_tokens, block.band.q_len);
+        return {max(sa_first_row_past(&block.band, key), block.first_token), key < min(p.num_sinks, block.band.k_len) ? end : 0};
+    }
+
+    // dK and dV of the thread's sink tokens.
+    __device__ __forceinline__ void write_partials(const Wide<C> &dk, const float (&dv)[64], const Block &block) const {
+        for (int r = 0; r < 2; r++) {
+            const int key = first_key + warpgroup_row(r);
+            if (key >= p.num_sinks) continue;
+            float *const to = p.partial_of(block.kv_head, block.slot + (block.is_piece ? math_warpgroup : 0), key) + fragment_column();
+#pragma unroll
+            for (int n = 0; n < 16; n++) {
+                *reinterpret_cast<float2 *>(to + 8 * n) = {dk.low[4 * n + 2 * r], dk.low[4 * n + 2 * r + 1]};
+                *reinterpret_cast<float2 *>(to + 128 + 8 * n) = {dv[4 * n + 2 * r], dv[4 * n + 2 * r + 1]};
+            }
+        }
+    }
+
     __device__ __forceinline__ void write(const Wide<C> &dk, const float (&dv)[64], const Block &block) const {
+        if (C::kSinks && block.slot >= 0) write_partials(dk, dv, block);
+        if (C::kSinks && block.is_piece) return;
         uint16_t *to_dk[2] = {}, *to_dv[2] = {};
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int key = block.key + 64 * math_warpgroup + warpgroup_row(r);
-            if (key >= block.band.k_len) continue;
+            if (key >= block.band.k_len || (C::kSinks && block.slot >= 0 && key < p.num_sinks)) continue;
             const int64_t row = block.sequence.k_begin + key;
             to_dk[r] = static_cast<uint16_t *>(args.dk.data) + sa_offset(&args.dk, block.sequence.batch, row, block.kv_head);
             to_dv[r] = static_cast<uint16_t *>(args.dv.data) + sa_offset(&args.dv, block.sequence.batch, row, block.kv_head);
@@ -205,6 +232,7 @@ template <class C> struct KeysMath {
             smem.block_full.wait(blocks);
             const Block &block = smem.blocks[blocks.stage()];
             if (!warp_uniform(block.exists)) return;
+            first_key = C::kSinks && warp_uniform(block.is_piece) ? 0 : 64 * math_warpgroup;
             Wide<C> dk;
             float dv[64];
             dk.clear();
@@ -214,7 +242,7 @@ template <class C> struct KeysMath {
             const int key = static_cast<int>(threadIdx.x);
             if (key % 128 < 64) { // each warpgroup those of its own keys
                 const int own = key / 128 * 64 + key % 128;
-                const sa_range tokens = rows_of(block.band, block.key + own, 1);
+                const sa_range tokens = tokens_seeing(block, C::kSinks && block.is_piece ? key % 128 : own);
                 smem.seen_by[own] = tokens.begin < tokens.end ? sa_range{(tokens.begin - block.first_token) * p.group,
                                                                         (tokens.end - block.first_token) * p.group}
                                                               : sa_range{0, 0};
@@ -292,7 +320,7 @@ __global__ __launch_bounds__(kThreads, 1) void keys_kernel(
     __syncthreads();
     if (warp < kMathThreads / 32) {
         registers_up<kKeysMathRegisters>();
-        KeysMath<C>{smem, args, p, warp / 4, {}}.run();
+        KeysMath<C>{smem, args, p, warp / 4, {}, 0}.run();
         return;
     }
     registers_down<kKeysLoaderRegisters>();

@@ -11,7 +11,7 @@
 // sequence, sums run over them in ascending order and keys that a row does not see add zeros: so a row's bits do not depend on the tile.
 //
 // All scores of a row are in registers at once (kOnce), so delta is the sum of P dP in fp32 and out is not read; where a tile sees more
-// than two pieces of 80 keys, S and dP are computed twice, first for delta.
+// than two pieces of 80 keys, S and dP are computed twice, first for delta. Positional sink tokens are one more step of keys, before them.
 #pragma once
 
 #include "cuda/bwd_wide_window_sm90/spans.cuh"
@@ -55,7 +55,8 @@ __device__ __forceinline__ Columns find_columns(const Problem &p, const Span &sp
     return seen;
 }
 
-using Piece = float[kPieceKeys / 2]; // S, P, dP or dS: 64 rows x 80 keys
+using Piece = float[kPieceKeys / 2];    // S, P, dP or dS: 64 rows x 80 keys
+using SinkPiece = float[kStepKeys / 2]; // the same of 16 keys
 
 // A math warpgroup.
 template <class C> struct RowsMath {
@@ -117,6 +118,52 @@ template <class C> struct RowsMath {
         for (int r = 0; r < 2; r++) bias[r] = seen.bits[r] ? all_bias[r] : 0.0f;
 #pragma unroll
         for (int i = 0; i < kPieceKeys / 2; i++) dp[i] = weights[i] * (dp[i] + bias[element_row(i)]);
+    }
+
+    // Positional sink tokens that the thread's two rows see before their windows.
+    static __device__ __forceinline__ Seen find_sinks(const Columns &columns, int num_sinks, int first_key) {
+        Seen seen;
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            seen.bits[r] =
+                    columns.begin[r] < columns.end[r] ? Seen::before(min(num_sinks - fragment_column(), columns.begin[r] + first_key)) : 0;
+        return seen;
+    }
+    __device__ __forceinline__ float4 *kept_dp() const {
+        static_assert(kStagedBytes == 2 * 32 * sizeof(float4), "8 of dP a thread");
+        return reinterpret_cast<float4 *>(smem.staged[threadIdx.x / 32]) + threadIdx.x % 32;
+    }
+    // Their P and dP, 0 where a row does not see a key, are kept; adds to delta.
+    __device__ __forceinline__ void keep_sinks(
+            SinkPiece &s, SinkPiece &dp, float (&delta)[2], const Seen &seen, const float (&all_lse)[2]) const {
+#pragma unroll
+        for (int i = 0; i < kStepKeys / 2; i++) {
+            const int r = element_row(i), key = element_column(i);
+            const bool sees = seen(r, key);
+            s[i] = sees ? exp2_approx(fmaf(s[i], p.scale_log2, -lse_in_log2(all_lse[r]))) : 0.0f;
+            if (smem.sinks.any_poisoned && sees && smem.sinks.poisoned[key + fragment_column()]) s[i] = NAN;
+            dp[i] = sees ? dp[i] : 0.0f;
+            delta[r] = fmaf(s[i], dp[i], delta[r]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            smem.sinks.weights[i][threadIdx.x] = {s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]};
+            kept_dp()[32 * i] = {dp[4 * i], dp[4 * i + 1], dp[4 * i + 2], dp[4 * i + 3]};
+        }
+    }
+    // dQ = dS K of the pairs kept, issued. A row that sees no sink token has P = 0, and no NaN in its bias without a key.
+    __device__ __forceinline__ void begin_sinks_dq(Wide<C> &dq, const float (&bias)[2], bool are_kept) const {
+        SinkPiece dp;
+        uint32_t ds[1][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 s = smem.sinks.weights[i][threadIdx.x], d = kept_dp()[32 * i];
+            const float each[4] = {s.x, s.y, s.z, s.w}, of[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+            for (int n = 0; n < 4; n++) dp[4 * i + n] = !are_kept || each[n] == 0.0f ? 0.0f : each[n] * (of[n] + bias[n / 2]);
+        }
+        pack<Element>(ds, dp);
+        dq.template add_product<kSinkHalf>(ds, shared_address(smem.sinks.keys), false);
     }
 
     // delta: of this thread's columns. bias: g - delta.
@@ -187,6 +234,23 @@ template <class C> struct RowsMath {
         read_stats(lse, g, stage);
         const Columns columns = find_columns(smem.problem, span, first_token, span.first_key + step * kStepKeys);
         const Seen seen0 = columns.of_piece(0, 0), seen1 = columns.of_piece(kPieceSteps, kPieceSteps);
+        bool meets = false; // sink tokens
+        if constexpr (C::kSinks) {
+            const int first_key = span.first_key + step * kStepKeys;
+            meets = columns.all_begin + first_key > 0;
+            smem.sinks.ready.wait(Ring<1>{span.number});
+            if (meets) {
+                SinkPiece s, dp;
+                wgmma_abt<Element, C::kHeadDim, C::kRowHalf, kSinkHalf>(
+                        s, shared_address(smem.queries[stage]), shared_address(smem.sinks.keys));
+                wgmma_abt<Element, C::kHeadDimV, C::kRowHalf, kSinkHalf>(
+                        dp, shared_address(smem.douts[stage]), shared_address(smem.sinks.values));
+                wgmma_wait<0>();
+                pin(s);
+                pin(dp);
+                keep_sinks(s, dp, delta, find_sinks(columns, span.num_sinks, first_key), lse);
+            }
+        }
         smem.v_full.wait(Ring<1>{span.number});
         begin_dp(dp0, stage, step);
         begin_dp(dp1, stage, step + kPieceSteps);
@@ -218,7 +282,8 @@ template <class C> struct RowsMath {
         pack<Element>(ds0, dp0);
         find_ds(dp1, s1, bias, seen1);
         pack<Element>(ds1, dp1);
-        begin_dq(dq, ds0, step, false);
+        if constexpr (C::kSinks) begin_sinks_dq(dq, bias, meets);
+        begin_dq(dq, ds0, step, C::kSinks);
         begin_dq(dq, ds1, step + kPieceSteps, true);
         // dQ issued
         write_stats(bias, lse, suspects, span, first_token);
@@ -330,6 +395,7 @@ __global__ __launch_bounds__(kThreads, 1) void rows_kernel(const __grid_constant
         }
         for (Barriers<1> &full : smem.k_full) full[0].init(1);
         smem.k_ready[0].init(kCheckers);
+        if constexpr (C::kSinks) smem.sinks.ready[0].init(kCheckers);
         smem.v_full[0].init(1);
         for (Barriers<1> *empty : {&smem.k_empty, &smem.v_empty}) (*empty)[0].init(kMathThreads);
         smem.args = args;

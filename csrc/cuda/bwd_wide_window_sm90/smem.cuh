@@ -14,6 +14,8 @@ namespace sa::bwd_wide_window_sm90 {
 
 constexpr int kRows = 64, kStepKeys = 16, kPieceSteps = 5, kPieceKeys = kPieceSteps * kStepKeys; // rows of a tile; keys of one product
 constexpr int kBlockKeys = 128;                                                                  // of the second launch, 64 a warpgroup
+constexpr int kSinkHalf = kStepKeys * kRowBytes; // positional sink tokens are at most one step of keys
+static_assert(SA_WINDOW_SINK_TOKENS == kStepKeys, "what the planner lets through");
 constexpr int kWarpgroups = 2, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128;
 // A block begins with 168 registers a thread, the most for 384 threads, and exchanges no others: a sum above 3 x 168 would wait forever.
 constexpr int kRowsLoaderRegisters = 40, kRowsMathRegisters = 232, kKeysLoaderRegisters = 24, kKeysMathRegisters = 240;
@@ -38,7 +40,8 @@ struct alignas(SA_BWD_WIDE_WINDOW_STATS_BYTES) RowStats {
 static_assert(sizeof(RowStats) == SA_BWD_WIDE_WINDOW_STATS_BYTES, "as the planner counts them");
 
 struct Maps {
-    CUtensorMap q, dout, k, v; // boxes: a tile's whole tokens; a span's or a block's keys
+    CUtensorMap q, dout, k, v;  // boxes: a tile's whole tokens; a span's or a block's keys
+    CUtensorMap sink_k, sink_v; // a step of keys
 };
 
 struct Problem {
@@ -50,9 +53,21 @@ struct Problem {
     int64_t num_tokens;                           // of all sequences
     float scale, scale_log2;
     RowStats *stats; // [num_kv_heads][num_tokens][group]
+    // Positional sink tokens: how many; tokens of a piece, pieces of a kv head, of a sequence (0 if packed).
+    int num_sinks, piece_tokens;
+    unsigned num_pieces, batch_pieces;
+    int64_t num_slots;
+    float *partials; // [num_kv_heads][num_slots][num_sinks][2][128], by sa_bwd_wide_window_layout
 
     __device__ __forceinline__ int row_token(int row) const { return row * group_inverse >> 16; }
     __device__ __forceinline__ int tile_rows() const { return tokens * group; }
+
+    __device__ __forceinline__ float *partial_of(int kv_head, int64_t slot, int key) const {
+        return partials + ((kv_head * num_slots + slot) * num_sinks + key) * SA_BWD_WIDE_WINDOW_PARTIAL;
+    }
+    __device__ __forceinline__ int64_t window_slot(int64_t b) const { return 2 * static_cast<int64_t>(num_pieces) + b; }
+    // The first piece of a sequence in which a row sees sink tokens before its window: none if it is past the last.
+    __device__ __forceinline__ int first_piece(const sa_band &band) const { return sa_last(sa_first_row_past(&band, 0), 0) / piece_tokens; }
 
     // Of head 0 of the group.
     __device__ __forceinline__ RowStats *stats_of(const sinkattn_problem &problem, const sa_sequence &sequence, int kv_head, int i) const {
@@ -80,8 +95,11 @@ __device__ __forceinline__ Place find_place(unsigned n, int size, unsigned a_bat
     return {low, static_cast<int>(n - low) - sa_tile_of(static_cast<sa_position_t>(before(low)), size)};
 }
 
+// Without positional sink tokens, which are met apart.
 __device__ __forceinline__ sa_band band_of(const sinkattn_fwd_args &args, const sa_sequence &sequence) {
-    return sa_band_of(&args.problem.mask, static_cast<sa_position_t>(sequence.q_len), static_cast<sa_position_t>(sequence.k_len));
+    sa_band band = sa_band_of(&args.problem.mask, static_cast<sa_position_t>(sequence.q_len), static_cast<sa_position_t>(sequence.k_len));
+    band.num_sink = 0;
+    return band;
 }
 
 // Zeroes rows of a tile of kHalves pieces. By a warp.

@@ -11,12 +11,13 @@ namespace sa::bwd_wide_window_sm90 {
 enum NamedBarrier : int { kCheckerBarrier = 1 }; // 0 is __syncthreads
 constexpr int kCheckers = 96;
 
-// kSteps: steps of keys in shared memory. kOnce: a tile sees at most two pieces of keys.
-template <class W, int kSteps_, int kStages_, bool kOnce_> struct RowsConfig : W {
+// kSteps: steps of keys in shared memory. kOnce: a tile sees at most two pieces of keys. kSinks: there are positional sink tokens.
+template <class W, int kSteps_, int kStages_, bool kOnce_, bool kSinks_> struct RowsConfig : W {
     using typename W::Element;
     using W::kHalves, W::kHalvesV, W::kRowHalf;
     static constexpr int kSteps = kSteps_, kStages = kStages_, kKeys = kSteps * kStepKeys, kKeyHalf = kKeys * kRowBytes;
-    static constexpr bool kOnce = kOnce_;
+    static constexpr bool kOnce = kOnce_, kSinks = kSinks_;
+    static_assert(kOnce || !kSinks, "sink tokens are met once");
     static constexpr int kFirstSteps = kOnce ? 2 * kPieceSteps : kPieceSteps; // behind a tile's first one, in shared memory
     static_assert(kStages % kWarpgroups == 0, "a stage is always the same warpgroup's, so none waits for a phase beyond the next");
     static_assert(kKeys <= 256, "a box of a tensor map");
@@ -27,11 +28,21 @@ struct Span {
     sa_sequence sequence;
     sa_band band;
     int first_token, num_tiles, first_key, kv_head; // first_key: of step 0, which may lie before key 0
+    int num_sinks;                                  // positional sink tokens that exist
     uint32_t first_use, number;                     // of the ring of row tiles; of the block's spans
     RowStats *stats;                                // of the first row
     uint16_t *dq;                                   // of the first token's first head
     bool exists;
     float s_aux[kRows]; // of a head
+};
+
+// K and V of positional sink tokens, and P of each thread's pairs with them, until delta is known; dP waits in `staged`.
+template <class C, bool kSinks = C::kSinks> struct SinkKeys {};
+template <class C> struct SinkKeys<C, true> {
+    alignas(1024) unsigned char keys[C::kHalves * kSinkHalf], values[C::kHalvesV * kSinkHalf];
+    float4 weights[2][kMathThreads];
+    bool poisoned[kStepKeys], any_poisoned;
+    Barriers<1> ready; // checked
 };
 
 template <class C> struct RowsSmem {
@@ -46,6 +57,7 @@ template <class C> struct RowsSmem {
     Barriers<2> span_full, span_empty;
     Barriers<1> k_full[2], k_ready, k_empty, v_full, v_empty; // full: of the first and the last kKeys / 2 keys; ready: K is checked
     Barriers<C::kStages> row_full, row_empty;
+    SinkKeys<C> sinks;
 };
 
 // Writes span n of the launch, if it exists. By a whole warp.
@@ -71,6 +83,7 @@ __device__ __forceinline__ bool describe_span(
         to.dq = static_cast<uint16_t *>(bwd.dq.data) +
                 sa_offset(&bwd.dq, sequence.batch, sequence.q_begin + first_token, static_cast<int64_t>(kv_head) * p.group);
         to.first_key = sa_window_begin(&to.band, sa_position(&to.band, first_token)) & -kStepKeys;
+        to.num_sinks = min(p.num_sinks, to.band.k_len);
     }
     const bool has_sink = args.s_aux && place.b < static_cast<unsigned>(args.problem.batch);
 #pragma unroll 1
@@ -141,8 +154,14 @@ __device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_
                 __syncwarp();
                 if (lane >= C::kHalves && lane < kPieces) tensor_load(keys, &maps.v, smem.v_full[0], 64 * half, kv_head, key, batch);
                 smem.k_empty.acquire(Ring<1>{spans.n});
-                if (lane < 2) smem.k_full[lane][0].arrive_expect(C::kHalves * C::kKeyHalf / 2);
+                if (lane < 2)
+                    smem.k_full[lane][0].arrive_expect(C::kHalves * C::kKeyHalf / 2 + (C::kSinks && lane == 0 ? kPieces * kSinkHalf : 0));
                 __syncwarp();
+                if constexpr (C::kSinks)
+                    if (lane < kPieces)
+                        tensor_load((lane < C::kHalves ? smem.sinks.keys : smem.sinks.values) + half * kSinkHalf,
+                                lane < C::kHalves ? &maps.sink_k : &maps.sink_v, smem.k_full[0][0], 64 * half, kv_head,
+                                static_cast<int>(span.sequence.k_begin), batch);
                 for (int part = 0; part < 2; part++)
                     if (lane < C::kHalves)
                         tensor_load(keys + part * (C::kKeyHalf / 2), &maps.k, smem.k_full[part][0], 64 * half, kv_head,
@@ -165,6 +184,19 @@ __device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_
     smem.span_full.arrive(spans);
 }
 
+// Zeroes what is not finite in K of kKeys keys, whose pieces of 64 columns lie side by side, and marks these keys; true if there are any.
+// By the checker warps.
+template <class Element, int kKeys, int kBytes>
+__device__ __forceinline__ bool hide_keys(unsigned char (&keys)[kBytes], bool (&poisoned)[kKeys], int thread) {
+    const bool any = bar_any<kCheckers>(kCheckerBarrier, any_nonfinite<Element, kCheckers>(keys, kBytes, thread));
+    if (!any) return false;
+    for (int key = thread; key < kKeys; key += kCheckers) poisoned[key] = false;
+    bar_sync<kCheckers>(kCheckerBarrier);
+    for (int x = thread; x < kBytes / 16; x += kCheckers)
+        if (zero_nonfinite<Element, 1>(keys + 16 * x, 16, 0)) poisoned[x % (kKeys * kRowBytes / 16) / 8] = true;
+    return true;
+}
+
 // By the checker warps: a masked pair's dS = 0 times K must be zero. Math warpgroups may be reading K for S meanwhile, whose masked scores
 // are not used; those of marked keys that a row sees become NaN.
 template <class C> __device__ __forceinline__ void check_keys(RowsSmem<C> &smem) {
@@ -174,14 +206,15 @@ template <class C> __device__ __forceinline__ void check_keys(RowsSmem<C> &smem)
         smem.span_full.wait(spans);
         const bool exists = smem.spans[spans.stage()].exists;
         if (!exists) return;
-        for (Barriers<1> &full : smem.k_full) full.wait(Ring<1>{spans.n});
-        const bool any = bar_any<kCheckers>(kCheckerBarrier, any_nonfinite<Element, kCheckers>(smem.keys, sizeof smem.keys, thread));
-        if (any) {
-            for (int key = thread; key < C::kKeys; key += kCheckers) smem.poisoned[key] = false;
-            bar_sync<kCheckers>(kCheckerBarrier);
-            for (int x = thread; x < static_cast<int>(sizeof smem.keys) / 16; x += kCheckers)
-                if (zero_nonfinite<Element, 1>(smem.keys + 16 * x, 16, 0)) smem.poisoned[x % (C::kKeyHalf / 16) / 8] = true;
+        smem.k_full[0].wait(Ring<1>{spans.n});
+        if constexpr (C::kSinks) {
+            const bool any = hide_keys<Element>(smem.sinks.keys, smem.sinks.poisoned, thread);
+            async_fence();
+            if (thread == 0) smem.sinks.any_poisoned = any;
+            smem.sinks.ready[0].arrive();
         }
+        smem.k_full[1].wait(Ring<1>{spans.n});
+        const bool any = hide_keys<Element>(smem.keys, smem.poisoned, thread);
         async_fence(); // also of what was read, before a copy overwrites it
         if (thread == 0) smem.any_poisoned = any;
         smem.k_ready[0].arrive();
