@@ -215,6 +215,6 @@ MUTATIONS = [_planted(*row) for row in (
      "wgmma_wait<0>();\n        pin(s);", "wgmma_wait<1>();\n        pin(s);", CUDA_TEST),
     ("CUDA windowed forward: a sink step loaded over one in use", "csrc/cuda/fwd_wide_window_sm90/loads.cuh",
      "if (span.has_sink_step) smem.span_empty.acquire", "if (false) smem.span_empty.acquire", CUDA_TEST),
-    ("CUDA wide windowed backward: sink tokens without their first piece", "csrc/cuda/bwd_wide_window_sm90/smem.cuh",
-     "0) / piece_tokens;", "0) / piece_tokens + 1;", CUDA_TEST),
+    ("CUDA wide windowed backward: rows that meet no sink token", "csrc/cuda/bwd_wide_window_sm90/smem.cuh",
+     "sa_first_row_past(&band, 0)", "sa_first_row_past(&band, 999)", CUDA_TEST),
 )]  # fmt: skip

@@ -146,7 +146,7 @@ const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *p, const s
 const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const int64_t group = p->num_q_heads / p->num_kv_heads, keys = sa_window_keys(&p->mask);
     if (p->mask.num_sink_tokens)
-        return keys + info->tile_q / group > 146 ? "left + tokens a tile + 15 > 160" : sa_refusal_local_window(p, info);
+        return keys > 146 - info->tile_q / group ? "left + tokens a tile + 15 > 160" : sa_refusal_local_window(p, info);
     if (p->head_dim <= 96) return "head_dim is at most 96";
     if (group < 5) return "a kv head has fewer than 5 query heads";
     return keys <= 64 ? "rows see at most 64 keys" : sa_refusal_local_window(p, info);

@@ -260,16 +260,19 @@ int64_t sa_cuda_bwd_sm90_window_workspace(const sinkattn_problem *p, const sinka
     return sa_bwd_window_layout_of(p, plan).bytes;
 }
 
-#define SA_PIECE_TILES 32 /* of rows, about as many as see a key block */
+#define SA_STRETCH_TILES 32 /* of rows, about as many as see a key block */
 
 /* The statistics of each row and, as copies take a whole tile's, of one tile more. */
 sa_bwd_wide_window_layout sa_bwd_wide_window_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {
     const int64_t tile_q = sinkattn_variant(plan->variant)->tile_q, num_sink_tokens = p->mask.num_sink_tokens,
                   rows = (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len;
     sa_bwd_wide_window_layout to;
-    to.piece_tokens = SA_PIECE_TILES * (tile_q / group_of(p));
-    to.pieces = p->packed ? sa_packed_tiles(p->q_len, to.piece_tokens, p->batch + 1) : p->batch * sa_ceil_div(p->q_len, to.piece_tokens);
-    to.slots = 2 * to.pieces + p->batch;
+    to.stretch_tokens = SA_STRETCH_TILES * (tile_q / group_of(p));
+    to.stretch_keys = sa_window_keys(&p->mask) + 1;
+    const int64_t windows = p->packed ? p->k_len / to.stretch_keys + 1 : p->batch,
+                  stretches = p->packed ? p->q_len / to.stretch_tokens + windows : p->batch * sa_ceil_div(p->q_len, to.stretch_tokens);
+    to.window_slots = 2 * stretches;
+    to.slots = to.window_slots + windows;
     to.partials_at = (rows + tile_q) * SA_BWD_WIDE_WINDOW_STATS_BYTES;
     to.bytes = to.partials_at + to.slots * p->num_kv_heads * num_sink_tokens * SA_BWD_WIDE_WINDOW_PARTIAL * 4 +
                SA_BWD_WIDE_WINDOW_STATS_BYTES - 1;

@@ -74,10 +74,12 @@ typedef struct sa_bwd_window_layout {
 
 sa_bwd_window_layout sa_bwd_window_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
-/* The backward of wide windows: statistics, then partials of positional sink tokens. A piece is so many tokens of a sequence, of whose rows
- * each math warpgroup has a partial; behind those of all pieces each sequence has one of its window. slots: of a kv head. */
+/* The backward of wide windows: statistics, then partials of positional sink tokens, in slots of a kv head. A stretch is so many tokens of
+ * a sequence, with a slot for each math warpgroup; behind those of all stretches, from window_slots on, a sequence has one for its window.
+ * A packed sequence of fewer than stretch_keys keys has no use for them, so the first stretch of one is at rows before it / stretch_tokens
+ * + keys before it / stretch_keys, both rounded down. */
 typedef struct sa_bwd_wide_window_layout {
-    int64_t piece_tokens, pieces, slots, partials_at, bytes;
+    int64_t stretch_tokens, stretch_keys, window_slots, slots, partials_at, bytes;
 } sa_bwd_wide_window_layout;
 
 sa_bwd_wide_window_layout sa_bwd_wide_window_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);

@@ -96,8 +96,8 @@ static void test_the_largest_head_dim(void) {
             status.message);
 }
 
-/* Causal windows of wide heads; 16 bytes a row, and dK and dV of each positional sink token over pieces of 32 tiles, for two warpgroups,
- * and over the window. */
+/* Causal windows of wide heads; 16 bytes a row, and dK and dV of each positional sink token over stretches of 32 tiles, for two
+ * warpgroups, and over the windows of sequences with rows behind one. */
 static void test_the_wide_windowed_backward_is_planned(void) {
     static const struct {
         int64_t head_dim, left, right, sinks, group;
@@ -122,10 +122,10 @@ static void test_the_wide_windowed_backward_is_planned(void) {
         const sinkattn_plan plan = check_planned(&problem, gpu(90), cases[i].name);
         if (!strstr(cases[i].name, "128_window")) continue;
         const int64_t rows = (problem.packed ? 1 : problem.batch) * problem.num_q_heads * problem.q_len + 64,
-                      tokens = 64 / cases[i].group * 32,
-                      pieces = problem.packed ? problem.q_len / tokens + problem.batch + 1
-                                              : problem.batch * ((problem.q_len + tokens - 1) / tokens),
-                      sums = (2 * pieces + problem.batch) * problem.num_kv_heads * cases[i].sinks;
+                      tokens = 64 / cases[i].group * 32, windows = problem.packed ? problem.k_len / (cases[i].left + 2) + 1 : problem.batch,
+                      stretches =
+                              problem.packed ? problem.q_len / tokens + windows : problem.batch * ((problem.q_len + tokens - 1) / tokens),
+                      sums = (2 * stretches + windows) * problem.num_kv_heads * cases[i].sinks;
         CHECK(plan.workspace_bytes == rows * 16 + sums * 1024 + 15, "case %zu: %" PRId64 " bytes", i, plan.workspace_bytes);
     }
 }

@@ -47,7 +47,7 @@ struct Block {
     int idle;                      // the warpgroup whose keys are another item's; 2: none
     TileOrder order;               // tile() is for the loader, which tells it by `uses`
     bool exists, hides;            // hides: the checker zeroed some of dO
-    bool is_piece;                 // of rows that see sink tokens before their windows
+    bool is_stretch;               // of rows that see sink tokens before their windows
     int64_t slot;                  // of the first warpgroup's partial of sink tokens; -1: none
 };
 
@@ -72,25 +72,34 @@ __device__ __forceinline__ sa_range rows_of(const sa_band &band, int key, int si
     return key < end && band.q_len ? sa_keys_rows(&band, {key, end}) : sa_range{0, 0};
 }
 
-// Writes a piece of the rows that see sink tokens before their windows, if it has any. The warpgroups have its tiles in turn.
-__device__ __forceinline__ bool describe_piece(Block &to, unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
-    const unsigned piece = n / p.num_kv_heads;
-    const Place place =
-            find_place(piece, p.piece_tokens, p.batch_pieces, args.problem.batch, [&](int64_t b) { return rows_before(args, b); });
+// Writes the stretch if some of its rows see sink tokens before their windows, from the first such tile on. The warpgroups have its tiles
+// in turn.
+__device__ __forceinline__ bool describe_stretch(Block &to, unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
+    const Place place = find_place(
+            n / p.num_kv_heads, p.stretch_tokens, p.batch_stretches, args.problem.batch, [&](int64_t b) { return rows_before(args, b); });
     const sa_sequence sequence = sequence_or_tail(args, place.b);
+    if (place.within < 0 || static_cast<int64_t>(place.within) * p.stretch_tokens >= sequence.q_len) return false;
     const sa_band band = band_of(args, sequence);
-    if (place.within < p.first_piece(band) || static_cast<int64_t>(place.within) * p.piece_tokens >= sequence.q_len) return false;
+    const int begin = place.within * p.stretch_tokens, end = begin + min(p.stretch_tokens, band.q_len - begin), row = p.first_row(band);
+    if (row >= end) return false;
     if (threadIdx.x % 32 == 0) {
-        const int first_token = place.within * p.piece_tokens;
-        to = {sequence, band, 0, static_cast<int>(n % p.num_kv_heads), first_token, 2, {}, true, false, true,
-                2 * static_cast<int64_t>(piece)};
-        to.order.num_tiles = sa_tile_from(min(band.q_len - first_token, p.piece_tokens), p.tokens);
+        to.exists = to.is_stretch = true;
+        to.hides = false;
+        to.sequence = sequence;
+        to.band = band;
+        to.key = 0;
+        to.kv_head = static_cast<int>(n % p.num_kv_heads);
+        to.first_token = max(sa_tile_of(row, p.tokens) * p.tokens, begin);
+        to.idle = 2;
+        to.order = {sa_tile_from(end - to.first_token, p.tokens), 0, 0, 0};
+        to.slot = 2 * (p.first_slot(sequence, place.b) + place.within);
     }
     __syncwarp();
     return true;
 }
 
 // Writes block n of the launch, or half of it, if it exists. By a whole warp.
+template <bool kSinks>
 __device__ __forceinline__ bool describe_block(Block &to, unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
     const int half = static_cast<int>(n % p.halves);
     n /= p.halves;
@@ -106,9 +115,10 @@ __device__ __forceinline__ bool describe_block(Block &to, unsigned n, const sink
         to.band = band_of(args, sequence);
         to.kv_head = static_cast<int>(n % p.num_kv_heads);
         to.key = place.within * kBlockKeys;
-        to.is_piece = false;
-        const bool meets = p.num_sinks && to.key == 0 && p.first_piece(to.band) * static_cast<int64_t>(p.piece_tokens) < to.band.q_len;
-        to.slot = meets ? p.window_slot(place.b) : -1;
+        if constexpr (kSinks) {
+            to.is_stretch = false;
+            to.slot = to.key == 0 && p.first_row(to.band) < to.band.q_len ? p.window_slot(sequence, place.b) : -1;
+        }
         const sa_range rows = rows_of(to.band, to.key, kBlockKeys);
         to.first_token = rows.begin;
         const int num_tiles = sa_tile_from(rows.end - rows.begin, p.tokens);
@@ -134,11 +144,12 @@ __device__ __forceinline__ void load_blocks(KeysSmem<C> &smem, const sinkattn_bw
     unsigned char *const keys = (lane < C::kHalves ? smem.keys : smem.values) + half * C::kKeyHalf;
     Ring<2> blocks;
     Ring<C::kStages> ring;
-    const unsigned num_pieces = C::kSinks ? p.num_pieces * p.num_kv_heads : 0;
-    for (unsigned n = blockIdx.x; n < p.num_blocks * p.num_kv_heads * p.halves + num_pieces; n += gridDim.x) {
+    const unsigned num_stretches = C::kSinks ? p.num_stretches * p.num_kv_heads : 0;
+    for (unsigned n = blockIdx.x; n < p.num_blocks * p.num_kv_heads * p.halves + num_stretches; n += gridDim.x) {
         smem.block_empty.acquire(blocks);
         Block &block = smem.blocks[blocks.stage()];
-        if (C::kSinks && n < num_pieces ? !describe_piece(block, n, args.fwd, p) : !describe_block(block, n - num_pieces, args.fwd, p))
+        if (C::kSinks && n < num_stretches ? !describe_stretch(block, n, args.fwd, p)
+                                           : !describe_block<C::kSinks>(block, n - num_stretches, args.fwd, p))
             continue;
         smem.block_full.arrive(blocks);
         const int batch = static_cast<int>(block.sequence.batch), kv_head = block.kv_head;
@@ -192,7 +203,6 @@ struct Tiles {
     }
 };
 
-// Of a block, not of a piece.
 __device__ __forceinline__ Tiles find_tiles(const Block &block, int warpgroup, int tokens) {
     if (warpgroup == block.idle) return {0, 0, 0, 0};
     const int key = block.key + 64 * warpgroup;
@@ -219,12 +229,13 @@ template <class C> __device__ __forceinline__ void check_rows(KeysSmem<C> &smem,
         smem.block_full.wait(blocks);
         Block &block = smem.blocks[blocks.stage()];
         if (!block.exists) return;
-        const Tiles tiles = find_tiles(block, lane % 2, p.tokens);
+        const bool is_stretch = C::kSinks && block.is_stretch;
+        const Tiles tiles = is_stretch ? Tiles{} : find_tiles(block, lane % 2, p.tokens);
         for (int n = 0; n < block.order.num_tiles; n++, ring.n++) {
             const uint32_t stage = ring.stage();
             smem.row_full.wait(ring);
             const int t = smem.uses[stage], left = block.order.num_tiles - 1 - n;
-            const int part = C::kSinks && block.is_piece ? t | (t % 2 == lane ? kSome : 0) : tiles.part(t);
+            const int part = is_stretch ? t | (t % 2 == lane ? kSome : 0) : tiles.part(t);
             if (lane < 2) smem.parts[stage][lane] = part | (left == block.order.rest_of(lane) ? kLastOwn : 0) | (left == 0 ? kLast : 0);
             const int rows = min(p.tokens, block.band.q_len - block.first_token - t * p.tokens) * p.group; // that exist
             bool suspect = false;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Backward for causal windows of up to 128 keys before a row on sm_90: head_dim 104 to 128, or to 192 with values of at most 128 columns.
+// Backward for causal windows of up to 128 keys before a row on sm_90: head_dim 104 to 128, beside positional sink tokens from 72 on, or to
+// 192 with values of at most 128 columns.
 //
 //     rows    dQ by row tiles; lse, g - delta and the term of ds_aux of each row           rows.cuh, spans.cuh
 //     keys    dK and dV by blocks of 128 keys, over the rows that see them                 keys.cuh, blocks.cuh
@@ -43,28 +44,27 @@ __global__ __launch_bounds__(kSinkThreads) void sink_kernel(
     sa_store(args.ds_aux, args.fwd.problem.s_aux_dtype, head, sum);
 }
 
-// A block sums dK and dV of kTokens positional sink tokens of a sequence and kv head over its window and pieces, a thread a column.
-constexpr int kTokens = 4;
+constexpr int kSinksABlock = 4;
 
+// A block sums dK and dV of some positional sink tokens of a sequence and kv head over its window and its stretches, a thread a column.
 template <class Element>
-__global__ __launch_bounds__(kTokens *SA_BWD_WIDE_WINDOW_PARTIAL) void sink_tokens_kernel(
+__global__ __launch_bounds__(kSinksABlock *SA_BWD_WIDE_WINDOW_PARTIAL) void sink_tokens_kernel(
         const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Problem p) {
     const sinkattn_problem &problem = args.fwd.problem;
-    const unsigned parts = (p.num_sinks + kTokens - 1) / kTokens, kv_head = blockIdx.x / parts % p.num_kv_heads,
+    const unsigned parts = (p.num_sinks + kSinksABlock - 1) / kSinksABlock, kv_head = blockIdx.x / parts % p.num_kv_heads,
                    b = blockIdx.x / parts / p.num_kv_heads;
     const sa_sequence sequence = sa_sequence_at(&args.fwd, b);
     const sa_band band = band_of(args.fwd, sequence);
-    const int key = static_cast<int>(blockIdx.x % parts * kTokens + threadIdx.x / SA_BWD_WIDE_WINDOW_PARTIAL),
-              column = static_cast<int>(threadIdx.x % SA_BWD_WIDE_WINDOW_PARTIAL), first = p.first_piece(band),
-              end = sa_tile_from(band.q_len, p.piece_tokens);
+    const int key = static_cast<int>(blockIdx.x % parts * kSinksABlock + threadIdx.x / SA_BWD_WIDE_WINDOW_PARTIAL),
+              column = static_cast<int>(threadIdx.x % SA_BWD_WIDE_WINDOW_PARTIAL), row = p.first_row(band);
     wait_for_previous_kernel();
-    if (first >= end || key >= min(p.num_sinks, band.k_len)) return; // without pieces the window's block has written its sum
-    const int64_t of_sequence = problem.packed ? rows_before(args.fwd, b) / p.piece_tokens + b : int64_t{b} * p.batch_pieces;
-    const int64_t step = p.partial_of(0, 1, 0) - p.partials;
-    float sum = p.partial_of(static_cast<int>(kv_head), p.window_slot(b), key)[column];
-    const float *from = p.partial_of(static_cast<int>(kv_head), 2 * (of_sequence + first), key) + column;
+    if (row >= band.q_len || key >= min(p.num_sinks, band.k_len)) return; // without stretches the window's block has written its sum
+    const int first = row / p.stretch_tokens, count = 2 * (sa_tile_from(band.q_len, p.stretch_tokens) - first);
+    const auto partial = [&](int64_t slot) { return p.partial_of(static_cast<int>(kv_head), slot, key) + column; };
+    const int64_t slot = 2 * (p.first_slot(sequence, b) + first);
+    float sum = *partial(p.window_slot(sequence, b));
 #pragma unroll 16
-    for (int i = 0; i < 2 * (end - first); i++) sum += from[i * step];
+    for (int i = 0; i < count; i++) sum += *partial(slot + i);
     const bool is_key = column < 128;
     const sinkattn_tensor &tensor = is_key ? args.dk : args.dv;
     if (column % 128 < (is_key ? problem.head_dim : sa_head_dim_v(&problem)))
@@ -127,15 +127,16 @@ sinkattn_status launch_keys(
     sinkattn_problem of_values = problem;
     of_values.head_dim = sa_head_dim_v(&problem);
     const int64_t pieces = count_pieces(problem, problem.k_len, kBlockKeys),
-                  items = (pieces + (C::kSinks ? p.num_pieces : 0)) * problem.num_kv_heads;
+                  items = (pieces + (C::kSinks ? p.num_stretches : 0)) * problem.num_kv_heads,
+                  half_items = items + pieces * problem.num_kv_heads;
     if (items > INT32_MAX)
         return sa_status(SINKATTN_UNSUPPORTED, "%lld blocks of keys; a launch holds at most 2^31", static_cast<long long>(items));
     p.num_blocks = static_cast<unsigned>(pieces);
     p.batch_blocks = problem.packed ? 0 : static_cast<unsigned>(pieces / problem.batch);
-    p.halves = 2 * items <= plan.workers ? 2 : 1; // it changes no bit
+    p.halves = half_items <= plan.workers ? 2 : 1; // it changes no bit
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kBlockKeys, "k"));
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, kBlockKeys, "v"));
-    const auto blocks = static_cast<unsigned>(sa_min(items * p.halves, plan.workers));
+    const auto blocks = static_cast<unsigned>(sa_min(p.halves > 1 ? half_items : items, plan.workers));
     return launch_overlapping<keys_kernel<C>>(
             "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(KeysSmem<C>), context.stream, args, maps, p);
 }
@@ -155,12 +156,19 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     p.scale_log2 = p.scale * kLog2e;
     const uintptr_t workspace = (reinterpret_cast<uintptr_t>(context.workspace) + 15) / 16 * 16;
     p.stats = reinterpret_cast<RowStats *>(workspace);
+    const int64_t token_blocks =
+            kSinks ? problem.batch * problem.num_kv_heads * sa_ceil_div(problem.mask.num_sink_tokens, kSinksABlock) : 0;
+    if (token_blocks > INT32_MAX)
+        return sa_status(
+                SINKATTN_UNSUPPORTED, "%lld blocks for sink tokens; a launch holds at most 2^31", static_cast<long long>(token_blocks));
     if (kSinks) {
         const sa_bwd_wide_window_layout layout = sa_bwd_wide_window_layout_of(&problem, &plan);
         p.num_sinks = static_cast<int>(problem.mask.num_sink_tokens);
-        p.piece_tokens = static_cast<int>(layout.piece_tokens);
-        p.num_pieces = static_cast<unsigned>(layout.pieces);
-        p.batch_pieces = problem.packed ? 0 : static_cast<unsigned>(layout.pieces / problem.batch);
+        p.stretch_tokens = static_cast<int>(layout.stretch_tokens);
+        p.stretch_keys = static_cast<int>(layout.stretch_keys);
+        p.num_stretches = static_cast<unsigned>(count_pieces(problem, problem.q_len, layout.stretch_tokens));
+        p.batch_stretches = problem.packed ? 0 : p.num_stretches / static_cast<unsigned>(problem.batch);
+        p.window_slots = layout.window_slots;
         p.num_slots = layout.slots;
         p.partials = reinterpret_cast<float *>(workspace + static_cast<uintptr_t>(layout.partials_at));
     }
@@ -176,14 +184,9 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     else // the planner takes none
         return sa_status(SINKATTN_UNSUPPORTED, "a tile of rows sees more than %d keys", 2 * kPieceKeys);
     SA_TRY((launch_keys<KeysConfig<W, kKeyStages, kSinks>>(args, plan, context, p, maps)));
-    if (kSinks && problem.batch) {
-        const int64_t blocks = problem.batch * problem.num_kv_heads * sa_ceil_div(p.num_sinks, kTokens);
-        if (blocks > INT32_MAX)
-            return sa_status(SINKATTN_UNSUPPORTED, "%lld sink tokens of sequences and heads; a launch holds at most 2^31",
-                    static_cast<long long>(blocks));
-        SA_TRY(launch_overlapping<sink_tokens_kernel<typename W::Element>>("sa_bwd_cuda_sm90_wide_window", static_cast<unsigned>(blocks),
-                kTokens * SA_BWD_WIDE_WINDOW_PARTIAL, 0, context.stream, args, p));
-    }
+    if (token_blocks)
+        SA_TRY(launch_overlapping<sink_tokens_kernel<typename W::Element>>("sa_bwd_cuda_sm90_wide_window",
+                static_cast<unsigned>(token_blocks), kSinksABlock * SA_BWD_WIDE_WINDOW_PARTIAL, 0, context.stream, args, p));
     if (!args.ds_aux) return sa_ok();
     return launch_overlapping<sink_kernel>(
             "sa_bwd_cuda_sm90_wide_window", static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, context.stream, args, p);

@@ -13,8 +13,8 @@
 // The first tiles see keys of the first warpgroup alone, the last ones keys of the second: they come in pairs, one of each in turn, so that
 // neither warpgroup waits for the other's. Where blocks are few, one's halves are two items, in each of which one warpgroup idles.
 //
-// A piece is the first keys of a sequence and tiles of rows that see sink tokens among them before their windows. The warpgroups have its
-// tiles in turn, and their sums go to the workspace, as those of the window's block do.
+// A stretch is 32 row tiles of a sequence, of which rows see positional sink tokens before their windows, with the sequence's first keys.
+// The warpgroups have its tiles in turn, and their sums go to the workspace, as those of the window's first block do.
 #pragma once
 
 #include "cuda/bwd_wide_window_sm90/blocks.cuh"
@@ -32,7 +32,7 @@ template <class C> struct KeysMath {
     const Problem &p;
     const int math_warpgroup;
     Ring<C::kStages> ring;
-    int first_key; // the warpgroup's, in the block; of a piece both have the first
+    int first_key; // the warpgroup's, in the block; of a stretch both have the first
 
     __device__ __forceinline__ void begin_scores(Scores &s, uint32_t stage) const {
         wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
@@ -187,10 +187,10 @@ template <class C> struct KeysMath {
         }
     }
 
-    // The rows that see a key of the block: in a piece, those of which it comes before the window.
+    // The rows that see a key of the block: of a stretch, those of which it comes before the window.
     __device__ __forceinline__ sa_range tokens_seeing(const Block &block, int key) const {
-        if (!C::kSinks || !block.is_piece) return rows_of(block.band, block.key + key, 1);
-        const int end = min(block.first_token + p.piece_tokens, block.band.q_len);
+        if (!C::kSinks || !block.is_stretch) return rows_of(block.band, block.key + key, 1);
+        const int end = min((block.first_token / p.stretch_tokens + 1) * p.stretch_tokens, block.band.q_len);
         return {max(sa_first_row_past(&block.band, key), block.first_token), key < min(p.num_sinks, block.band.k_len) ? end : 0};
     }
 
@@ -199,7 +199,7 @@ template <class C> struct KeysMath {
         for (int r = 0; r < 2; r++) {
             const int key = first_key + warpgroup_row(r);
             if (key >= p.num_sinks) continue;
-            float *const to = p.partial_of(block.kv_head, block.slot + (block.is_piece ? math_warpgroup : 0), key) + fragment_column();
+            float *const to = p.partial_of(block.kv_head, block.slot + (block.is_stretch ? math_warpgroup : 0), key) + fragment_column();
 #pragma unroll
             for (int n = 0; n < 16; n++) {
                 *reinterpret_cast<float2 *>(to + 8 * n) = {dk.low[4 * n + 2 * r], dk.low[4 * n + 2 * r + 1]};
@@ -210,7 +210,7 @@ template <class C> struct KeysMath {
 
     __device__ __forceinline__ void write(const Wide<C> &dk, const float (&dv)[64], const Block &block) const {
         if (C::kSinks && block.slot >= 0) write_partials(dk, dv, block);
-        if (C::kSinks && block.is_piece) return;
+        if (C::kSinks && block.is_stretch) return;
         uint16_t *to_dk[2] = {}, *to_dv[2] = {};
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -232,7 +232,7 @@ template <class C> struct KeysMath {
             smem.block_full.wait(blocks);
             const Block &block = smem.blocks[blocks.stage()];
             if (!warp_uniform(block.exists)) return;
-            first_key = C::kSinks && warp_uniform(block.is_piece) ? 0 : 64 * math_warpgroup;
+            first_key = C::kSinks && warp_uniform(block.is_stretch) ? 0 : 64 * math_warpgroup;
             Wide<C> dk;
             float dv[64];
             dk.clear();
@@ -242,7 +242,7 @@ template <class C> struct KeysMath {
             const int key = static_cast<int>(threadIdx.x);
             if (key % 128 < 64) { // each warpgroup those of its own keys
                 const int own = key / 128 * 64 + key % 128;
-                const sa_range tokens = tokens_seeing(block, C::kSinks && block.is_piece ? key % 128 : own);
+                const sa_range tokens = tokens_seeing(block, C::kSinks && block.is_stretch ? key % 128 : own);
                 smem.seen_by[own] = tokens.begin < tokens.end ? sa_range{(tokens.begin - block.first_token) * p.group,
                                                                         (tokens.end - block.first_token) * p.group}
                                                               : sa_range{0, 0};

@@ -151,7 +151,7 @@ template <class C> struct RowsMath {
             kept_dp()[32 * i] = {dp[4 * i], dp[4 * i + 1], dp[4 * i + 2], dp[4 * i + 3]};
         }
     }
-    // dQ = dS K of the pairs kept, issued. A row that sees no sink token has P = 0, and no NaN in its bias without a key.
+    // dQ = dS K of the pairs kept, issued. Where P is 0 dS is 0, whatever the bias: one that is NaN reaches dQ through the row's window.
     __device__ __forceinline__ void begin_sinks_dq(Wide<C> &dq, const float (&bias)[2], bool are_kept) const {
         SinkPiece dp;
         uint32_t ds[1][4];
@@ -389,6 +389,8 @@ __global__ __launch_bounds__(kThreads, 1) void rows_kernel(const __grid_constant
     auto &smem = *reinterpret_cast<RowsSmem<C> *>(shared);
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&maps.q, &maps.dout, &maps.k, &maps.v}) tensor_map_prefetch(map);
+        if (C::kSinks)
+            for (const CUtensorMap *map : {&maps.sink_k, &maps.sink_v}) tensor_map_prefetch(map);
         for (int i = 0; i < 2; i++) {
             smem.span_full[i].init(32);
             smem.span_empty[i].init(kMathThreads + kCheckers);

@@ -53,11 +53,12 @@ struct Problem {
     int64_t num_tokens;                           // of all sequences
     float scale, scale_log2;
     RowStats *stats; // [num_kv_heads][num_tokens][group]
-    // Positional sink tokens: how many; tokens of a piece, pieces of a kv head, of a sequence (0 if packed).
-    int num_sinks, piece_tokens;
-    unsigned num_pieces, batch_pieces;
-    int64_t num_slots;
-    float *partials; // [num_kv_heads][num_slots][num_sinks][2][128], by sa_bwd_wide_window_layout
+    // Positional sink tokens: how many; tokens of a stretch; keys at least of a sequence that has one; stretches of a kv head, of a
+    // sequence (0 if packed).
+    int num_sinks, stretch_tokens, stretch_keys;
+    unsigned num_stretches, batch_stretches;
+    int64_t window_slots, num_slots; // window_slots: where those begin, behind the stretches'
+    float *partials;                 // [num_kv_heads][num_slots][num_sinks][2][128], by sa_bwd_wide_window_layout
 
     __device__ __forceinline__ int row_token(int row) const { return row * group_inverse >> 16; }
     __device__ __forceinline__ int tile_rows() const { return tokens * group; }
@@ -65,9 +66,18 @@ struct Problem {
     __device__ __forceinline__ float *partial_of(int kv_head, int64_t slot, int key) const {
         return partials + ((kv_head * num_slots + slot) * num_sinks + key) * SA_BWD_WIDE_WINDOW_PARTIAL;
     }
-    __device__ __forceinline__ int64_t window_slot(int64_t b) const { return 2 * static_cast<int64_t>(num_pieces) + b; }
-    // The first piece of a sequence in which a row sees sink tokens before its window: none if it is past the last.
-    __device__ __forceinline__ int first_piece(const sa_band &band) const { return sa_last(sa_first_row_past(&band, 0), 0) / piece_tokens; }
+    // Of a sequence with such rows: the slots of its first stretch, a pair, counted in pairs, and of its window.
+    __device__ __forceinline__ int64_t first_slot(const sa_sequence &sequence, unsigned b) const {
+        if (batch_stretches) return static_cast<int64_t>(b) * batch_stretches;
+        return sequence.q_begin / stretch_tokens + sequence.k_begin / stretch_keys;
+    }
+    __device__ __forceinline__ int64_t window_slot(const sa_sequence &sequence, unsigned b) const {
+        return window_slots + (batch_stretches ? b : sequence.k_begin / stretch_keys);
+    }
+    // The first row that sees a sink token before its window; q_len if there is none.
+    __device__ __forceinline__ int first_row(const sa_band &band) const {
+        return band.k_len ? sa_within(sa_first_row_past(&band, 0), 0, band.q_len) : band.q_len;
+    }
 
     // Of head 0 of the group.
     __device__ __forceinline__ RowStats *stats_of(const sinkattn_problem &problem, const sa_sequence &sequence, int kv_head, int i) const {

@@ -37,8 +37,8 @@ struct Span {
 };
 
 // K and V of positional sink tokens, and P of each thread's pairs with them, until delta is known; dP waits in `staged`.
-template <class C, bool kSinks = C::kSinks> struct SinkKeys {};
-template <class C> struct SinkKeys<C, true> {
+template <class C, bool kSinks = C::kSinks> struct SinkStep {};
+template <class C> struct SinkStep<C, true> {
     alignas(1024) unsigned char keys[C::kHalves * kSinkHalf], values[C::kHalvesV * kSinkHalf];
     float4 weights[2][kMathThreads];
     bool poisoned[kStepKeys], any_poisoned;
@@ -57,7 +57,7 @@ template <class C> struct RowsSmem {
     Barriers<2> span_full, span_empty;
     Barriers<1> k_full[2], k_ready, k_empty, v_full, v_empty; // full: of the first and the last kKeys / 2 keys; ready: K is checked
     Barriers<C::kStages> row_full, row_empty;
-    SinkKeys<C> sinks;
+    SinkStep<C> sinks;
 };
 
 // Writes span n of the launch, if it exists. By a whole warp.
