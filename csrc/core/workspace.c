@@ -267,8 +267,8 @@ sa_bwd_wide_window_layout sa_bwd_wide_window_layout_of(const sinkattn_problem *p
     const int64_t tile_q = sinkattn_variant(plan->variant)->tile_q, num_sink_tokens = p->mask.num_sink_tokens,
                   rows = (p->packed ? 1 : p->batch) * p->num_q_heads * p->q_len;
     sa_bwd_wide_window_layout to;
-    to.stretch_tokens = SA_STRETCH_TILES * (tile_q / group_of(p));
-    to.stretch_keys = sa_window_keys(&p->mask) + 1;
+    to.stretch_tokens = SA_STRETCH_TILES * sa_max(tile_q / group_of(p), 1); /* also where the kernel is not to run */
+    to.stretch_keys = sa_min(sa_window_keys(&p->mask), 1 << 30) + 1;
     const int64_t windows = p->packed ? p->k_len / to.stretch_keys + 1 : p->batch,
                   stretches = p->packed ? p->q_len / to.stretch_tokens + windows : p->batch * sa_ceil_div(p->q_len, to.stretch_tokens);
     to.window_slots = 2 * stretches;
