@@ -8,9 +8,9 @@
 //     tokens  dK and dV of positional sink tokens, whose sums the launch of keys left, where there are any
 //     sink    ds_aux of a head: the sum of its rows' terms, where it is wanted
 //
-// S and dP are computed in both launches, 7 products where one launch would take 5; in return no sum lies in fp32 memory, none is added by
-// atomics, and no block waits for another. A row tile is whole tokens x the heads of the GQA group. The LSE that is read already holds the
-// sink, which no kernel here adds again.
+// S and dP are computed in both launches, 7 products where one launch would take 5; in return no sum, but of sink tokens, lies in fp32
+// memory, none is added by atomics, and no block waits for another. A row tile is whole tokens x a GQA group's heads. The LSE that is read
+// holds the sink, which no kernel here adds again.
 //
 // 0 * NaN is not 0. The launch of rows zeroes such values of K, the launch of keys those of Q and dO, and each puts NaN where it was seen.
 //
