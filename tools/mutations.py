@@ -216,5 +216,5 @@ MUTATIONS = [_planted(*row) for row in (
     ("CUDA windowed forward: a sink step loaded over one in use", "csrc/cuda/fwd_wide_window_sm90/loads.cuh",
      "if (span.has_sink_step) smem.span_empty.acquire", "if (false) smem.span_empty.acquire", CUDA_TEST),
     ("CUDA wide windowed backward: rows that meet no sink token", "csrc/cuda/bwd_wide_window_sm90/smem.cuh",
-     "sa_first_row_past(&band, 0)", "sa_first_row_past(&band, 999)", CUDA_TEST),
+     "sa_keys_rows(&band, {0, 1})", "sa_keys_rows(&band, {0, 1000})", CUDA_TEST),
 )]  # fmt: skip

@@ -88,9 +88,6 @@ SA_HD sa_position_t sa_first_seeing_row(const sa_band *band) {
 }
 SA_HD sa_position_t sa_last_row_before(const sa_band *band, sa_position_t key) { return key - band->right - band->shift; }
 
-/* The first row whose window begins behind this key. */
-SA_HD sa_position_t sa_first_row_past(const sa_band *band, sa_position_t key) { return key + band->left + 1 - band->shift; }
-
 /* Where row i stands among the keys. */
 SA_HD sa_position_t sa_position(const sa_band *band, sa_position_t i) { return i + band->shift; }
 

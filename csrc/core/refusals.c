@@ -104,6 +104,11 @@ const char *sa_refusal_one_key_tile(const sinkattn_problem *p, const sinkattn_va
     return sa_rows_reach(&band, info->tile_q / group) <= info->tile_k ? NULL : "left + right + tokens a tile > its tile_k";
 }
 
+/* Whether the windows of tile_q rows, whole tokens, lie in so many keys from a multiple of 16 on. */
+static bool fits_steps(const sinkattn_problem *p, int64_t tile_q, int64_t keys) {
+    return sa_window_keys(&p->mask) <= keys - 15 - (tile_q / (p->num_q_heads / p->num_kv_heads) - 1);
+}
+
 /* A window whose tile_q rows, whole tokens, see at most tile_k keys from a multiple of 16 on, beside few sink tokens. */
 const char *sa_refusal_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     const int64_t group = p->num_q_heads / p->num_kv_heads, tokens = info->tile_q / group;
@@ -111,7 +116,7 @@ const char *sa_refusal_wide_window(const sinkattn_problem *p, const sinkattn_var
     if (8 * tokens * group < 7 * info->tile_q) return "tokens with all heads of a kv head leave an eighth of its tile_q idle";
     if (!has_elements(p)) return "there are no rows or no keys";
     if (p->softmax_scale < 0.0) return "softmax_scale is negative";
-    return sa_window_keys(&p->mask) <= info->tile_k - 15 - (tokens - 1) ? NULL : "left + right + tokens a tile + 15 > its tile_k";
+    return fits_steps(p, info->tile_q, info->tile_k) ? NULL : "left + right + tokens a tile + 15 > its tile_k";
 }
 
 /* The same with values of at most 128 columns, without sink tokens. */
@@ -134,8 +139,8 @@ const char *sa_refusal_local_window(const sinkattn_problem *p, const sinkattn_va
     return p->mask.num_sink_tokens > SA_WINDOW_SINK_TOKENS ? SA_TOO_MANY_SINK_TOKENS : refusal_of_window(p, info);
 }
 
-/* The same for narrow values of at most 128 columns, without sink tokens, and for wide heads; both where the general backward was slower,
- * as docs/kernels/bwd_wide_window_sm90.md has it: beside sink tokens wherever a row tile sees at most 160 keys from a multiple of 16 on. */
+/* The same for narrow values of at most 128 columns, without sink tokens, and for wide heads. Without sink tokens both serve the problems
+ * for which the general backward was slower (docs/kernels/bwd_wide_window_sm90.md); with sink tokens the second serves all that fit. */
 const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *p, const sinkattn_variant_info *info) {
     if (!sa_has_narrow_values(p)) return "values are as wide as keys";
     if (sa_head_dim_v(p) > 128) return "values are wider than 128";
@@ -144,12 +149,11 @@ const char *sa_refusal_local_wide_window_v128(const sinkattn_problem *p, const s
 }
 
 const char *sa_refusal_local_wide_window(const sinkattn_problem *p, const sinkattn_variant_info *info) {
-    const int64_t group = p->num_q_heads / p->num_kv_heads, keys = sa_window_keys(&p->mask);
     if (p->mask.num_sink_tokens)
-        return keys > 146 - info->tile_q / group ? "left + tokens a tile + 15 > 160" : sa_refusal_local_window(p, info);
+        return fits_steps(p, info->tile_q, 160) ? sa_refusal_local_window(p, info) : "left + tokens a tile + 15 > 160";
     if (p->head_dim <= 96) return "head_dim is at most 96";
-    if (group < 5) return "a kv head has fewer than 5 query heads";
-    return keys <= 64 ? "rows see at most 64 keys" : sa_refusal_local_window(p, info);
+    if (p->num_q_heads / p->num_kv_heads < 5) return "a kv head has fewer than 5 query heads";
+    return sa_window_keys(&p->mask) <= 64 ? "rows see at most 64 keys" : sa_refusal_local_window(p, info);
 }
 
 /* All heads of a token, or a slice of them, fit a tile of rows; there is something to describe to the copy engine. */

@@ -260,7 +260,7 @@ int64_t sa_cuda_bwd_sm90_window_workspace(const sinkattn_problem *p, const sinka
     return sa_bwd_window_layout_of(p, plan).bytes;
 }
 
-#define SA_STRETCH_TILES 32 /* of rows, about as many as see a key block */
+#define SA_STRETCH_TILES 32 /* of rows */
 
 /* The statistics of each row and, as copies take a whole tile's, of one tile more. */
 sa_bwd_wide_window_layout sa_bwd_wide_window_layout_of(const sinkattn_problem *p, const sinkattn_plan *plan) {

@@ -74,10 +74,10 @@ typedef struct sa_bwd_window_layout {
 
 sa_bwd_window_layout sa_bwd_window_layout_of(const sinkattn_problem *problem, const sinkattn_plan *plan);
 
-/* The backward of wide windows: statistics, then partials of positional sink tokens, in slots of a kv head. A stretch is so many tokens of
- * a sequence, with a slot for each math warpgroup; behind those of all stretches, from window_slots on, a sequence has one for its window.
- * A packed sequence of fewer than stretch_keys keys has no use for them, so the first stretch of one is at rows before it / stretch_tokens
- * + keys before it / stretch_keys, both rounded down. */
+/* The backward of wide windows: statistics, then partials of positional sink tokens, [num_kv_heads][slots]. A stretch is stretch_tokens
+ * tokens of a sequence, with two slots, one a math warpgroup; from window_slots on each sequence has one for its window. Packed sequences
+ * of fewer than stretch_keys keys need none: so keys before / stretch_keys is a sequence's window index, and that plus rows before /
+ * stretch_tokens is the number of its first stretch. */
 typedef struct sa_bwd_wide_window_layout {
     int64_t stretch_tokens, stretch_keys, window_slots, slots, partials_at, bytes;
 } sa_bwd_wide_window_layout;

@@ -43,11 +43,11 @@ struct TileOrder {
 struct Block {
     sa_sequence sequence;
     sa_band band;
-    int key, kv_head, first_token; // first_token: the first row that sees a key of the block
+    int key, kv_head, first_token; // first_token: of the first tile
     int idle;                      // the warpgroup whose keys are another item's; 2: none
     TileOrder order;               // tile() is for the loader, which tells it by `uses`
     bool exists, hides;            // hides: the checker zeroed some of dO
-    bool is_stretch;               // of rows that see sink tokens before their windows
+    bool is_stretch;               // not a key block (keys.cuh)
     int64_t slot;                  // of the first warpgroup's partial of sink tokens; -1: none
 };
 
@@ -72,8 +72,7 @@ __device__ __forceinline__ sa_range rows_of(const sa_band &band, int key, int si
     return key < end && band.q_len ? sa_keys_rows(&band, {key, end}) : sa_range{0, 0};
 }
 
-// Writes the stretch if some of its rows see sink tokens before their windows, from the first such tile on. The warpgroups have its tiles
-// in turn.
+// Writes stretch n from its first tile with a row that sees sink tokens before its window, if one exists. By a whole warp.
 __device__ __forceinline__ bool describe_stretch(Block &to, unsigned n, const sinkattn_fwd_args &args, const Problem &p) {
     const Place place = find_place(
             n / p.num_kv_heads, p.stretch_tokens, p.batch_stretches, args.problem.batch, [&](int64_t b) { return rows_before(args, b); });
@@ -92,7 +91,7 @@ __device__ __forceinline__ bool describe_stretch(Block &to, unsigned n, const si
         to.first_token = max(sa_tile_of(row, p.tokens) * p.tokens, begin);
         to.idle = 2;
         to.order = {sa_tile_from(end - to.first_token, p.tokens), 0, 0, 0};
-        to.slot = 2 * (p.first_slot(sequence, place.b) + place.within);
+        to.slot = 2 * (p.first_stretch(sequence, place.b) + place.within);
     }
     __syncwarp();
     return true;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Backward for causal windows of up to 128 keys before a row on sm_90: head_dim 104 to 128, beside positional sink tokens from 72 on, or to
+// Backward for causal windows of up to 128 keys before a row on sm_90: head_dim 104 to 128, with positional sink tokens 72 to 128, or to
 // 192 with values of at most 128 columns.
 //
 //     rows    dQ by row tiles; lse, g - delta and the term of ds_aux of each row           rows.cuh, spans.cuh
 //     keys    dK and dV by blocks of 128 keys, over the rows that see them                 keys.cuh, blocks.cuh
-//     tokens  dK and dV of positional sink tokens, whose sums the launch of keys left, where there are any
+//     tokens  dK and dV of positional sink tokens, if there are any: adds the partials of the keys launch
 //     sink    ds_aux of a head: the sum of its rows' terms, where it is wanted
 //
-// S and dP are computed in both launches, 7 products where one launch would take 5; in return no sum, but of sink tokens, lies in fp32
-// memory, none is added by atomics, and no block waits for another. A row tile is whole tokens x a GQA group's heads. The LSE that is read
-// holds the sink, which no kernel here adds again.
+// S and dP are computed in both launches, 7 products where one launch would take 5; in return only sink tokens' sums lie in fp32 memory,
+// none is added by atomics, and no block waits for another. A row tile is whole tokens x a GQA group's heads. The LSE that is read holds
+// the sink, which no kernel here adds again.
 //
 // 0 * NaN is not 0. The launch of rows zeroes such values of K, the launch of keys those of Q and dO, and each puts NaN where it was seen.
 //
@@ -46,8 +46,7 @@ __global__ __launch_bounds__(kSinkThreads) void sink_kernel(
 
 constexpr int kSinksABlock = 4;
 
-// A block sums dK and dV of some positional sink tokens of a sequence and kv head over its window and its stretches, a thread a column.
-template <class Element>
+// A block adds the partials of kSinksABlock positional sink tokens of a sequence and kv head, a thread those of one column of one token.
 __global__ __launch_bounds__(kSinksABlock *SA_BWD_WIDE_WINDOW_PARTIAL) void sink_tokens_kernel(
         const __grid_constant__ sinkattn_bwd_args args, const __grid_constant__ Problem p) {
     const sinkattn_problem &problem = args.fwd.problem;
@@ -58,18 +57,18 @@ __global__ __launch_bounds__(kSinksABlock *SA_BWD_WIDE_WINDOW_PARTIAL) void sink
     const int key = static_cast<int>(blockIdx.x % parts * kSinksABlock + threadIdx.x / SA_BWD_WIDE_WINDOW_PARTIAL),
               column = static_cast<int>(threadIdx.x % SA_BWD_WIDE_WINDOW_PARTIAL), row = p.first_row(band);
     wait_for_previous_kernel();
-    if (row >= band.q_len || key >= min(p.num_sinks, band.k_len)) return; // without stretches the window's block has written its sum
+    if (row >= band.q_len || key >= min(p.num_sinks, band.k_len)) return; // without stretches the keys kernel wrote dK and dV
     const int first = row / p.stretch_tokens, count = 2 * (sa_tile_from(band.q_len, p.stretch_tokens) - first);
     const auto partial = [&](int64_t slot) { return p.partial_of(static_cast<int>(kv_head), slot, key) + column; };
-    const int64_t slot = 2 * (p.first_slot(sequence, b) + first);
+    const int64_t slot = 2 * (p.first_stretch(sequence, b) + first);
     float sum = *partial(p.window_slot(sequence, b));
 #pragma unroll 16
     for (int i = 0; i < count; i++) sum += *partial(slot + i);
     const bool is_key = column < 128;
     const sinkattn_tensor &tensor = is_key ? args.dk : args.dv;
     if (column % 128 < (is_key ? problem.head_dim : sa_head_dim_v(&problem)))
-        static_cast<uint16_t *>(tensor.data)[sa_offset(&tensor, sequence.batch, sequence.k_begin + key, kv_head) + column % 128] =
-                static_cast<uint16_t>(pack_halves<Element>(is_key ? sum * p.scale : sum, 0.0f));
+        sa_store(tensor.data, problem.dtype, sa_offset(&tensor, sequence.batch, sequence.k_begin + key, kv_head) + column % 128,
+                is_key ? sum * p.scale : sum);
 }
 
 constexpr int kSpanStart = 16; // tokens that take as long as the start of a span: a guess
@@ -126,17 +125,16 @@ sinkattn_status launch_keys(
     const sinkattn_problem &problem = args.fwd.problem;
     sinkattn_problem of_values = problem;
     of_values.head_dim = sa_head_dim_v(&problem);
-    const int64_t pieces = count_pieces(problem, problem.k_len, kBlockKeys),
-                  items = (pieces + (C::kSinks ? p.num_stretches : 0)) * problem.num_kv_heads,
-                  half_items = items + pieces * problem.num_kv_heads;
-    if (items > INT32_MAX)
-        return sa_status(SINKATTN_UNSUPPORTED, "%lld blocks of keys; a launch holds at most 2^31", static_cast<long long>(items));
+    const int64_t pieces = count_pieces(problem, problem.k_len, kBlockKeys);
+    const auto items = [&](int halves) { return (pieces * halves + p.num_stretches) * problem.num_kv_heads; };
+    if (items(1) > INT32_MAX)
+        return sa_status(SINKATTN_UNSUPPORTED, "%lld blocks of keys; a launch holds at most 2^31", static_cast<long long>(items(1)));
     p.num_blocks = static_cast<unsigned>(pieces);
     p.batch_blocks = problem.packed ? 0 : static_cast<unsigned>(pieces / problem.batch);
-    p.halves = half_items <= plan.workers ? 2 : 1; // it changes no bit
+    p.halves = items(2) <= plan.workers ? 2 : 1; // it changes no bit
     SA_TRY(map_keys(&maps.k, problem, args.fwd.k, kBlockKeys, "k"));
     SA_TRY(map_keys(&maps.v, of_values, args.fwd.v, kBlockKeys, "v"));
-    const auto blocks = static_cast<unsigned>(sa_min(p.halves > 1 ? half_items : items, plan.workers));
+    const auto blocks = static_cast<unsigned>(sa_min(items(static_cast<int>(p.halves)), plan.workers));
     return launch_overlapping<keys_kernel<C>>(
             "sa_bwd_cuda_sm90_wide_window", blocks, kThreads, sizeof(KeysSmem<C>), context.stream, args, maps, p);
 }
@@ -181,12 +179,12 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
         SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, true, kSinks>>(args, plan, context, p, maps)));
     else if constexpr (W::kHeadDim > 128)
         SA_TRY((launch_rows<RowsConfig<W, kSteps, kRowStages, false, kSinks>>(args, plan, context, p, maps)));
-    else // the planner takes none
+    else // the planner refuses it
         return sa_status(SINKATTN_UNSUPPORTED, "a tile of rows sees more than %d keys", 2 * kPieceKeys);
     SA_TRY((launch_keys<KeysConfig<W, kKeyStages, kSinks>>(args, plan, context, p, maps)));
     if (token_blocks)
-        SA_TRY(launch_overlapping<sink_tokens_kernel<typename W::Element>>("sa_bwd_cuda_sm90_wide_window",
-                static_cast<unsigned>(token_blocks), kSinksABlock * SA_BWD_WIDE_WINDOW_PARTIAL, 0, context.stream, args, p));
+        SA_TRY(launch_overlapping<sink_tokens_kernel>("sa_bwd_cuda_sm90_wide_window", static_cast<unsigned>(token_blocks),
+                kSinksABlock * SA_BWD_WIDE_WINDOW_PARTIAL, 0, context.stream, args, p));
     if (!args.ds_aux) return sa_ok();
     return launch_overlapping<sink_kernel>(
             "sa_bwd_cuda_sm90_wide_window", static_cast<unsigned>(problem.num_q_heads), kSinkThreads, 0, context.stream, args, p);

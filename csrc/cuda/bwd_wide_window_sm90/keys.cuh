@@ -13,8 +13,8 @@
 // The first tiles see keys of the first warpgroup alone, the last ones keys of the second: they come in pairs, one of each in turn, so that
 // neither warpgroup waits for the other's. Where blocks are few, one's halves are two items, in each of which one warpgroup idles.
 //
-// A stretch is 32 row tiles of a sequence, of which rows see positional sink tokens before their windows, with the sequence's first keys.
-// The warpgroups have its tiles in turn, and their sums go to the workspace, as those of the window's first block do.
+// A stretch is up to 32 row tiles whose rows see positional sink tokens before their windows, with the sequence's first 64 keys. The
+// warpgroups take its tiles in turn. Sums of sink tokens, also those of the sequence's first block, go to the workspace.
 #pragma once
 
 #include "cuda/bwd_wide_window_sm90/blocks.cuh"
@@ -32,7 +32,7 @@ template <class C> struct KeysMath {
     const Problem &p;
     const int math_warpgroup;
     Ring<C::kStages> ring;
-    int first_key; // the warpgroup's, in the block; of a stretch both have the first
+    int first_key; // the warpgroup's first key in the block; 0 for both in a stretch
 
     __device__ __forceinline__ void begin_scores(Scores &s, uint32_t stage) const {
         wgmma_abt<Element, C::kHeadDim, C::kKeyHalf, C::kRowHalf>(
@@ -187,11 +187,12 @@ template <class C> struct KeysMath {
         }
     }
 
-    // The rows that see a key of the block: of a stretch, those of which it comes before the window.
+    // The rows that see a key of the block; in a stretch, the rows whose windows begin after the key.
     __device__ __forceinline__ sa_range tokens_seeing(const Block &block, int key) const {
-        if (!C::kSinks || !block.is_stretch) return rows_of(block.band, block.key + key, 1);
-        const int end = min((block.first_token / p.stretch_tokens + 1) * p.stretch_tokens, block.band.q_len);
-        return {max(sa_first_row_past(&block.band, key), block.first_token), key < min(p.num_sinks, block.band.k_len) ? end : 0};
+        const sa_range rows = rows_of(block.band, block.key + key, 1);
+        if (!C::kSinks || !block.is_stretch) return rows;
+        const int end = min(block.first_token + block.order.num_tiles * p.tokens, block.band.q_len);
+        return {max(rows.end, block.first_token), key < min(p.num_sinks, block.band.k_len) ? end : 0};
     }
 
     // dK and dV of the thread's sink tokens.
@@ -214,7 +215,7 @@ template <class C> struct KeysMath {
         uint16_t *to_dk[2] = {}, *to_dv[2] = {};
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int key = block.key + 64 * math_warpgroup + warpgroup_row(r);
+            const int key = block.key + first_key + warpgroup_row(r);
             if (key >= block.band.k_len || (C::kSinks && block.slot >= 0 && key < p.num_sinks)) continue;
             const int64_t row = block.sequence.k_begin + key;
             to_dk[r] = static_cast<uint16_t *>(args.dk.data) + sa_offset(&args.dk, block.sequence.batch, row, block.kv_head);
@@ -242,7 +243,7 @@ template <class C> struct KeysMath {
             const int key = static_cast<int>(threadIdx.x);
             if (key % 128 < 64) { // each warpgroup those of its own keys
                 const int own = key / 128 * 64 + key % 128;
-                const sa_range tokens = tokens_seeing(block, C::kSinks && block.is_stretch ? key % 128 : own);
+                const sa_range tokens = tokens_seeing(block, first_key + key % 128);
                 smem.seen_by[own] = tokens.begin < tokens.end ? sa_range{(tokens.begin - block.first_token) * p.group,
                                                                         (tokens.end - block.first_token) * p.group}
                                                               : sa_range{0, 0};

@@ -10,8 +10,9 @@
 // kSteps steps of 16 keys from the step of the first key that its first token sees. Steps lie at multiples of 16 keys from key 0 of the
 // sequence, sums run over them in ascending order and keys that a row does not see add zeros: so a row's bits do not depend on the tile.
 //
-// All scores of a row are in registers at once (kOnce), so delta is the sum of P dP in fp32 and out is not read; where a tile sees more
-// than two pieces of 80 keys, S and dP are computed twice, first for delta. Positional sink tokens are one more step of keys, before them.
+// All scores of a row's window are in registers at once (kOnce), so delta is the sum of P dP in fp32 and out is not read; where a tile sees
+// more than two pieces of 80 keys, S and dP are computed twice, first for delta. Positional sink tokens are one step before; its P and dP
+// wait in smem.
 #pragma once
 
 #include "cuda/bwd_wide_window_sm90/spans.cuh"
@@ -108,9 +109,10 @@ template <class C> struct RowsMath {
                 if (!seen(element_row(i), element_column(i))) dp[i] = 0.0f;
         }
     }
-    static __device__ __forceinline__ void add_delta(float (&delta)[2], const Piece &weights, const Piece &dp) {
+    template <int kSize>
+    static __device__ __forceinline__ void add_delta(float (&delta)[2], const float (&weights)[kSize], const float (&dp)[kSize]) {
 #pragma unroll
-        for (int i = 0; i < kPieceKeys / 2; i++) delta[element_row(i)] = fmaf(weights[i], dp[i], delta[element_row(i)]);
+        for (int i = 0; i < kSize; i++) delta[element_row(i)] = fmaf(weights[i], dp[i], delta[element_row(i)]);
     }
     // dp becomes dS: 0 in a row without keys of the thread's, whatever its bias.
     static __device__ __forceinline__ void find_ds(Piece &dp, const Piece &weights, const float (&all_bias)[2], const Seen &seen) {
@@ -133,7 +135,7 @@ template <class C> struct RowsMath {
         static_assert(kStagedBytes == 2 * 32 * sizeof(float4), "8 of dP a thread");
         return reinterpret_cast<float4 *>(smem.staged[threadIdx.x / 32]) + threadIdx.x % 32;
     }
-    // Their P and dP, 0 where a row does not see a key, are kept; adds to delta.
+    // Keeps the sink tokens' P and dP, 0 where a row does not see a key, and adds P dP to delta.
     __device__ __forceinline__ void keep_sinks(
             SinkPiece &s, SinkPiece &dp, float (&delta)[2], const Seen &seen, const float (&all_lse)[2]) const {
 #pragma unroll
@@ -143,15 +145,15 @@ template <class C> struct RowsMath {
             s[i] = sees ? exp2_approx(fmaf(s[i], p.scale_log2, -lse_in_log2(all_lse[r]))) : 0.0f;
             if (smem.sinks.any_poisoned && sees && smem.sinks.poisoned[key + fragment_column()]) s[i] = NAN;
             dp[i] = sees ? dp[i] : 0.0f;
-            delta[r] = fmaf(s[i], dp[i], delta[r]);
         }
+        add_delta(delta, s, dp);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             smem.sinks.weights[i][threadIdx.x] = {s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]};
             kept_dp()[32 * i] = {dp[4 * i], dp[4 * i + 1], dp[4 * i + 2], dp[4 * i + 3]};
         }
     }
-    // dQ = dS K of the pairs kept, issued. Where P is 0 dS is 0, whatever the bias: one that is NaN reaches dQ through the row's window.
+    // Issues dQ = dS K of the sink tokens. dS is 0 where P is 0; a bias of NaN still reaches dQ through the row's window.
     __device__ __forceinline__ void begin_sinks_dq(Wide<C> &dq, const float (&bias)[2], bool are_kept) const {
         SinkPiece dp;
         uint32_t ds[1][4];
@@ -245,7 +247,7 @@ template <class C> struct RowsMath {
                         s, shared_address(smem.queries[stage]), shared_address(smem.sinks.keys));
                 wgmma_abt<Element, C::kHeadDimV, C::kRowHalf, kSinkHalf>(
                         dp, shared_address(smem.douts[stage]), shared_address(smem.sinks.values));
-                wgmma_wait<0>();
+                wgmma_wait<0>(); // all complete, S too
                 pin(s);
                 pin(dp);
                 keep_sinks(s, dp, delta, find_sinks(columns, span.num_sinks, first_key), lse);
@@ -356,7 +358,8 @@ template <class C> struct RowsMath {
             // Read again at each use: no register is free to keep them.
             const auto nth = [&] { return warp_uniform(static_cast<int>(ring.n - span.first_use)); };
             const auto first_token_of = [&](int n) { return warp_uniform(span.first_token) + n * p.tokens; };
-            // No tile of the span is this warpgroup's. It skips k_ready and v_full: the other one waits for both before it releases K.
+            // No tile of the span is this warpgroup's. It skips sinks.ready, k_ready and v_full: the other one waits for all before it
+            // releases K.
             if (nth() >= warp_uniform(span.num_tiles)) {
                 for (Barriers<1> &full : smem.k_full) full.wait(Ring<1>{spans.n});
                 smem.v_empty[0].arrive();

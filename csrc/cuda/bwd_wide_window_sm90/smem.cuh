@@ -15,7 +15,7 @@ namespace sa::bwd_wide_window_sm90 {
 constexpr int kRows = 64, kStepKeys = 16, kPieceSteps = 5, kPieceKeys = kPieceSteps * kStepKeys; // rows of a tile; keys of one product
 constexpr int kBlockKeys = 128;                                                                  // of the second launch, 64 a warpgroup
 constexpr int kSinkHalf = kStepKeys * kRowBytes; // positional sink tokens are at most one step of keys
-static_assert(SA_WINDOW_SINK_TOKENS == kStepKeys, "what the planner lets through");
+static_assert(SA_WINDOW_SINK_TOKENS == kStepKeys, "the planner's limit");
 constexpr int kWarpgroups = 2, kMathThreads = 128 * kWarpgroups, kThreads = kMathThreads + 128;
 // A block begins with 168 registers a thread, the most for 384 threads, and exchanges no others: a sum above 3 x 168 would wait forever.
 constexpr int kRowsLoaderRegisters = 40, kRowsMathRegisters = 232, kKeysLoaderRegisters = 24, kKeysMathRegisters = 240;
@@ -53,11 +53,11 @@ struct Problem {
     int64_t num_tokens;                           // of all sequences
     float scale, scale_log2;
     RowStats *stats; // [num_kv_heads][num_tokens][group]
-    // Positional sink tokens: how many; tokens of a stretch; keys at least of a sequence that has one; stretches of a kv head, of a
-    // sequence (0 if packed).
+    // Positional sink tokens; tokens of a stretch; the fewest keys of a sequence with stretches; stretches of a kv head, of a sequence (0
+    // if packed).
     int num_sinks, stretch_tokens, stretch_keys;
     unsigned num_stretches, batch_stretches;
-    int64_t window_slots, num_slots; // window_slots: where those begin, behind the stretches'
+    int64_t window_slots, num_slots; // window_slots: the first slot of a window
     float *partials;                 // [num_kv_heads][num_slots][num_sinks][2][128], by sa_bwd_wide_window_layout
 
     __device__ __forceinline__ int row_token(int row) const { return row * group_inverse >> 16; }
@@ -66,8 +66,8 @@ struct Problem {
     __device__ __forceinline__ float *partial_of(int kv_head, int64_t slot, int key) const {
         return partials + ((kv_head * num_slots + slot) * num_sinks + key) * SA_BWD_WIDE_WINDOW_PARTIAL;
     }
-    // Of a sequence with such rows: the slots of its first stretch, a pair, counted in pairs, and of its window.
-    __device__ __forceinline__ int64_t first_slot(const sa_sequence &sequence, unsigned b) const {
+    // The number of a sequence's first stretch, half its first slot, and the slot of its window.
+    __device__ __forceinline__ int64_t first_stretch(const sa_sequence &sequence, unsigned b) const {
         if (batch_stretches) return static_cast<int64_t>(b) * batch_stretches;
         return sequence.q_begin / stretch_tokens + sequence.k_begin / stretch_keys;
     }
@@ -76,7 +76,7 @@ struct Problem {
     }
     // The first row that sees a sink token before its window; q_len if there is none.
     __device__ __forceinline__ int first_row(const sa_band &band) const {
-        return band.k_len ? sa_within(sa_first_row_past(&band, 0), 0, band.q_len) : band.q_len;
+        return band.k_len ? sa_keys_rows(&band, {0, 1}).end : band.q_len;
     }
 
     // Of head 0 of the group.
@@ -105,7 +105,7 @@ __device__ __forceinline__ Place find_place(unsigned n, int size, unsigned a_bat
     return {low, static_cast<int>(n - low) - sa_tile_of(static_cast<sa_position_t>(before(low)), size)};
 }
 
-// Without positional sink tokens, which are met apart.
+// The window alone: positional sink tokens are handled apart.
 __device__ __forceinline__ sa_band band_of(const sinkattn_fwd_args &args, const sa_sequence &sequence) {
     sa_band band = sa_band_of(&args.problem.mask, static_cast<sa_position_t>(sequence.q_len), static_cast<sa_position_t>(sequence.k_len));
     band.num_sink = 0;

@@ -17,7 +17,7 @@ template <class W, int kSteps_, int kStages_, bool kOnce_, bool kSinks_> struct 
     using W::kHalves, W::kHalvesV, W::kRowHalf;
     static constexpr int kSteps = kSteps_, kStages = kStages_, kKeys = kSteps * kStepKeys, kKeyHalf = kKeys * kRowBytes;
     static constexpr bool kOnce = kOnce_, kSinks = kSinks_;
-    static_assert(kOnce || !kSinks, "sink tokens are met once");
+    static_assert(kOnce || !kSinks, "sink tokens need kOnce");
     static constexpr int kFirstSteps = kOnce ? 2 * kPieceSteps : kPieceSteps; // behind a tile's first one, in shared memory
     static_assert(kStages % kWarpgroups == 0, "a stage is always the same warpgroup's, so none waits for a phase beyond the next");
     static_assert(kKeys <= 256, "a box of a tensor map");
@@ -52,7 +52,7 @@ template <class C> struct RowsSmem {
     Problem problem;
     Span spans[2];
     float lse[C::kStages][kRows], g[C::kStages][kRows];                // of a tile's rows; g is 0 without dlse
-    alignas(64) unsigned char staged[kMathThreads / 32][kStagedBytes]; // dQ on its way out, a warp's
+    alignas(64) unsigned char staged[kMathThreads / 32][kStagedBytes]; // a warp's dP of sink tokens, then its dQ
     bool poisoned[C::kKeys], any_poisoned;                             // keys whose K was not finite
     Barriers<2> span_full, span_empty;
     Barriers<1> k_full[2], k_ready, k_empty, v_full, v_empty; // full: of the first and the last kKeys / 2 keys; ready: K is checked
@@ -184,8 +184,8 @@ __device__ __forceinline__ void load_rows(RowsSmem<C> &smem, const sinkattn_bwd_
     smem.span_full.arrive(spans);
 }
 
-// Zeroes what is not finite in K of kKeys keys, whose pieces of 64 columns lie side by side, and marks these keys; true if there are any.
-// By the checker warps.
+// Zeroes values of K that are not finite and marks their keys; true if there are any. Pieces of 64 columns lie one after another. By the
+// checker warps.
 template <class Element, int kKeys, int kBytes>
 __device__ __forceinline__ bool hide_keys(unsigned char (&keys)[kBytes], bool (&poisoned)[kKeys], int thread) {
     const bool any = bar_any<kCheckers>(kCheckerBarrier, any_nonfinite<Element, kCheckers>(keys, kBytes, thread));
