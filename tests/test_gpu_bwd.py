@@ -105,6 +105,22 @@ def test_gradients_of_a_long_sequence_are_the_same_packed() -> None:
         assert all(torch.equal(x[begin:end], y[0]) for x, y in zip(packed[:4], alone[:4], strict=True))
 
 
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (511, 0)])
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 1), (64, 8), (128, 1)])
+def test_packed_sequences_side_by_side_have_their_own_bits(window: tuple[int, int], head_dim: int, heads: int) -> None:
+    """Their items are taken in turn, so that all end together."""
+    torch.manual_seed(0)
+    bounds = (0, 190, 1290, 2280, 2280, 3310, 3438, 4438, 4439, 4568, 5538)
+    q = torch.randn(bounds[-1], heads * 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, bounds[-1], heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    s_aux = torch.randn(heads * 8, device="cuda")
+    packed = gradients(q, k, v, s_aux, torch.tensor(bounds, dtype=torch.int32, device="cuda"), window_size=window)
+    for begin, end in pairwise(bounds):
+        if begin < end:
+            alone = gradients(*(x[None, begin:end] for x in (q, k, v)), s_aux, window_size=window)
+            assert all(torch.equal(x[begin:end], y[0]) for x, y in zip(packed[:4], alone[:4], strict=True))
+
+
 @pytest.mark.parametrize("window", [(-1, 0), (127, 0), (100, 30)])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (256, 256), (192, 128)])
 def test_gradients_are_the_same_packed_and_one_by_one(window: tuple[int, int], head_dim: int, head_dim_v: int) -> None:

@@ -44,7 +44,7 @@ def test_the_tree_is_small() -> None:
     if listed.returncode:
         pytest.skip("needs a git checkout: which files are tracked")
     sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
-    assert 1_000_000 < sum(sizes.values()) <= 3_310_000, sorted(sizes, key=lambda name: -sizes[name])[:10]
+    assert 1_000_000 < sum(sizes.values()) <= 3_325_000, sorted(sizes, key=lambda name: -sizes[name])[:10]
 
 
 @pytest.mark.parametrize("line", LINES)

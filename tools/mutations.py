@@ -7,7 +7,7 @@ FWD, BWD = "csrc/cpu/cpu_fwd.c", "csrc/cpu/cpu_bwd.c"
 HF, VERL, OPS = "sinkattn/hf.py", "sinkattn/verl_patch.py", "sinkattn/ops.py"
 ROWS, MASK, NUMERICS, LAYOUT = "csrc/cpu/cpu_rows.h", "csrc/core/mask.h", "csrc/core/numerics.h", "csrc/core/layout.h"
 PLAN, TILE, CONVERT = "csrc/core/plan.c", "csrc/cpu/cpu_tile.h", "csrc/torch/convert.cpp"
-CHAINS, WORKSPACE = "csrc/core/chains.h", "csrc/core/workspace.c"
+CHAINS, ROUNDS, WORKSPACE = "csrc/core/chains.h", "csrc/core/rounds.h", "csrc/core/workspace.c"
 CUDA_TEST = "test_c cuda_kernels"  # on the emulated device
 C_SUITE = "test_c "  # then a part of a test's name; faster, since no extension is built
 
@@ -161,7 +161,7 @@ MUTATIONS = [_planted(*row) for row in (
      "longest / (2 * room->long_tiles) + 1)", "test_c packed_batches_have_room"),
     ("a chain of more tiles than slots", CHAINS, "c.tiles > room->long_tiles;", "c.tiles > 2 * room->long_tiles;",
      "test_c few_blocks_have_rounds"),
-    ("rounds beyond those there is room for", CHAINS, "room->sums <= SA_MOST_OF_BLOCK",
+    ("rounds beyond those there is room for", ROUNDS, "room->sums <= SA_MOST_OF_BLOCK",
      "room->sums <= 2 * SA_MOST_OF_BLOCK", "test_c packed_batches_have_room"),
     ("even blocks are taken to fill the machine", WORKSPACE, "is_even ? SA_MANY_BLOCKS - 1 :",
      "is_even ? SA_MANY_BLOCKS :", "test_c rounds_have_room"),
@@ -178,6 +178,12 @@ MUTATIONS = [_planted(*row) for row in (
     ("dQ apart by half of its parts", WORKSPACE, "6 * limit", "12 * limit", "test_c rounds_have_room"),
     ("side by side without room for a span", CHAINS, "(slots - SA_H200_SMS) / (2 * room->span)",
      "2 * slots / room->span", "test_c chains_meet_all_tiles_in_order"),
+    ("a round is of another head", CHAINS, "chain % c->heads", "chain / c->rounds",
+     "test_c items_are_found_by_block_and_round"),
+    ("packed sequences side by side take too many slots", CHAINS, "sa_slots_beside(room) / 2;",
+     "sa_slots_beside(room);", "test_c sequences_are_side_by_side"),
+    ("a packed sequence has its neighbour's chain", "csrc/cuda/bwd_sm90/work.cuh", "entries[e].first_chain <= chain",
+     "entries[e].first_chain < chain", CUDA_TEST),
     ("places of one head for all", WORKSPACE, "sa_min(to.items, blocks * rounds)) * heads);",
      "sa_min(to.items, blocks * rounds)));", "test_c packed_batches_have_room"),
     ("2^24 partials", PLAN, "partials < most", "partials <= most", "test_c partials_that_fit"),

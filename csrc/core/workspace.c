@@ -84,6 +84,7 @@ int64_t sa_cuda_bwd_sm80_workspace(const sinkattn_problem *p, const sinkattn_pla
 #define SA_SLOTS_BYTES (INT64_C(256) << 20)
 #define SA_NEAR_BYTES (INT64_C(64) << 20) /* about what the L2 holds; chains side by side take it, .. */
 #define SA_NEAR_BLOCKS 288                /* .. or what the rows of so many key blocks take, two items a multiprocessor, if that is more */
+#define SA_BESIDE_BYTES (INT64_C(32) << 20) /* of packed sequences side by side: dQ of all is added to in each wave */
 #define SA_LOCAL_BYTES (INT64_C(192) << 20)
 #define SA_FULL_BLOCKS 2048                      /* so many key blocks of long chains fill the machine with one round at a time */
 #define SA_PARTS_BYTES (INT64_C(72) << 20)       /* parts of dQ in use (reserved: twice this), where blocks are few or meet, .. */
@@ -127,6 +128,7 @@ static sa_chain_room room_of(const sinkattn_problem *p, const sinkattn_plan *pla
     /* Up to SA_EVEN_BLOCKS even blocks are not taken to fill the machine: their rounds are items. */
     room.blocks = (int32_t)sa_min(blocks * heads, is_even ? SA_MANY_BLOCKS - 1 : SA_MANY_BLOCKS);
     room.near_slots = (int32_t)sa_min(sa_max(near_tiles, SA_NEAR_BLOCKS * info->tile_k / tokens), most_slots);
+    room.beside_slots = (int32_t)(SA_BESIDE_BYTES / tile_bytes);
     const int64_t chain = sa_min(sa_ceil_div(p->q_len, tokens), most_slots);
     int64_t slots = sa_fill_blocks(room.blocks) ? sa_max(sa_max(room.near_slots, 2 * most_tiles), chain) : most_slots;
     if (room.is_local) {
@@ -134,7 +136,10 @@ static sa_chain_room room_of(const sinkattn_problem *p, const sinkattn_plan *pla
         const int64_t in_use = plan->workers * sa_ceil_div(info->tile_k, tokens) + 2 * span;
         slots = sa_max(p->packed ? near_tiles : most_tiles, sa_min(in_use, SA_LOCAL_BYTES / tile_bytes));
     }
-    room.num_slots = (int32_t)sa_min(tiles, slots);
+    /* Rounds of one length take up more tiles than there are, fewer than there are rounds, or tiles of one. */
+    int64_t more = 0;
+    while (p->packed && more < SA_MOST_OF_BLOCK && more * more < chain) more++;
+    room.num_slots = (int32_t)sa_min(tiles + more * heads, slots);
     return room;
 }
 
@@ -182,7 +187,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
     /* A packed batch may be one sequence, or any number of them. */
     to.rounds = sa_rounds_of(&band, tokens, info->tile_k, room);
     const sa_chains dense = sa_chains_of(&band, tokens, info->tile_k, room, to.rounds);
-    if (!p->packed && dense.split && !dense.is_long) /* rounds of one length take up more tiles than there are */
+    if (!p->packed && dense.split && !dense.is_long)
         room->num_slots = (int32_t)sa_min((room->is_local ? SA_NEAR_BYTES : SA_SLOTS_BYTES) / tile_bytes,
                 sa_max(to.tiles, p->batch * dense.count * (int64_t)dense.uses));
     if (!p->packed && dense.is_long && blocks * heads >= SA_FULL_BLOCKS && dense.blocks >= SA_FEW_BLOCKS) room->num_slots = dense.uses;
@@ -199,6 +204,7 @@ sa_bwd_sm90_layout sa_bwd_sm90_layout_of(const sinkattn_problem *p, const sinkat
         const int64_t split = most_split * (sa_ceil_div(SA_MOST_ROUNDS, heads) + 1);
         to.items = blocks + long_blocks * (rounds - 1) + sinks * (to.tiles / heads / SA_SINK_ROUND);
         to.items += room->is_local ? split : sa_min(split, blocks * SA_MOST_OF_BLOCK);
+        to.items += to.items / 4; /* waves of sequences side by side, rounded up */
         /* Under a window the waves of a round reach over its rows and a span. The spans of all rounds are within SA_MOST_ROUNDS; here are
          * the rows, of a last round past the end, and an item a round, of at least SA_LEAST_ROUND tiles. */
         if (room->is_local && may_split)

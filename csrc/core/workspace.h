@@ -19,7 +19,7 @@ enum {
     SA_BWD_SM80_STATS_BYTES = 8,  /* of a row: lse and g - delta */
     SA_BWD_SM90_STATS_BYTES = 10, /* of a row: what is added to S and dP; */
     SA_BWD_SM90_P_SINK_BYTES = 4, /* with ds_aux */
-    SA_BWD_SM90_ENTRY_BYTES = 88,
+    SA_BWD_SM90_ENTRY_BYTES = 160,
     SA_BWD_SM90_ITEM_BYTES = 128,
     SA_BWD_SM90_TILE_SUM_BYTES = 24,
     SA_BWD_SM90_KEY_SUM_BYTES = 40,

@@ -399,7 +399,7 @@ static void check_room(const sinkattn_problem *p, const int64_t *q_lens, const i
         const sequence s = sequence_of(p, &plan, &layout.room, q_lens[b], k_lens[b]);
         const sa_chains *c = &s.chains;
         tiles += sa_ceil_div(q_lens[b], s.tokens) * layout.heads;
-        items += sa_num_chain_items(c);
+        items += sa_may_be_beside(c, &layout.room) ? (int64_t)c->count * sa_waves_beside(c) : sa_num_chain_items(c);
         carries += (int64_t)sa_num_carries(c) * (c->is_long ? 1 : c->heads);
         blocks += c->blocks;
         if (sa_is_apart(c) && layout.room.blocks < SA_FEW_BLOCKS) places += sa_num_places(c);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Plans for packed rows over a cache, and for backwards of windows of wide heads and of many query heads, on CUDA devices that need not be
- * there.
+ * Plans for packed rows over a cache, and for backwards of windows of wide heads, of many query heads and of packed sequences side by side,
+ * on CUDA devices that need not be there.
  */
 #include <inttypes.h>
 
@@ -198,6 +198,38 @@ static void test_many_query_heads_are_cut_into_slices(void) {
     }
 }
 
+/* Packed sequences side by side: each item is of one wave, in order, and all end with the last wave. */
+static void check_waves_beside(const sa_chains *c) {
+    const int32_t most = sa_waves_beside(c), waves = most + (int32_t)pick(0, 2);
+    CHECK(most >= c->waves && most - c->waves <= c->waves / 4, "%d waves of %d", (int)most, (int)c->waves);
+    int32_t n = 0;
+    for (int32_t wave = 0; wave < waves; wave++)
+        for (int32_t chain = 0; chain < c->count; chain++) {
+            const int32_t own = sa_item_beside(c, waves, wave, chain);
+            CHECK(own == (wave < waves - c->waves ? -1 : n), "item %d is %d", (int)n, (int)own);
+            n += own >= 0;
+        }
+    CHECK(n == c->count * c->waves, "%d items of %d", (int)n, (int)(c->count * c->waves));
+}
+
+static void test_sequences_are_side_by_side(void) {
+    for (int i = 0; i < 300; i++) {
+        const sa_chain_room room = {.num_slots = (int32_t)pick(1, 3000), .beside_slots = (int32_t)pick(0, 3000)};
+        int64_t end = 0, uses = 0; /* of all sequences; of those side by side */
+        int32_t number = -1;
+        for (int j = 0; j < 30; j++) {
+            const int32_t count = (int32_t)pick(1, 40);
+            const sa_chains c = {.waves = (int32_t)pick(0, 60), .count = count, .together = count, .uses = (int32_t)pick(1, 90)};
+            const int64_t own = (int64_t)count * c.uses;
+            check_waves_beside(&c);
+            end += own;
+            uses = sa_number_beside(&room, end) == number ? uses + own : own;
+            number = sa_may_be_beside(&c, &room) ? sa_number_beside(&room, end) : -1;
+            CHECK(number < 0 || uses <= room.num_slots, "%d uses, %d slots", (int)uses, (int)room.num_slots);
+        }
+    }
+}
+
 const test packed_plan_tests[] = {TEST(packed_rows_have_the_forwards_kernel), TEST(a_cache_without_pages), TEST(many_rows_of_narrow_values),
         TEST(the_largest_head_dim), TEST(the_wide_windowed_backward_is_planned), TEST(the_workspace_of_chunks),
-        TEST(many_query_heads_are_cut_into_slices), {0}};
+        TEST(many_query_heads_are_cut_into_slices), TEST(sequences_are_side_by_side), {0}};

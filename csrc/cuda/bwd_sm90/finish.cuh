@@ -19,7 +19,7 @@ static __device__ __forceinline__ void add_head_terms(
     const Entry &end = buffers.entries[p.num_entries];
     double sum = 0.0;
     for (int64_t i = threadIdx.x; i < p.num_tiles; i += kFinishThreads) sum += buffers.row_terms[head * p.num_tiles + i];
-    for (int64_t i = threadIdx.x; i < end.first_item / p.room.num_heads * 2; i += kFinishThreads)
+    for (int64_t i = threadIdx.x; i < end.first_term / p.room.num_heads * 2; i += kFinishThreads)
         sum += buffers.key_terms[head * p.num_items * 2 + i];
     for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;

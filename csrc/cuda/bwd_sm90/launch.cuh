@@ -67,7 +67,8 @@ sinkattn_status launch(const sinkattn_bwd_args &args, const sinkattn_plan &plan,
     const char *name = "sa_bwd_cuda_sm90";
     void *stream = context.stream;
     unsigned table_threads = 32;
-    while (table_threads < kTableThreads && table_threads <= p.num_entries) table_threads *= 2;
+    while (table_threads < kTableThreads && table_threads <= sa_max(p.num_entries, sa_min(kRoundsLanes * p.num_entries, 255)))
+        table_threads *= 2;
     const auto row_blocks = static_cast<unsigned>(sizes.tiles + item_writers);
     if (problem.packed) {
         SA_TRY(launch_blocks<table_kernel<C>>(name, 1, table_threads, 0, stream, args, p, buffers, error_word));

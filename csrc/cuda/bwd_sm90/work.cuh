@@ -13,14 +13,16 @@
 
 namespace sa::bwd_sm90 {
 
-// One sequence, in the order of work. first_tile: its first row tile of a kv head, which ascends in the caller's order. first_use, _item,
-// _carry: of those before it, over all kv heads.
+// One sequence, in the order of work. first_tile: its first row tile of a kv head, which ascends in the caller's order. first_use, _term,
+// _carry: of those before it, over all kv heads; a term is an item's.
 struct Entry {
     sa_sequence sequence;
-    int64_t first_tile, first_use, first_item, first_carry;
-    int16_t rounds;      // sa_rounds_of; of packed ones alone
-    int first_block;     // of the sequences before it, key blocks of one kv head
-    int64_t first_place; // of its items that leave dK and dV apart; -1 if none does
+    int64_t first_tile, first_use, first_term, first_carry;
+    int64_t first_item;     // in the order of work; of all sequences side by side
+    int64_t first_place;    // of its items that leave dK and dV apart; -1 if none does
+    int first_block;        // of the sequences before it, key blocks of one kv head
+    int waves, first_chain; // of sequences side by side: sa_waves_beside, and chains before its own; waves 0: alone
+    sa_chains chains;
 };
 
 // A key block of a slice, and the row tiles of a chain that see some of it (core/chains.h). Copied whole, so no byte is left unwritten.
@@ -144,33 +146,41 @@ __device__ __forceinline__ sa_band band_of(const sinkattn_bwd_args &args, const 
 // Sequences of a dense batch are alike, and the first has the items of all. A packed batch has a table.
 __device__ __forceinline__ Entry entry_of(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t e) {
     if (args.fwd.problem.packed) return buffers.entries[e];
-    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, 0, 0, p.num_places ? 0 : -1};
+    return {sa_sequence_at(&args.fwd, e), e * p.dense_tiles, 0, 0, 0, 0, p.num_places ? 0 : -1, 0, 0, 0, p.chains};
 }
 
-template <class T, class Join> __device__ __forceinline__ T warp_scan(T x, const Join &join) {
+template <class Join> __device__ __forceinline__ int64_t warp_scan(int64_t x, const Join &join) {
     for (int distance = 1; distance < 32; distance *= 2) {
-        const T before = __shfl_up_sync(0xffffffffu, x, distance);
+        const int64_t before = __shfl_up_sync(0xffffffffu, x, distance);
         if (static_cast<int>(threadIdx.x % 32) >= distance) x = join(x, before);
     }
     return x;
 }
 
 constexpr int kTableThreads = 1024; // at most: as many as sort the sequences
+constexpr int kRoundsLanes = 16;    // at most, of a sequence: as many numbers of rounds are tried
 
-// Joins the x of the block's threads up to this one; those of all threads are joined to `all`.
-template <class Join> __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t &all, const Join &join) {
-    __shared__ int64_t warps[kTableThreads / 32];
-    const int warp = threadIdx.x / 32;
-    x = warp_scan(x, join);
+// Of each x of the block's threads up to this one the sum, of the first kMost the maximum; those of all threads are joined to `all`.
+template <int kMost, int kCount> __device__ __forceinline__ void block_scan(int64_t (&x)[kCount], int64_t (&all)[kCount]) {
+    __shared__ int64_t warps[kTableThreads / 32][kCount];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int64_t of_warps[kCount];
+    const auto join_of = [](int i) { return [i](int64_t a, int64_t b) { return i < kMost ? sa_max(a, b) : a + b; }; };
+#pragma unroll
+    for (int i = 0; i < kCount; i++) x[i] = warp_scan(x[i], join_of(i));
     __syncthreads(); // the warps of the scan before have been read
-    if (threadIdx.x % 32 == 31) warps[warp] = x;
+    if (lane == 31)
+        for (int i = 0; i < kCount; i++) warps[warp][i] = x[i];
     __syncthreads();
-    const int64_t up_to = warp_scan(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : int64_t{0}, join),
-                  before = __shfl_sync(0xffffffffu, up_to, warp > 0 ? warp - 1 : 0);
-    if (warp > 0) x = join(before, x);
-    x = join(all, x);
-    all = join(all, __shfl_sync(0xffffffffu, up_to, 31));
-    return x;
+    for (int i = 0; i < kCount; i++) of_warps[i] = lane < static_cast<int>(blockDim.x / 32) ? warps[lane][i] : 0;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        const auto join = join_of(i);
+        const int64_t up_to = warp_scan(of_warps[i], join), before = __shfl_sync(0xffffffffu, up_to, warp > 0 ? warp - 1 : 0);
+        if (warp > 0) x[i] = join(before, x[i]);
+        x[i] = join(all[i], x[i]);
+        all[i] = join(all[i], __shfl_sync(0xffffffffu, up_to, 31));
+    }
 }
 
 // Sorts sequences, the longest first, so that no block is left with a long one at the end. More sequences than threads stay unsorted.
@@ -200,6 +210,25 @@ __device__ __forceinline__ void find_places(const sinkattn_fwd_args &args, int (
     __syncthreads();
 }
 
+// sa_rounds_of, by so many lanes, each of which tries a number of rounds at a time: a thread alone takes microseconds.
+__device__ __forceinline__ int rounds_by_lanes(const sa_band &band, const BwdProblem &p, int keys, int lanes) {
+    const int tiles = sa_seeing_tiles(&band, p.tokens), blocks = sa_seen_blocks(&band, keys, &p.room),
+              first_lane = static_cast<int>(threadIdx.x % 32) / lanes * lanes;
+    const bool is_few = sa_has_few_blocks(blocks, tiles);
+    sa_best_rounds best = {1, INT64_MAX};
+    int rounds = 1;
+    for (int i = first_lane; i < static_cast<int>(threadIdx.x % 32); i++) rounds = sa_next_rounds(rounds);
+    for (;;) {
+        const bool tries = is_few && sa_may_have_rounds(&p.room, blocks, tiles, rounds);
+        if (!__any_sync(0xffffffffu, tries)) break;
+        const int64_t time = tries ? sa_time_of_rounds(&band, p.tokens, keys, &p.room, blocks, tiles, rounds) : INT64_MAX / 2;
+        for (int lane = first_lane; lane < first_lane + lanes; lane++)
+            sa_try_rounds(&best, __shfl_sync(0xffffffffu, rounds, lane), __shfl_sync(0xffffffffu, time, lane));
+        for (int i = 0; i < lanes; i++) rounds = sa_next_rounds(rounds);
+    }
+    return is_few ? best.rounds : sa_rounds_of_many(&band, keys, blocks, tiles);
+}
+
 // The table of a packed batch.
 template <class C>
 __global__ __launch_bounds__(kTableThreads) void table_kernel(
@@ -208,62 +237,105 @@ __global__ __launch_bounds__(kTableThreads) void table_kernel(
     check_lengths(args.fwd, error_word);
     const sinkattn_problem &problem = args.fwd.problem;
     __shared__ int places[kTableThreads];
+    __shared__ int2 numbers[kTableThreads];
     const bool sorts = problem.batch <= kTableThreads;
     if (sorts) find_places(args.fwd, places);
-    const auto most = [](int64_t a, int64_t b) { return sa_max(a, b); };
-    const auto sum = [](int64_t a, int64_t b) { return a + b; };
-    int64_t q_end = 0, k_end = 0;
+    int64_t ends[2] = {};
     for (int64_t base = 0; base <= p.num_entries; base += blockDim.x) {
         // Decreasing offsets are raised: sequences are disjoint, whatever memory holds.
         const int64_t b = base + threadIdx.x;
         const auto offset = [&](const int32_t *cu_seqlens, int64_t x, int64_t total) {
             return x <= problem.batch ? sa_packed_begin(cu_seqlens, x, total) : total;
         };
-        const int64_t q_begin = block_scan(offset(args.fwd.cu_seqlens_q, b, problem.q_len), q_end, most),
-                      k_begin = block_scan(offset(args.fwd.cu_seqlens_k, b, problem.k_len), k_end, most),
-                      q_len = sa_max(offset(args.fwd.cu_seqlens_q, b + 1, problem.q_len) - q_begin, 0),
-                      k_len = sa_max(offset(args.fwd.cu_seqlens_k, b + 1, problem.k_len) - k_begin, 0);
-        Entry entry = {};
-        if (b < p.num_entries) entry.sequence = {0, q_begin, q_len, k_begin, k_len};
-        entry.first_tile = sa_packed_tiles(q_begin, p.tokens, b);
-        if (b <= p.num_entries) buffers.entries[sorts && b < problem.batch ? places[b] : b] = entry;
+        int64_t begins[] = {offset(args.fwd.cu_seqlens_q, b, problem.q_len), offset(args.fwd.cu_seqlens_k, b, problem.k_len)};
+        const int64_t q_end = offset(args.fwd.cu_seqlens_q, b + 1, problem.q_len),
+                      k_end = offset(args.fwd.cu_seqlens_k, b + 1, problem.k_len);
+        block_scan<2>(begins, ends);
+        if (b > p.num_entries) continue;
+        Entry &entry = buffers.entries[sorts && b < problem.batch ? places[b] : b];
+        entry.sequence = {};
+        if (b < p.num_entries) entry.sequence = {0, begins[0], sa_max(q_end - begins[0], 0), begins[1], sa_max(k_end - begins[1], 0)};
+        entry.first_tile = sa_packed_tiles(begins[0], p.tokens, b);
     }
     __syncthreads();
-    int64_t uses = 0, items = 0, carries = 0, blocks = 0, all_places = 0;
+    int lanes = kRoundsLanes; // of a sequence
+    while (lanes > 1 && lanes * p.num_entries > static_cast<int>(blockDim.x)) lanes /= 2;
+    for (int64_t base = 0; base < p.num_entries; base += blockDim.x / lanes) {
+        const int64_t b = base + threadIdx.x / lanes;
+        const sa_sequence sequence = b < p.num_entries ? buffers.entries[b].sequence : sa_sequence{};
+        const int rounds = rounds_by_lanes(band_of(args, sequence, b >= problem.batch), p, C::kKeys, lanes);
+        if (b < p.num_entries && threadIdx.x % lanes == 0) buffers.entries[b].chains.rounds = rounds;
+    }
+    __syncthreads();
+    enum { kUses, kTerms, kCarries, kBlocks, kPlaces, kChains, kSums };
+    int64_t all[kSums] = {}, all_items[2] = {};
+    int2 last = {}; // number and waves of the sequence before the first thread's
     for (int64_t base = 0; base <= p.num_entries; base += blockDim.x) {
         const int64_t b = base + threadIdx.x;
+        const bool exists = b <= p.num_entries;
         Entry entry = {};
-        if (b <= p.num_entries) entry = buffers.entries[b];
+        int rounds = 1;
+        if (exists) entry.sequence = buffers.entries[b].sequence, entry.first_tile = buffers.entries[b].first_tile;
+        if (b < p.num_entries) rounds = buffers.entries[b].chains.rounds;
         const sa_band band = band_of(args, entry.sequence, b >= problem.batch);
-        entry.rounds = static_cast<int16_t>(sa_rounds_of(&band, p.tokens, C::kKeys, &p.room));
-        const sa_chains chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, entry.rounds);
-        const int64_t own_uses = static_cast<int64_t>(chains.count) * chains.uses, own_items = sa_num_chain_items(&chains),
-                      own_carries = static_cast<int64_t>(sa_num_carries(&chains)) * (chains.is_long ? 1 : chains.heads);
-        entry.first_use = block_scan(own_uses, uses, sum) - own_uses;
-        entry.first_item = block_scan(own_items, items, sum) - own_items;
-        entry.first_carry = block_scan(own_carries, carries, sum) - own_carries;
-        entry.first_block = static_cast<int>(block_scan(chains.blocks, blocks, sum) - chains.blocks);
-        entry.first_place = -1;
-        if (p.num_places) { // one that finds no room leaves none to those behind it
-            const bool is_apart = sa_is_apart(&chains);
-            const int64_t own_places = is_apart ? sa_num_places(&chains) : 0, end = block_scan(own_places, all_places, sum);
-            if (is_apart && end <= p.num_places) entry.first_place = end - own_places;
-        }
-        if (b <= p.num_entries) buffers.entries[b] = entry;
+        const sa_chains chains = entry.chains = sa_chains_of(&band, p.tokens, C::kKeys, &p.room, rounds);
+        const bool is_apart = p.num_places && sa_is_apart(&chains);
+        const int64_t own[kSums] = {static_cast<int64_t>(chains.count) * chains.uses, sa_num_chain_items(&chains),
+                static_cast<int64_t>(sa_num_carries(&chains)) * (chains.is_long ? 1 : chains.heads), chains.blocks,
+                is_apart ? sa_num_places(&chains) : 0, chains.count};
+        int64_t end[kSums];
+        for (int i = 0; i < kSums; i++) end[i] = own[i];
+        block_scan<0>(end, all);
+        const auto begin = [&](int i) { return end[i] - own[i]; };
+        entry.first_use = begin(kUses);
+        entry.first_term = begin(kTerms);
+        entry.first_carry = begin(kCarries);
+        entry.first_block = static_cast<int>(begin(kBlocks));
+        // One that finds no room leaves none to those behind it.
+        entry.first_place = is_apart && end[kPlaces] <= p.num_places ? begin(kPlaces) : -1;
+        entry.waves = sa_may_be_beside(&chains, &p.room) ? sa_waves_beside(&chains) : 0;
+        numbers[threadIdx.x] = {sa_number_beside(&p.room, end[kUses]), entry.waves};
+        __syncthreads();
+        const int2 number = numbers[threadIdx.x], before = threadIdx.x ? numbers[threadIdx.x - 1] : last;
+        last = numbers[blockDim.x - 1]; // scans come before the next pass writes it
+        const bool is_beside = entry.waves && number.x == before.x && number.y == before.y;
+        const int64_t own_items = entry.waves ? own[kChains] * entry.waves : own[kTerms];
+        int64_t items[2] = {is_beside ? 0 : begin(kChains), own_items}; // the first: chains before those that are side by side
+        block_scan<1>(items, all_items);
+        entry.first_chain = entry.waves ? static_cast<int>(begin(kChains) - items[0]) : 0;
+        entry.first_item = items[1] - own_items - static_cast<int64_t>(entry.first_chain) * entry.waves;
+        if (exists) buffers.entries[b] = entry;
     }
 }
 
-// The last entry whose first item is at most n; num_entries past the end.
-__device__ __forceinline__ int64_t find_entry(const Entry *entries, int64_t num_entries, int64_t n) {
-    int64_t low = 0, high = num_entries + 1;
+// The last of so many entries for which this holds, as it does for all before it.
+template <class Holds> __device__ __forceinline__ int64_t last_entry(int64_t count, const Holds &holds) {
+    int64_t low = 0, high = count;
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
-        if (entries[middle].first_item <= n)
+        if (holds(middle))
             low = middle;
         else
             high = middle;
     }
     return low;
+}
+
+// The entry of item n, num_entries past the end, and its number there; -1 for one before the entry's first wave.
+struct Found {
+    int64_t entry, item;
+};
+
+__device__ __forceinline__ Found find_item(const Entry *entries, int64_t num_entries, int64_t n) {
+    const int64_t last = last_entry(num_entries + 1, [&](int64_t e) { return entries[e].first_item <= n; }),
+                  first_item = entries[last].first_item;
+    const int waves = entries[last].waves;
+    if (!waves) return {last, n - first_item};
+    const int64_t chains = entries[last].first_chain + entries[last].chains.count, wave = (n - first_item) / chains,
+                  chain = n - first_item - wave * chains;
+    const auto begins_by = [&](int64_t e) { return entries[e].first_item < first_item || entries[e].first_chain <= chain; };
+    const int64_t e = last_entry(last + 1, begins_by);
+    return {e, sa_item_beside(&entries[e].chains, waves, static_cast<int>(wave), static_cast<int>(chain) - entries[e].first_chain)};
 }
 
 static_assert(sizeof(Entry) == SA_BWD_SM90_ENTRY_BYTES && sizeof(Item) == SA_BWD_SM90_ITEM_BYTES &&
@@ -293,17 +365,22 @@ __device__ __forceinline__ KeySum key_sum_of(const sinkattn_bwd_args &args, cons
 template <class C>
 __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const BwdProblem &p, const BwdBuffers &buffers, int64_t n) {
     const bool is_packed = args.fwd.problem.packed;
-    const int64_t e = is_packed ? find_entry(buffers.entries, p.num_entries, n) : 0;
+    const Found found = is_packed ? find_item(buffers.entries, p.num_entries, n) : Found{0, n};
+    const int64_t e = found.entry;
     if (e >= p.num_entries) return;
+    if (found.item < 0) {
+        buffers.items[n].exists = false;
+        return;
+    }
     const Entry entry = entry_of(args, p, buffers, e);
     const sa_band band = band_of(args, entry.sequence, is_packed && e == p.num_entries - 1);
-    const sa_chains chains = is_packed ? sa_chains_of(&band, p.tokens, C::kKeys, &p.room, entry.rounds) : p.chains;
+    const sa_chains &chains = entry.chains;
     const auto all = static_cast<int32_t>(sa_num_chain_items(&chains)); // the launcher has refused more
     if (!is_packed) {
-        if (n == 0) buffers.entries[p.num_entries] = {{}, 0, 0, all, 0, 1, chains.blocks * p.room.copies, -1};
+        if (n == 0) buffers.entries[p.num_entries] = {{}, 0, 0, all, 0, all, -1, chains.blocks * p.room.copies, 0, 0, {}};
         if (n >= all) return;
     }
-    const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, static_cast<int32_t>(n - entry.first_item));
+    const sa_chain_item own = sa_chain_item_of(&chains, &band, p.tokens, C::kKeys, static_cast<int32_t>(found.item));
     const int copy = own.head / p.room.num_heads, slice = own.head - copy * p.room.num_heads;
     const Entry of_copy = entry_of(args, p, buffers, e + copy);
     const sa_sequence sequence = of_copy.sequence;
@@ -342,7 +419,7 @@ __device__ __forceinline__ void write_item(const sinkattn_bwd_args &args, const 
         if (entry.first_place >= 0)
             sum = key_sum_of<C>(args, p, buffers, of_copy, band, chains, entry.first_place, own.head, kv_head, own.block);
     }
-    item.nth = static_cast<int>(entry.first_item) / p.room.num_heads + copy * (all / chains.heads) + own.nth;
+    item.nth = static_cast<int>(entry.first_term) / p.room.num_heads + copy * (all / chains.heads) + own.nth;
     const sa_range keys = {item.key, sa_first(item.key + C::kKeys, band.k_len)};
     item.finish_end = sa_row_tiles_before(&item.tiles, &band, keys, p.tokens);
     if (p.parts) {
