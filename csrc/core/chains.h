@@ -140,9 +140,9 @@ SA_HD int64_t sa_num_chain_items(const sa_chains *c) {
     return (int64_t)c->count * (c->sinks * c->rounds + c->waves - c->sinks) + (int64_t)c->heads * c->unseen;
 }
 
-/* Packed sequences that follow each other may have their chains side by side: those with the same waves, rounded up, and the same number,
- * of uses up to the end of theirs, so that all find slots. A wave then takes a block of each chain, the longest items first, and a sequence
- * of fewer waves begins later. */
+/* Packed sequences that follow each other may have their chains side by side: if their waves, rounded up, are as many, and if the slot uses
+ * up to the end of each give the same number, which says that there are slots for all. A wave then takes a block of each chain, the longest
+ * items first, and a sequence of fewer waves begins later. */
 SA_HD int32_t sa_waves_beside(const sa_chains *c) {
     int32_t step = 1;
     while (8 * step <= c->waves) step *= 2;
